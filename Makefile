@@ -68,6 +68,7 @@ calibrate: install
 
 campaign: install
 	$(PY) benchmarks/campaign/run.py --minutes $(MINUTES) --jobs $(JOBS) $(if $(PEERS),--peers '$(PEERS)')
+	HASTEN_FUZZ=2000 $(PY) -m pytest -q tests/faults/test_fuzz.py
 
 docs: install
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[docs]'

@@ -96,12 +96,12 @@ def _row(name: str, variant: Variant, padded: Variant) -> str:
     if variant.failed:
         return f"| {name} | {variant.name} | failed: {variant.failed} | | | |"
     ratio = paired_ratio(padded.rounds, variant.rounds)
-    slots = sum(step["slots"] for step in variant.steps)
+    positions = sum(step["positions"] for step in variant.steps)
     tokens = sum(step["tokens"] for step in variant.steps)
     median = sorted(variant.rounds)[len(variant.rounds) // 2]
     return (
         f"| {name} | {variant.name} | {median:,.0f} | {ratio.median:.2f}x "
-        f"[{ratio.low:.2f}, {ratio.high:.2f}] | {1 - tokens / slots:.1%} | "
+        f"[{ratio.low:.2f}, {ratio.high:.2f}] | {1 - tokens / positions:.1%} | "
         f"{variant.eval_data[-1][1]:.4f} |"
     )
 

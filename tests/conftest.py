@@ -161,6 +161,15 @@ def _same_draws() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _signals_end_a_process() -> Iterator[None]:
+    """A run that left ignores the signals that asked it to, for a process that ends with it."""
+    yield
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True)
 def _one_thread() -> None:
     """Whatever a test before this one did to it."""
     torch.set_num_threads(1)

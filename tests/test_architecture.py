@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "hasten"
 # From the ground up: a room may import the rooms of earlier lines, and itself.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "formatting"),
-    ("progress",),
+    ("progress", "foreign_files"),
     ("machine",),
     ("parts",),
     ("core",),
@@ -22,10 +22,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("measure",),
     ("report",),
     ("training",),
+    ("release",),
     ("planner",),
     ("tune",),
     ("integrations",),
     ("monitor",),
+    ("release",),
     ("cli",),
     ("__init__", "__main__"),
 )
@@ -37,7 +39,7 @@ NEVER: dict[str, set[str]] = {
     "data": {"core"},
     "launch": {"models", "data", "techniques"},
     "planner": {"measure", "training", "techniques"},
-    "monitor": ROOMS - {"errors", "formatting", "progress", "monitor"},
+    "monitor": ROOMS - {"errors", "formatting", "progress", "foreign_files", "monitor"},
     "integrations": {"recipe", "training"},
     "tune": {"planner"},
 }
@@ -51,6 +53,7 @@ PARTS = ("kernels", "data", "nn", "optim", "checkpoint", "comm", "distributed") 
 MAY_USE: dict[str, set[str]] = {
     "errors": set(),
     "formatting": set(),
+    "foreign_files": set(),
     "progress": {"rich"},
     "machine": {"torch", "psutil", "numpy", "filelock", "pynvml"},
     "parts": {

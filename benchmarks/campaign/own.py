@@ -28,7 +28,7 @@ from hasten.core.step import training
 from hasten.errors import InputError
 from hasten.recipe.schema import Recipe, load_recipe
 from labs import missing
-from tiny import language_job, records, session_of
+from tiny import examples, language_job, session_of
 
 TESTS = Path(__file__).parents[2] / "tests"
 STRANGERS = ("faults/test_strangers.py", "models/test_convert.py")
@@ -41,7 +41,7 @@ CUTS |= {"a cut for good": ("inf", "8", "1")}
 def nans(draw: random.Random, folder: Path, size: int) -> list[Outcome]:
     """Losses that aren't finite at random steps: no weight is touched by them."""
     torch.set_num_threads(1)
-    data = records(24)
+    data = examples(24)
     found = []
     for _ in range(size):
         steps = sorted(draw.sample(range(1, 13), draw.randint(1, 3)))

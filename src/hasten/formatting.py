@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import errno
 import json
 import math
-import os
 import re
-import stat
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 
 def duration(seconds: float) -> str:
@@ -34,10 +30,10 @@ def number(value: Any) -> float | None:
     if not isinstance(value, int | float):
         return None
     try:
-        found = float(value)
+        as_float = float(value)
     except OverflowError:  # JSON may have integers of any length
         return None
-    return found if math.isfinite(found) else None
+    return as_float if math.isfinite(as_float) else None
 
 
 NOT_MEASURED = "not measured"
@@ -76,9 +72,9 @@ def words(value: float | None, unit: str) -> str:
 
 def measure(value: float | None, unit: str) -> str:
     """A number in a unit that a prediction names: s, bytes, or any other behind it."""
-    known = {"s": "seconds", "bytes": "memory"}.get(unit)
-    if known or value is None or not math.isfinite(value):
-        return words(value, known or "amount")
+    kind = {"s": "seconds", "bytes": "memory"}.get(unit)
+    if kind or value is None or not math.isfinite(value):
+        return words(value, kind or "amount")
     return f"{words(value, 'amount')} {unit}"
 
 
@@ -121,11 +117,11 @@ def fitted(rows: Sequence[Sequence[str]], width: int) -> str:
     lines = aligned([[row[c] for c in columns] for row in rows]).splitlines()
     if not moved:
         return "\n".join(lines)
-    found = [lines[0]]
+    table_lines = [lines[0]]
     for line, row in zip(lines[1:], rows[1:], strict=True):
         second = ", ".join(f"{rows[0][c]} {row[c]}".strip() for c in sorted(moved) if row[c])
-        found += [line, *([wrapped(f"     {second}", width)] if second else [])]
-    return "\n".join(found)
+        table_lines += [line, *([wrapped(f"     {second}", width)] if second else [])]
+    return "\n".join(table_lines)
 
 
 def wrapped(text: str, width: int) -> str:
@@ -192,20 +188,11 @@ def did_you_mean(word: object, options: Iterable[str]) -> str:
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
-# Files and texts of others: no pipe is waited for, and no terminal obeys a text.
+# Texts of others: no terminal obeys one.
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """A file's bytes; raises OSError for a pipe, whose writer may never come, or a device."""
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return os.fdopen(handle, "rb")
-
-
 def shown(text: str) -> str:
     """The text with control characters other than tabs and line ends as `\\x1b`."""
-    return _CONTROL.sub(lambda found: f"\\x{ord(found.group()):02x}", text)
+    return _CONTROL.sub(lambda match: f"\\x{ord(match.group()):02x}", text)

@@ -39,7 +39,7 @@ def by_hand() -> dict[str, torch.Tensor]:
     return dict(model.named_parameters())
 
 
-@pytest.mark.parametrize("gradient_accumulation", [1, 4])
+@pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("documents", [False, True])
 def test_the_trainer_learns_from_packed_rows_what_a_loop_learns_from_padded_ones(
     documents: bool, accumulate: int, tmp_path: Path

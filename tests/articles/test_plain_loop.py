@@ -90,19 +90,19 @@ def test_all_parts_with_master_weights_follow_the_float32_loop() -> None:
     masters = MasterWeights()
     masters.prepare(loss)
     optimizer = adamw(model)
-    masters.own(optimizer)
+    masters.attach_optimizer(optimizer)
     losses = []
     for step in STEPS:
         trained, total = sum(r.trained_tokens for r in step), 0.0
         for part in at_most_60_tokens(step):
             loss_sum, _ = loss(**packed(part))
             (loss_sum / trained).backward()
-            masters.collect()
+            masters.accumulate_gradients()
             total += loss_sum.item() / trained
         torch.nn.utils.clip_grad_norm_(masters.parameters(), 1e9)
         optimizer.step()
         optimizer.zero_grad()
-        masters.publish()
+        masters.update_model_weights()
         losses.append(total)
     assert losses == pytest.approx(expected, rel=2**-7)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}

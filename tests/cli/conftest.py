@@ -7,6 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
+from finished_runs import full_run, lora_run
+
+__all__ = ["full_run", "lora_run"]
 Hasten = Callable[..., tuple[int, str, str]]
 
 

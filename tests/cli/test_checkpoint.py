@@ -1,4 +1,4 @@
-"""``hasten checkpoint``: lists, verifies, exports and compares, and writes into no folder."""
+"""``hasten checkpoint``: lists, verifies and compares, and writes into no folder."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 from hasten.cli.main import app
 from hasten.errors import InputError
 from hasten.parts.checkpoint import MANIFEST, STATE
 from hasten.parts.checkpoint.saver import Saver
-from hasten.techniques.checkpoint import Checkpoints
-from tiny import language_job, run, session_of
 
 
 def call(*words: object) -> Result:
@@ -67,25 +64,6 @@ def test_verify_finds_damage_and_moves_nothing(folder: Path) -> None:
     assert (folder / "step-00000003").is_dir()
 
 
-def test_export_unpacks_the_weights_or_everything(folder: Path, tmp_path: Path) -> None:
-    assert call("export", folder, "--to", tmp_path / "w.safetensors").exit_code == 0
-    weights = load_file(tmp_path / "w.safetensors")
-    assert list(weights) == ["w"]
-    assert weights["w"][7] == 10
-    call("export", folder / "step-00000001", "--all", "--to", tmp_path / "all.safetensors")
-    assert sorted(load_file(tmp_path / "all.safetensors")) == ["flag", "model/w", "optimizer/0/m"]
-
-
-def test_the_weights_of_a_run_have_the_names_of_the_model(tmp_path: Path) -> None:
-    session = session_of(language_job(steps=2), Checkpoints(1), folder=tmp_path / "saved")
-    run(session)
-    assert call("export", tmp_path / "saved", "--to", tmp_path / "w.safetensors").exit_code == 0
-    weights = load_file(tmp_path / "w.safetensors")
-    expected = session.finish().state_dict()
-    assert weights.keys() == expected.keys()
-    assert all(torch.equal(weights[name], expected[name]) for name in expected)
-
-
 def test_diff_names_what_differs_and_by_how_much(folder: Path) -> None:
     lines = call("diff", folder / "step-00000001", folder).stdout.splitlines()
     assert lines == [
@@ -95,17 +73,13 @@ def test_diff_names_what_differs_and_by_how_much(folder: Path) -> None:
 
 
 def test_what_can_not_be_done_is_one_sentence(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "there").write_text("mine")
     (tmp_path / "empty").mkdir()
     for words, sentence in (
         (("ls", tmp_path / "empty"), "holds no checkpoint"),
         (("verify", tmp_path / "missing"), "holds no checkpoint"),
-        (("export", folder, "--to", tmp_path / "there"), "exists; name a file that doesn't"),
-        (("export", folder, "--to", tmp_path / "no" / "x"), "can't be written"),
     ):
         error = call(*words).exception
         assert isinstance(error, InputError)
         assert sentence in str(error)
-    assert (tmp_path / "there").read_text() == "mine"
     (folder / "step-00000001" / STATE).write_bytes(b"x")
     assert "damaged" in str(call("diff", folder, folder / "step-00000002").exception)

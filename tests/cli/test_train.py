@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shutil
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from hasten.models.weights import NumberFormats
 from hasten.parts.checkpoint import checkpoints
 from hasten.parts.checkpoint.format import read_manifest
 from hasten.recipe.schema import Recipe
+from hasten.training import folder as folder_module
 from hasten.training.run import train as run_training
 from sample_data import small
 
@@ -62,7 +64,7 @@ def test_the_money_so_far_counts_all_time_and_not_that_of_the_steps_alone(
     display: Any = SimpleNamespace(begin=lambda: None, show=lambda text, share: shown.append(text))
     job = SimpleNamespace(schedule=SimpleNamespace(total_steps=2))
     known = SimpleNamespace(world=SimpleNamespace(size=2))
-    session: Any = SimpleNamespace(setup=SimpleNamespace(job=job, facts=known))
+    session: Any = SimpleNamespace(setup=SimpleNamespace(job=job, context=known))
     step: Any = SimpleNamespace(
         step=1,
         loss=2.0,
@@ -208,6 +210,86 @@ def test_a_supervisor_does_not_restart_what_is_trained_but_ends_with_code_1(
         (tmp_path / "summary.json").write_text(json.dumps({"unsaved": unsaved}))
         return 0
 
-    monkeypatch.setattr("hasten.recipe.prepare.prepare_run", lambda *given: (None, Plan(), None))
+    job = SimpleNamespace(context=None, plan=Plan())
+    monkeypatch.setattr("hasten.recipe.build.prepare_run", lambda *given: job)
     monkeypatch.setattr("hasten.launch.supervisor.supervise", supervise)
     assert train.as_supervised_ranks(recipe, ExitStack()) == code
+
+
+@contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """No file of this process may become larger, as if the disk had no more room."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_at_the_end_leaves_a_summary_that_says_what_is_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(small(tmp_path, max_steps=1)))
+    with full_disk(1 << 20):
+        assert train.train(path, []) == 1
+    said = capsys.readouterr().err
+    assert "error: the weights are NOT saved" in said
+    assert f"the weights couldn't be written to {tmp_path / 'run' / 'model'}: " in said
+    assert "File too large" in said
+    assert "these weights are lost: make room or set HASTEN_RESCUE" in said
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["steps"], summary["saved"]) == (1, None)
+    assert not list((tmp_path / "run").glob(".model.partial*")), "room is given back"
+
+
+def test_weights_go_to_the_rescue_folder_or_are_rounded_to_what_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real, tried = folder_module.save_model, []
+
+    def save(model: Any, tokenizer: Any, folder: Path, formats: NumberFormats) -> list[str]:
+        tried.append((folder, formats.most))
+        if len(tried) <= failures:
+            raise OSError(28, "No space left on device")
+        return real(model, tokenizer, folder, formats)
+
+    monkeypatch.setattr(folder_module, "save_model", save)
+    monkeypatch.setenv("HASTEN_RESCUE", str(tmp_path / "other disk"))
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(small(tmp_path, max_steps=1)))
+    own, other = tmp_path / "run" / "model", tmp_path / "other disk"
+    expected = [
+        (own, None),
+        (other / "run-model", None),
+        (own, torch.bfloat16),
+        (other / "2-run-model", torch.bfloat16),
+    ]
+    for failures in (1, 2, 3):
+        tried.clear()
+        assert train.train(path, []) == 1
+        if failures == 3:  # the folder of the first failure is there: it is not replaced
+            expected[1] = (other / "2-run-model", None)
+        summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+        place, kind = tried[-1]
+        assert [kind for _, kind in tried] == [kind for _, kind in expected[: failures + 1]]
+        assert summary["saved"] == str(place)
+        stored = load_file(place / "model.safetensors")
+        assert {weight.dtype for weight in stored.values()} == {kind or torch.float32}
+        assert f"the weights are in {place}" in capsys.readouterr().err
+
+
+def test_a_summary_without_room_goes_to_the_rescue_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HASTEN_RESCUE", str(tmp_path / "other"))
+    summary: dict[str, Any] = {"unsaved": []}
+    run = tmp_path / "run"
+    run.write_text("no folder")  # nothing can be written in it
+    assert folder_module.write_summary(run / "summary.json", summary) == (
+        tmp_path / "other" / "run-summary.json"
+    )
+    assert "summary.json couldn't be written: " in summary["unsaved"][0]
+    monkeypatch.delenv("HASTEN_RESCUE")
+    assert folder_module.write_summary(run / "summary.json", summary) is None

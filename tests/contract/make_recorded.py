@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from contract.make_golden import _model, _records
+from contract.make_golden import _examples, _model
 from hasten.measure.ablation import Design, plans_of, with_second_baseline
 from hasten.measure.recipe_experiment import measured, prepared
 from hasten.recipe.schema import recipe_from
@@ -105,7 +105,7 @@ def main(target: Path, wanted: list[int]) -> None:
             continue
         with tempfile.TemporaryDirectory() as name:
             here = Path(name)
-            _records(here / "records.jsonl")
+            _examples(here / "records.jsonl")
             _model(here / "model")
             given = {**RECIPE, **changes, "plan": plan, "output": str(here / "out")}
             given |= {name: str(here / str(given[name])) for name in ("model", "dataset")}

@@ -20,13 +20,13 @@ from tiny import language_job, run, session_of
 class ThreeAlike:
     """A layout of three ranks that all have the same."""
 
-    def sum(self, values: Tensor) -> Tensor:
+    def all_reduce_data(self, values: Tensor) -> Tensor:
         return 3 * values
 
 
 def test_by_default_counts_and_the_wish_to_stop_are_summed_in_one_go() -> None:
     rank_sync = SumsEachStep(ThreeAlike())
-    mine = WorkCounts(examples=1, tokens=5, positions=8, trained_tokens=4, pairs=25)
+    mine = WorkCounts(examples=1, tokens=5, positions=8, trained_tokens=4, attention_pairs=25)
     assert rank_sync.counts(mine, stop=False) == (WorkCounts(3, 15, 24, 12, 75), False)
     assert rank_sync.counts(mine, stop=True)[1]
     assert rank_sync.sum(torch.ones(2)).tolist() == [3.0, 3.0]

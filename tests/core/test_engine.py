@@ -68,7 +68,7 @@ class TwoStageEngine(PlainEngine):
             (loss / denominator).backward()
             out.backward(arrived.grad)
             stages.crossed += 1
-            self.setup.precision.collect()
+            self.setup.precision.accumulate_gradients()
         return torch.stack([loss.detach() for loss in losses]).sum()
 
 

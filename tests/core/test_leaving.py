@@ -101,7 +101,7 @@ def test_a_file_that_appears_is_a_notice(session: Session, tmp_path: Path) -> No
 
 
 def test_a_file_that_can_not_be_looked_at_is_no_notice(tmp_path: Path) -> None:
-    assert not ShutdownNotice(lambda: None, tmp_path / ("x" * 300)).there()
+    assert not ShutdownNotice(lambda: None, tmp_path / ("x" * 300)).arrived()
 
 
 @pytest.mark.parametrize(
@@ -114,10 +114,10 @@ def test_a_file_that_can_not_be_looked_at_is_no_notice(tmp_path: Path) -> None:
     ],
 )
 def test_a_command_gives_notice_by_its_exit_code(command: list[str], there: bool) -> None:
-    assert ShutdownNotice(lambda: None, command=command).there() is there
+    assert ShutdownNotice(lambda: None, command=command).arrived() is there
 
 
 def test_a_command_runs_without_a_shell(tmp_path: Path) -> None:
     marker = tmp_path / "written"
-    assert not ShutdownNotice(lambda: None, command=[f"touch {marker}; true"]).there()
+    assert not ShutdownNotice(lambda: None, command=[f"touch {marker}; true"]).arrived()
     assert not marker.exists()

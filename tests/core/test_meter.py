@@ -32,8 +32,8 @@ def test_pairs_are_the_sum_of_squared_lengths_however_records_are_laid_out() -> 
     data = examples(6)
     pairs = sum(r.length**2 for r in data)
     for lay_out in (padded, packed):
-        assert with_language_counts(lay_out)(data).counts.pairs == pairs
-    assert (WorkCounts(pairs=2) + WorkCounts(pairs=3)).pairs == 5
+        assert with_language_counts(lay_out)(data).counts.attention_pairs == pairs
+    assert (WorkCounts(attention_pairs=2) + WorkCounts(attention_pairs=3)).attention_pairs == 5
 
 
 def test_a_step_s_model_flops_are_those_of_its_records_and_mfu_follows() -> None:
@@ -69,7 +69,7 @@ def test_a_run_s_mfu_is_that_of_its_steps_weighed_by_time() -> None:
 
 
 def test_without_a_ceiling_or_a_count_mfu_is_unknown_and_never_zero() -> None:
-    counts = WorkCounts(tokens=5, pairs=25)
+    counts = WorkCounts(tokens=5, attention_pairs=25)
     assert Meter().flops(counts) is None
     assert Meter(2.0, 1.0).flops(counts) == 35
     assert Meter(2.0, 1.0).mfu(35, 1.0) is None
@@ -96,7 +96,7 @@ class TwoEqualRanks(OneProcess):
 
     size = 2
 
-    def sum(self, values: Tensor) -> Tensor:
+    def all_reduce_data(self, values: Tensor) -> Tensor:
         return 2 * values
 
 
@@ -104,5 +104,5 @@ def test_pairs_are_summed_over_ranks_like_every_other_count() -> None:
     setup = prepare(job := language_job(steps=1), Plan(), job_context(job))
     one = next(batches(assemble(setup))).counts
     two = next(batches(assemble(replace(setup, layout=TwoEqualRanks())))).counts
-    assert one.pairs > one.tokens
+    assert one.attention_pairs > one.tokens
     assert two == one + one

@@ -11,7 +11,7 @@ import pytest
 
 from hasten.core.job import GlobalBatch, Schedule, Stop
 from hasten.core.plan import Plan
-from hasten.core.resume_check import check_same_job, resume_check
+from hasten.core.resume_check import changes_since, check_same_job, resume_check
 from hasten.core.setup import Setup, prepare
 from hasten.core.technique import Technique
 from hasten.errors import InputError
@@ -148,3 +148,52 @@ def test_a_wire_may_go_where_one_rank_is_left_and_the_number_of_ranks_is_told() 
     setup.plan = Plan()
     with pytest.raises(InputError, match="plan: topk was on"):
         check_same_job(two, resume_check(setup), step=1)
+
+
+def resumed(
+    schedule: Schedule, longer: Schedule, step: int, stop: int = 20
+) -> tuple[Schedule, list[str]]:
+    """The schedule after a run of 10 steps resumes after ``step`` with another end."""
+    meta = {
+        "job": record(schedule=schedule, stop=Stop(steps=10)),
+        "progress": {"step": step},
+    }
+    setup = setup_of(schedule=longer, stop=Stop(steps=stop))
+    changes = changes_since(meta, setup)
+    return setup.job.schedule, changes
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd"])
+def test_every_schedule_is_stretched_where_the_end_alone_changes(kind: Any) -> None:
+    old = Schedule(kind, 2, 10, floor=0.1)
+    longer = replace(old, total_steps=20, warmup_steps=4)  # a warm-up of 20 % of all steps
+    schedule, changes = resumed(old, longer, 10)
+    assert schedule == longer
+    assert "max_steps was 10 and is 20 now" in changes
+    if kind != "constant":
+        assert f"the next step has {longer(10):.3g} of the peak" in changes[-1]
+    with pytest.raises(InputError, match="warmup_steps was 2 and is 7 now"):
+        resumed(old, replace(longer, warmup_steps=7), 10)
+    with pytest.raises(InputError, match=r"min_lr_ratio was 0\.1 and is 0\.2 now"):
+        resumed(old, replace(longer, floor=0.2), 10)
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd"])
+def test_extend_constant_keeps_the_last_rate_through_further_resumes(kind: Any) -> None:
+    old = Schedule(kind, 2, 10, floor=0.1, extend="constant")
+    schedule, _ = resumed(old, replace(old, total_steps=20), 8)
+    assert [schedule(s) for s in range(8)] == [old(s) for s in range(8)]
+    assert {schedule(s) for s in range(8, 20)} == {old(7)}
+    meta = {"job": record(schedule=schedule, stop=Stop(steps=20)), "progress": {"step": 15}}
+    for steps in (20, 30):
+        again = setup_of(schedule=replace(old, total_steps=steps), stop=Stop(steps=steps))
+        changes_since(meta, again)
+        assert [again.job.schedule(s) for s in range(30)] == [schedule(s) for s in range(30)]
+
+
+def test_a_last_rate_of_zero_is_refused() -> None:
+    old = Schedule("cosine", 2, 10, extend="constant")
+    with pytest.raises(InputError, match="has reached 0"):
+        resumed(old, replace(old, total_steps=20), 10)
+    schedule, _ = resumed(old, old, 10, 10)
+    assert schedule == old, "the same end extends nothing"

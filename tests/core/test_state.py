@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from hasten.errors import InputError
 from hasten.parts import checkpoint
 from hasten.techniques.optimizer import FusedAdamW, Muon
 from hasten.techniques.precision import BF16MasterWeights
-from tiny import language_job, session_of
+from tiny import language_job, run, session_of
 
 KEYS = st.text(max_size=4) | st.sampled_from(["$tensor", "$items", "a/b", "0"]) | st.integers(0, 3)
 LEAVES = (
@@ -157,3 +157,43 @@ def test_the_random_state_of_numpy_comes_back_too() -> None:
     np.random.seed(0)
     restore(session_of(language_job()), *saved)
     assert np.random.rand(3).tolist() == following
+
+
+@pytest.mark.parametrize(
+    ("technique", "change", "sentence"),
+    [
+        (None, lambda moment: moment.t().contiguous(), r"has exp_avg of shape \[\d+, \d+\], and"),
+        (None, lambda moment: moment[:1], r"has exp_avg of shape \[1, \d+\], and the weight has"),
+        (Muon(), lambda moment: moment.t().contiguous(), r"of shape \[\d+, \d+\], and the weight"),
+    ],
+    ids=["transposed", "one row", "momentum"],
+)
+def test_an_optimizer_state_of_another_shape_is_refused_and_nothing_is_changed(
+    technique: Technique | None, change: Callable[[torch.Tensor], torch.Tensor], sentence: str
+) -> None:
+    techniques = [technique] if technique else []
+    first, second = (session_of(language_job(steps=1), *techniques) for _ in range(2))
+    run(first)
+    tensors, meta = state_of(first)
+    name = next(
+        n
+        for n, t in tensors.items()
+        if n.endswith(("/exp_avg", "/momentum")) and t.ndim == 2 and t.shape[0] != t.shape[1]
+    )
+    before = [p.clone() for p in second.loss_module.parameters()]
+    with pytest.raises(InputError, match=sentence):
+        restore(second, {**tensors, name: change(tensors[name])}, meta)
+    after = second.loss_module.parameters()
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert second.progress.step == 0
+    restore(second, tensors, meta)
+    assert second.progress.step == 1
+
+
+@pytest.mark.parametrize("name", ["optimizer/999/exp_avg", "optimizer/x/exp_avg"])
+def test_an_optimizer_state_of_no_weight_is_refused(name: str) -> None:
+    session = session_of(language_job(steps=1))
+    run(session)
+    tensors, meta = state_of(session)
+    with pytest.raises(InputError, match="checkpoint is damaged"):
+        restore(session, {**tensors, name: torch.zeros(2)}, meta)

@@ -114,8 +114,8 @@ def test_one_rank_has_nothing_to_compare_with() -> None:
 def test_ranks_that_train_apart_are_not_compared() -> None:
     class Apart:
         class setup:  # noqa: N801
-            class agreement:  # noqa: N801
-                apart = True
+            class rank_sync:  # noqa: N801
+                diverged = True
 
     session: Any = Apart()
     check_comparable(session, 0)

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hasten.core.job import Stop
+from hasten.core.job import GlobalBatch, Stop
 from hasten.core.loop import Evaluation, EvaluationSchedule, Outcome, evaluate, fit, request_stop
 from hasten.core.state import restore, state_of
 from hasten.core.step import training
@@ -241,3 +242,41 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path: 
 def test_checkpoints_without_a_folder_are_refused() -> None:
     with pytest.raises(InputError, match="run folder"):
         session_of(language_job(), Checkpoints())
+
+
+def test_an_evaluation_pass_is_no_larger_than_a_micro_batch() -> None:
+    job = language_job(eval_data=examples(19, seed=5))
+    sizes: list[int] = []
+
+    def look(plan: list[Any], batch: GlobalBatch) -> float | None:
+        session = session_of(replace(job, batch=batch), *plan)
+        sizes.clear()
+        handle = session.loss_module.register_forward_pre_hook(
+            lambda module, args, inputs: sizes.append(len(inputs["input_ids"])), with_kwargs=True
+        )
+        loss = evaluate(session).eval_loss
+        handle.remove()
+        return loss
+
+    whole = look([], GlobalBatch(examples=32))
+    assert max(sizes) == 16
+    assert look([GradientAccumulation(3)], GlobalBatch(examples=32)) == pytest.approx(whole)
+    assert (max(sizes), sum(sizes)) == (3, 19)
+    assert look([], GlobalBatch(examples=4)) == pytest.approx(whole)
+    assert (max(sizes), sum(sizes)) == (4, 19)
+
+
+def test_the_best_evaluation_is_by_the_metric_that_was_named() -> None:
+    values = iter([0.1, 0.5, 0.5, 0.2])
+    job = language_job(steps=4, metrics={"accuracy": lambda model: next(values)})
+    best: list[int] = []
+    watch = EvaluationSchedule(
+        every_steps=1,
+        best_by="accuracy",
+        lower_is_better=False,
+        on_best=lambda e: best.append(e.step),
+    )
+    outcome = fit(session_of(job), watch)
+    assert best == [1, 2]
+    assert outcome.best is not None
+    assert outcome.best.step == 2

@@ -10,7 +10,8 @@ import pytest
 from hasten.data.prompt_formats import template_file
 from hasten.data.readers import read_examples
 from hasten.errors import InputError
-from hasten.formatting import open_regular, shown
+from hasten.foreign_files import open_regular
+from hasten.formatting import shown
 
 
 def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:

@@ -113,3 +113,13 @@ def test_a_list_is_never_in_memory_whole(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert peak < path.stat().st_size / 2
+
+
+@pytest.mark.parametrize("text", ['{"q": 1, "a": 2, "q": 3}', '{"q": [{"a": 1, "b": 2, "a": 1}]}'])
+def test_an_example_with_a_key_twice_is_a_fault_and_costs_nothing_else(text: str) -> None:
+    for data in (f'{{"q": 0}}\n{text}\n{{"q": 2}}\n', f'[{{"q": 0}},\n{text},\n{{"q": 2}}]'):
+        one, two, three = found(data.encode())
+        assert (one.value, three.value) == ({"q": 0}, {"q": 2})
+        assert two.reason is not None
+        assert two.reason.endswith("occurs twice in an object")
+        assert two.line == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -247,3 +248,16 @@ def test_a_forked_process_renders_in_a_process_of_its_own(tokenizer: Any) -> Non
         os._exit(0 if same else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert encode(tokenizer, dialogue("a", "b"), 99).examples[0].input_ids.tolist() == expected
+
+
+def test_a_renderer_that_uses_no_processor_time_is_ended_by_the_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    renderer.ask("a start", 0, len, "")  # the process is there
+    monkeypatch.setattr(renderer, "WAIT_SECONDS", 0.2)
+    began = time.monotonic()
+    with pytest.raises(InputError, match=r"takes over 0 s at a text: correct the template"):
+        renderer.ask("a text", 0, time.sleep, 60)
+    assert time.monotonic() - began < 10
+    monkeypatch.setattr(renderer, "WAIT_SECONDS", 60.0)
+    assert renderer.ask("the next text", 0, len, "abc") == 3

@@ -122,3 +122,12 @@ def test_the_metrics_page_has_each_field_of_a_step_in_order() -> None:
     section = page("metrics.md").split("## metrics.jsonl")[1].split("\n## ")[0]
     named = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
     assert named == [field.name for field in dataclasses.fields(StepMetrics)]
+
+
+def test_the_security_page_names_tests_that_exist() -> None:
+    text = page("security.md")
+    rows = [line for line in text.splitlines() if line.startswith("| ")][1:]
+    for row in rows:
+        paths = re.findall(r"\]\(\.\./(tests/[^)]+)\)", row)
+        assert paths, row
+        assert all((DOCS.parent / path).is_file() for path in paths), row

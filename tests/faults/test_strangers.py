@@ -93,7 +93,7 @@ def test_a_link_or_a_pipe_in_the_place_of_a_file_is_not_opened(one: Path) -> Non
         load(one)
     (one / STATE).unlink()
     os.mkfifo(one / STATE)
-    with pytest.raises(DamagedCheckpointError, match="not a plain file"):
+    with pytest.raises(DamagedCheckpointError, match="not a regular file"):
         load(one)
     (one / MANIFEST).unlink()
     os.mkfifo(one / MANIFEST)

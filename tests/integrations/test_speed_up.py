@@ -81,7 +81,7 @@ def test_the_same_trainer_has_the_techniques_it_can_carry_and_the_same_losses(
     trainer = trainer_of(tmp_path / "b")
     with caplog.at_level(logging.WARNING):
         assert hasten.speed_up(trainer) is trainer
-    (said,) = [example.message for example in caplog.examples if "speed_up" in example.message]
+    (said,) = [example.message for example in caplog.records if "speed_up" in example.message]
     joined, *left_out = said.split("\n  left out: ")
     for name in ("packed", "document_attention", "fused_layers", "labelled_token_loss"):
         assert name in joined
@@ -138,7 +138,7 @@ def span(median: float) -> dict[str, float | None]:
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [example.message for example in caplog.examples if "speed_up" in example.message]
+    return [example.message for example in caplog.records if "speed_up" in example.message]
 
 
 def test_a_race_of_this_model_and_data_decides_and_its_gain_is_expected_and_compared(
@@ -201,7 +201,7 @@ def test_a_damaged_choice_is_told_of_and_left_as_it_is(
             (choices / "damaged.json").write_text(json.dumps({**whole, "choice": {}}))
             (choices / "1.json").unlink()
         hasten.speed_up(trainer)
-        (warned,) = [r.message for r in caplog.examples if "can't be read" in r.message]
+        (warned,) = [r.message for r in caplog.records if "can't be read" in r.message]
         assert "damaged.json" in warned
         assert (choices / "damaged.json").exists()
         assert "labelled_token_loss" in said(caplog)[0]

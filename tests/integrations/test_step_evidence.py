@@ -64,7 +64,7 @@ def test_the_trainer_s_tokens_are_counted_without_padding(tmp_path: Path) -> Non
     assert [line["step"] for line in found] == [1, 2, 3]
     own = sum(sum(example["attention_mask"]) for example in batches())
     assert sum(line["tokens"] for line in found) == own  # 3 steps of 4 examples: each example once
-    assert [line["slots"] for line in found] == [120, 120, 120]
+    assert [line["positions"] for line in found] == [120, 120, 120]
     for line, logged in zip(found, trainer.state.log_history, strict=False):
         assert line["loss"] == pytest.approx(logged["loss"])
         assert line["padding_share"] == pytest.approx(1 - line["tokens"] / 120)
@@ -92,7 +92,7 @@ def test_evaluation_is_neither_counted_nor_timed(
     found = lines(tmp_path / "run")
     assert shift[0] == 3 * 3600
     assert all(line["step_seconds"] < 60 for line in found)
-    assert [line["slots"] for line in found] == [120, 120, 120]
+    assert [line["positions"] for line in found] == [120, 120, 120]
 
 
 def test_a_batch_without_mask_or_boundaries_has_unknown_tokens() -> None:

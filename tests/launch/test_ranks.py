@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hasten.launch.ranks import rank_environment, start_ranks
+from hasten.launch.ranks import LinkError, rank_environment, start_ranks
 from hasten.machine.environment import World
 from rank_jobs import CASES, train_all
 from ranks import on_ranks
@@ -74,8 +75,21 @@ def test_a_rank_that_a_signal_ended_is_named_with_it(
         "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
         "time.sleep(60)\n",
     )
-    assert start_ranks([], 2, tmp_path, 2) == 1
+    assert start_ranks([], 2, tmp_path, 2) == LinkError.code == 7
     assert "rank 1 failed: it was ended by SIGKILL, as the kernel" in capfd.readouterr().err
+
+
+def test_ranks_that_were_asked_to_leave_before_they_could_end_with_75(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _instead_of_hasten(
+        monkeypatch,
+        tmp_path,
+        "import os, signal\nos.kill(os.getppid(), signal.SIGTERM)\nsignal.pause()",
+    )
+    assert start_ranks([], 2, tmp_path, 2) == 75
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN, "until this process has ended"
+    assert capfd.readouterr().err == ""
 
 
 def test_a_rank_that_does_not_leave_when_rank_0_is_done_is_ended(

@@ -124,7 +124,7 @@ def test_variants_see_equal_tokens_in_every_step(measured: dict[str, Variant]) -
     assert [tokens for tokens, _ in packed.losses] == [tokens for tokens, _ in base.losses[:2]]
     for (_, one), (_, other) in zip(packed.losses, base.losses[:2], strict=True):
         assert one == pytest.approx(other, rel=1e-4)  # the same examples and the same weights
-    assert packed.steps[0]["slots"] == packed.steps[0]["tokens"] < base.steps[0]["slots"]
+    assert packed.steps[0]["positions"] == packed.steps[0]["tokens"] < base.steps[0]["positions"]
     assert packed.eval_data[0] == (0, pytest.approx(base.eval_data[0][1], rel=1e-4))
 
 
@@ -178,7 +178,7 @@ PLAN = Plan([Packed(), DocumentAttention(), FusedAdamW()])
 @pytest.mark.parametrize(
     ("which", "only", "names"),
     [
-        ("plan", (), ["baseline", "plan"]),
+        ("full", (), ["baseline", "plan"]),
         ("cumulative", (), ["baseline", "+ packed", "+ document_attention", "+ fused_adamw"]),
         (
             "single",
@@ -186,7 +186,7 @@ PLAN = Plan([Packed(), DocumentAttention(), FusedAdamW()])
             ["baseline", *(f"only {t.name()}" for t in PLAN), "all"],
         ),
         ("leave-one-out", (), ["baseline", *(f"without {t.name()}" for t in PLAN), "all"]),
-        ("plan", ("packed",), ["baseline", "only packed", "all"]),
+        ("full", ("packed",), ["baseline", "only packed", "all"]),
         ("all", ("packed",), ["baseline", "only packed", "without packed", "all"]),
         (
             "cumulative",

@@ -97,6 +97,6 @@ def test_what_is_chosen_fits_unless_nothing_is_left_to_drop(left: float, rounds:
 
 
 def test_too_small_a_budget_names_the_time_needed() -> None:
-    require_budget(60.0, spent=20.0, rest=40.0)
+    require_budget(60.0, spent=20.0, needed_seconds=40.0)
     with pytest.raises(InputError, match=r"60 s is too short: .* about 61 s"):
-        require_budget(60.0, spent=20.0, rest=40.5)
+        require_budget(60.0, spent=20.0, needed_seconds=40.5)

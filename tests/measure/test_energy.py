@@ -38,7 +38,7 @@ def test_packages_and_memory_are_added_and_the_platform_is_not_counted_twice(
     ):
         (path / "energy_uj").write_text(str(value))
     assert meter.read() == pytest.approx(3.5)
-    assert meter.found()["kwh"] == pytest.approx(3.5 / 3.6e6)
+    assert meter.totals()["kwh"] == pytest.approx(3.5 / 3.6e6)
     assert "package-0, dram" in meter.source
 
 
@@ -65,7 +65,7 @@ def test_a_counter_read_too_seldom_says_so_and_gives_no_number(tmp_path: Path) -
     assert meter.read() == 0
     assert meter.read() is None
     assert meter.source == "not measured: the counter was read too seldom"
-    assert meter.found() == {"kwh": None, "source": meter.source}
+    assert meter.totals() == {"kwh": None, "source": meter.source}
 
 
 def test_after_a_gap_differences_are_known_again(tmp_path: Path) -> None:

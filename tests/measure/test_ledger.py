@@ -21,7 +21,7 @@ from hasten.techniques.collate import Packed
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import CompactAdamW
 from hasten.techniques.precision import BF16MasterWeights
-from tiny import VOCABULARY, language_job, records, run, session_of, tiny_model
+from tiny import VOCABULARY, examples, language_job, run, session_of, tiny_model
 
 FLOATS = sum(p.numel() for p in tiny_model().parameters())
 
@@ -93,7 +93,7 @@ def test_recomputing_keeps_fewer_activations() -> None:
 
 
 def test_logits_are_as_large_as_the_widest_tensor() -> None:
-    data = records(8)
+    data = examples(8)
     slots = 8 * max(r.length for r in data)
     assert memory_of(trained(data=data))["logits"] == 4 * slots * VOCABULARY
     some = memory_of(trained(LabelledTokenLoss(chunk=16), data=data))["logits"]
@@ -124,7 +124,7 @@ def test_what_cannot_be_known_is_none() -> None:
     def stream(epoch: int) -> Iterator[Any]:
         yield from (data[i : i + 4] for i in (0, 4, 8))
 
-    data = records(12)
+    data = examples(12)
     session = session_of(language_job(data=(), stream=stream, lengths=(), steps=2))
     run(session)
     found = ledger_of(session)

@@ -59,18 +59,25 @@ REPORT = {
 
 
 def test_it_says_what_the_run_wrote_down() -> None:
-    text = card_text(RECIPE, SUMMARY, REPORT, adapter=False)
+    text = card_text(RECIPE, SUMMARY, REPORT, "transformers")
     for said in ("`alpaca.json`, `gsm8k`", "1.2345", "0.5000", "8,684 tokens/s", "failed"):
         assert said in text
     narrow = re.sub(" +", " ", text)
     assert "| only packed | 1.50× [1.40, 1.60] | helped | worse |" in narrow
     assert "somebody" not in text, "paths of a machine are nobody's business"
     assert "| 0 of 2 \\| slots \\<b\\>were\\</b\\> padding |" in narrow
-    assert text == card_text(RECIPE, SUMMARY, REPORT, adapter=False)
+    assert text == card_text(RECIPE, SUMMARY, REPORT, "transformers")
+
+
+def test_it_has_the_comparison_of_exported_files() -> None:
+    rows = [("logits", "rms"), ("written files", "4e-07")]
+    narrow = re.sub(" +", " ", card_text(RECIPE, SUMMARY, None, "gguf", rows))
+    assert "| written files | 4e-07 |" in narrow
+    assert yaml.safe_load(narrow.split("---")[1])["library_name"] == "gguf"
 
 
 def test_a_run_that_was_resumed_behind_its_last_step_has_a_card_too() -> None:
-    text = card_text(RECIPE, {**SUMMARY, "tokens_per_second": None}, None, adapter=False)
+    text = card_text(RECIPE, {**SUMMARY, "tokens_per_second": None}, None, "transformers")
     assert "| time | 302 s |" in re.sub(" +", " ", text)
 
 
@@ -84,7 +91,7 @@ def test_a_run_that_was_resumed_behind_its_last_step_has_a_card_too() -> None:
 def test_the_front_matter_names_a_base_only_where_others_can_find_it(
     model: str, named: bool
 ) -> None:
-    text = card_text({**RECIPE, "model": model}, SUMMARY, None, adapter=True)
+    text = card_text({**RECIPE, "model": model}, SUMMARY, None, "peft")
     meta = yaml.safe_load(text.split("---")[1])
     assert (meta.get("base_model") == model) is named
     assert meta["library_name"] == "peft"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -341,3 +342,70 @@ def test_quiet_gives_back_the_log_level_and_the_progress_bars_it_found() -> None
     assert not hf_logging.is_progress_bar_enabled()
     hf_logging.enable_progress_bar()
     logger.setLevel(before)
+
+
+# Hostile folders
+
+
+@pytest.mark.parametrize(
+    "weight_map",
+    [["a"], {}, None, {"a": 3}, {"a": ["x"]}, {"a": {"b": "c"}}, "model.safetensors"],
+    ids=str,
+)
+def test_a_weight_map_of_another_kind_is_a_sentence(damaged: Path, weight_map: Any) -> None:
+    (damaged / WEIGHTS).rename(damaged / "one.safetensors")
+    index = damaged / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    assert re.search("weight_map is not an object|is no file name", refusal(damaged))
+    index.write_text("[" * 100_000)
+    assert "nested too deeply" in refusal(damaged)
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_a_weight_map_that_leads_out_of_the_folder_is_refused(
+    damaged: Path, absolute: bool
+) -> None:
+    elsewhere = damaged.parent / "elsewhere.safetensors"
+    (damaged / WEIGHTS).rename(elsewhere)
+    name = str(elsewhere) if absolute else "../elsewhere.safetensors"
+    (damaged / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    assert "leads out of" in refusal(damaged)
+
+
+def test_a_weight_file_may_be_a_link_as_in_the_cache_of_the_hub(damaged: Path) -> None:
+    (damaged / WEIGHTS).rename(damaged.parent / "blob")
+    (damaged / "one.safetensors").symlink_to("../blob")
+    index = {"weight_map": {"a": "one.safetensors"}}
+    (damaged / "model.safetensors.index.json").write_text(json.dumps(index))
+    load_model(str(damaged))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_hidden_layers", -1),
+        ("num_hidden_layers", 10**9),
+        ("num_attention_heads", -4),
+        ("hidden_size", -1),
+        ("vocab_size", -5),
+        ("intermediate_size", 1 << 40),
+    ],
+)
+def test_a_size_that_no_model_has_is_refused_by_key(damaged: Path, key: str, value: int) -> None:
+    edit_config(damaged, lambda config: config.update({key: value}))
+    assert f"sets {key} to {value}; write a number from 0 to" in refusal(damaged)
+    assert f"sets {key}" in refusal(damaged, from_scratch=True)
+
+
+def test_a_size_in_a_part_of_a_config_is_checked_too(damaged: Path) -> None:
+    edit_config(damaged, lambda config: config.update(text_config={"num_hidden_layers": -1}))
+    assert "sets num_hidden_layers to -1" in refusal(damaged)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_key_twice_in_a_config_is_refused(damaged: Path, name: str) -> None:
+    path = damaged / name
+    text = path.read_text() if path.exists() else "{}"
+    content = {"use_cache": True, **json.loads(text)}
+    path.write_text('{"use_cache": false, ' + json.dumps(content)[1:])
+    assert "the key 'use_cache' occurs twice" in refusal(damaged)

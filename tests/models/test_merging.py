@@ -11,7 +11,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hasten.errors import InputError
-from hasten.models.adapters import add_lora, merge, merged, quantised_layers
+from hasten.models.adapters import (
+    add_lora,
+    merge,
+    quantised_layers,
+    round_base,
+    with_adapter,
+)
 from hasten.models.load import load_model
 from hasten.models.save import save_adapter
 from hasten.parts.nn.quantised import KINDS, Kind, QuantisedLinear
@@ -53,7 +59,7 @@ def test_a_saved_adapter_merges_to_the_bits_of_pefts_own_merge(
     model = taught(build(name), **changes)
     save_adapter(model, None, tmp_path / "adapter")
     expected = state(copy.deepcopy(model).merge_and_unload())
-    found = merged(build(name), tmp_path / "adapter")
+    found = merge(with_adapter(build(name), tmp_path / "adapter"))
     assert state(found).keys() == expected.keys()
     assert all(torch.equal(value, expected[key]) for key, value in state(found).items())
     before = state(build(name))
@@ -63,15 +69,17 @@ def test_a_saved_adapter_merges_to_the_bits_of_pefts_own_merge(
 @pytest.mark.parametrize(
     ("name", "base"), [*((name, "nf4") for name in NAMES), ("v3-tiny", "int8")]
 )
-def test_on_a_quantised_base_the_merged_model_is_the_one_that_was_trained(
+def test_the_rounded_base_with_the_adapter_is_the_model_that_was_trained(
     name: str, base: Kind, tmp_path: Path
 ) -> None:
     model = taught(build(name), base=base)
     trained = model(input_ids=TOKENS).logits
     save_adapter(model, None, tmp_path / "adapter")
-    found = merged(build(name), tmp_path / "adapter", base)(input_ids=TOKENS).logits
+    rounded = build(name)
+    round_base(rounded, base)
+    found = with_adapter(rounded, tmp_path / "adapter")(input_ids=TOKENS).logits
     torch.testing.assert_close(found, trained, rtol=1e-4, atol=1e-5)
-    other = merged(build(name), tmp_path / "adapter")(input_ids=TOKENS).logits
+    other = with_adapter(build(name), tmp_path / "adapter")(input_ids=TOKENS).logits
     assert (other - trained).abs().max() > 10 * (found - trained).abs().max()
 
 
@@ -134,11 +142,11 @@ def test_what_does_not_go_with_a_quantised_base_is_refused() -> None:
 
 def test_another_models_adapter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="holds no adapter"):
-        merged(build("v3-tiny"), tmp_path)
+        with_adapter(build("v3-tiny"), tmp_path)
     save_adapter(taught(build("v3-tiny")), None, tmp_path / "adapter")
     with pytest.raises(InputError, match="no adapter of this model, which has no place for"):
-        merged(build("deepseek-llm-tiny"), tmp_path / "adapter")
+        with_adapter(build("deepseek-llm-tiny"), tmp_path / "adapter")
     save_adapter(taught(build("deepseek-llm-tiny")), None, tmp_path / "other")
     with pytest.raises(InputError, match="no adapter of this model") as caught:
-        merged(build("r1-distill-qwen-tiny"), tmp_path / "other")
+        with_adapter(build("r1-distill-qwen-tiny"), tmp_path / "other")
     assert "\n" not in str(caught.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import itertools
 import socket
@@ -272,3 +273,34 @@ def test_only_so_many_pages_get_the_stream_and_a_closed_one_makes_room(
             break
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def test_silent_and_slow_connections_are_closed_and_hold_up_nobody(server: MonitorServer) -> None:
+    def connected(data: bytes = b"") -> socket.socket:
+        found = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+        found.sendall(data)
+        return found
+
+    began = time.monotonic()
+    slow = [connected(b"GET / HTTP/1.1\r\nHost: ") for _ in range(40)]
+    idle = [connected() for _ in range(60)]
+    assert get(server.port, "/metrics")[0] == 200
+    assert time.monotonic() - began < 4, "less than the time limit of a request"
+    for connection in (*slow, *idle):  # the end of the stream, or a reset
+        with contextlib.suppress(ConnectionError):
+            assert connection.recv(10) == b""
+        connection.close()
+
+
+def test_a_connection_may_ask_again_within_the_time_limit(
+    server: MonitorServer,
+) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    for _ in range(3):
+        connection.request("GET", "/metrics", headers=headers)
+        answer = connection.getresponse()
+        answer.read()
+        assert answer.status == 200
+        time.sleep(0.2)
+    connection.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import platform
@@ -13,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from hasten.monitor import run as module
 from hasten.monitor.events import of_plan, short
 from hasten.monitor.run import Run
-from watched import append, step_line, write_run
+from watched import TOKEN, append, get, serving, step_line, write_run
 
 
 def read(run: Run, now: float | None = None) -> dict[str, Any]:
@@ -225,3 +227,73 @@ def test_memory_does_not_grow_with_the_steps(tmp_path: Path) -> None:
 def test_texts_are_one_line_and_not_too_long() -> None:
     assert short("a\x1b[31m\nb" * 1000).startswith("a [31m b")
     assert len(short("x" * 10_000)) <= 300
+
+
+HUGE = 10**400
+HOSTILE: list[tuple[str, dict[str, Any]]] = [
+    ("metrics.jsonl", {"step": 1, "step_seconds": 1e308, "tokens": 1e308, "data_seconds": 1e308}),
+    ("metrics.jsonl", {"step": 1e308, "step_seconds": 5e-324, "data_seconds": 1e308}),
+    ("metrics.jsonl", {"step": HUGE, "loss": HUGE, "tokens": HUGE, "step_seconds": HUGE}),
+    ("metrics.jsonl", {"step": -1e308, "step_seconds": -1e308, "skipped": {"a": [HUGE]}}),
+    ("evaluations.jsonl", {"step": 1e308, "eval_loss": 1e308}),
+    ("machine.jsonl", {"step": HUGE, "device_utilisation": 1e308}),
+    ("spikes.jsonl", {"step": 1e308, "limit": HUGE, "did": "\ud800"}),
+    ("run.json", {"total_steps": 1e308, "price_per_hour": 1e308, "currency": "\ud800"}),
+    ("run.json", {"total_steps": HUGE, "pid": HUGE, "began": 1e308, "host": platform.node()}),
+    ("run.json", {"plan": [{"technique": "a", "b": HUGE}], "world_size": 1e308, "hardware": []}),
+    ("summary.json", {"stopped": [], "cost": {"total": HUGE}, "step_parts": {"a": 1e308}}),
+    ("ranks/1.json", {"own_seconds": -1.0}),
+    ("ranks/1.json", {"own_seconds": 5e-324}),
+]
+
+
+@pytest.mark.parametrize(("name", "content"), HOSTILE, ids=range(len(HOSTILE)))
+def test_a_hostile_run_has_finite_numbers_and_takes_no_other_run_along(
+    tmp_path: Path, name: str, content: dict[str, Any]
+) -> None:
+    write_run(tmp_path / "good", 20)
+    bad = write_run(tmp_path / "bad", 20, finished=name == "summary.json")
+    (bad / "ranks").mkdir()
+    for rank in (0, 2):
+        (bad / "ranks" / f"{rank}.json").write_text(json.dumps({"own_seconds": 1.0}))
+    lines = 3 if name.endswith("l") else 1
+    with (bad / name).open("a" if lines > 1 else "w") as file:
+        file.write((json.dumps(content) + "\n") * lines)
+    with serving([tmp_path], live=False) as server:
+        status, _, body = get(server.port, "/metrics")
+        assert (status, b'hasten_step{run="good"} 20.0' in body) == (200, True)
+        assert b"inf" not in body
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        connection.request("GET", "/events", headers={"Authorization": f"Bearer {TOKEN}"})
+        data = connection.getresponse().readline()
+        connection.close()
+    runs = json.loads(data.removeprefix(b"data: "), parse_constant=pytest.fail)["runs"]
+    assert {run["name"]: run["standing"]["step"] for run in runs}["good"] == 20
+    assert len(runs) == 2
+
+
+def test_a_run_whose_numbers_raise_is_unreadable_and_the_others_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [Run(name, write_run(tmp_path / name, 20)) for name in ("bad", "good")]
+    numbers = module.run_numbers
+
+    def failing(run: Run, now: float) -> dict[str, Any]:
+        return {"x": 1 / 0} if run is runs[0] else numbers(run, now)
+
+    monkeypatch.setattr(module, "run_numbers", failing)
+    for run in runs:
+        run.look()
+    bad, good = (run.standing() for run in runs)
+    assert (bad["status"], good["step"]) == ("unreadable", 20)
+    assert bad["words"] == "its files hold numbers that can't be shown: division by zero"
+    assert bad.keys() == good.keys()
+
+
+def test_a_pipe_in_the_place_of_an_earlier_run_is_not_waited_for(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", 20)
+    (folder / "previous" / "1").mkdir(parents=True)
+    os.mkfifo(folder / "previous" / "1" / "run.json")
+    run = Run("run", folder)
+    run.look()
+    assert run.standing()["step"] == 20

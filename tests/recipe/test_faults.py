@@ -123,7 +123,7 @@ def test_lines_that_a_full_disk_does_not_take_follow_once_there_is_room(tmp_path
 def test_an_attempt_knows_what_those_before_it_measured(tmp_path: Path) -> None:
     file = tmp_path / "evaluations.jsonl"
     session = session_of(language_job(steps=2))
-    assert evaluations_before(session, file) == []
+    assert evaluations_before(session, file, "eval_loss") == []
     session.progress.step = 4
     lines = [
         *('{"step": 2, "tokens": 7, "eval_loss": 1.5, "own": 3}', '{"step": 3}', "[1]"),
@@ -132,7 +132,9 @@ def test_an_attempt_knows_what_those_before_it_measured(tmp_path: Path) -> None:
         *('{"step": 6, "tokens": 9, "eval_loss": 0.5}', '{"step": 7, "tok'),
     ]
     file.write_text("\n".join(lines))
-    assert evaluations_before(session, file) == [Evaluation(2, 7, 1.5), Evaluation(4, 9, 1.0)]
+    by_loss = [Evaluation(2, 7, 1.5), Evaluation(4, 9, 1.0)]
+    assert evaluations_before(session, file, "eval_loss") == by_loss
+    assert evaluations_before(session, file, "own") == [Evaluation(2, 7, 1.5, {"own": 3.0})]
 
 
 def test_what_went_wrong_moves_aside_with_the_run_it_is_of(tmp_path: Path) -> None:

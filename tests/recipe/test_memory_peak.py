@@ -166,7 +166,7 @@ def test_a_simulated_gpu_takes_what_was_forecast(tmp_path: Path) -> None:
     device = simulated_device("h100")
     card = Accelerator("NVIDIA H100", device.memory_bytes, "9.0")
     for (name, recipe), trace in zip(
-        recipes.items(), traces(list(recipes.values()), "h100", whole=True), strict=True
+        recipes.items(), traces(list(recipes.values()), "h100", full_model=True), strict=True
     ):
         assert isinstance(trace, SimulatedTrace), (name, trace)
         here = seen_at_start()

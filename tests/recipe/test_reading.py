@@ -71,6 +71,43 @@ def test_prepared_data_is_used_again_until_a_word_on_data_changes(folder: Path) 
     assert first.note.containers[str(folder / "b.parquet")] == "parquet"
 
 
+def _forge(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize("key", ["train", "eval_data", "tokenizer"])
+@pytest.mark.parametrize("absolute", [False, True])
+def test_prepared_data_outside_its_folder_is_never_read(
+    folder: Path, key: str, absolute: bool
+) -> None:
+    files = {"dataset": str(folder / "a.jsonl"), "eval_data": str(folder / "b.jsonl")}
+    (folder / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows("b", 5)))
+    job, out = recipe(folder, **files), folder / "out"
+    note = prepare_data(job, out).note
+    name = getattr(note, key)
+    (out / name).rename(folder / "elsewhere")
+    _forge(out / "index.json", **{key: str(folder / "elsewhere") if absolute else "../elsewhere"})
+    told: list[str] = []
+    again = prepare_data(job, out, told.append).note
+    assert any("tokenising" in line for line in told), "it is prepared again"
+    assert getattr(again, key) == name
+
+
+def test_an_exchanged_or_cut_prepared_tokenizer_is_noticed(folder: Path) -> None:
+    job, out = recipe(folder), folder / "out"
+    first = prepare_data(job, out)
+    saved = out / "tokenizer" / "tokenizer.json"
+    right = saved.read_bytes()
+    content = json.loads(right)
+    vocabulary = content["model"]["vocab"]
+    a, b = [word for word in vocabulary if len(word) > 1][:2]
+    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+    for damaged in (json.dumps(content).encode(), right[:-50]):
+        saved.write_bytes(damaged)
+        assert prepare_data(job, out).tokenizer.get_vocab() == first.tokenizer.get_vocab()
+        assert saved.read_bytes() == right
+
+
 @pytest.mark.parametrize("fate", ["truncate", "split", "drop"])
 def test_records_that_are_too_long_are_counted_and_told(folder: Path, fate: str) -> None:
     told: list[str] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,7 @@ def test_what_is_wrong_in_a_file_is_one_sentence(tmp_path: Path, text: str, word
         ({"loss_spike": {"sigmas": float("nan")}}, "loss_spike"),
         ({"global_batch_size": 4, "global_batch_tokens": 9}, "not both"),
         ({"patience": 2}, "eval_every"),
+        ({"best_metric": "token_accuracy"}, "must be one of metrics"),
         ({"price": {"per_device_hour": 1}}, "price"),
         ({"price": {"currency": "EUR", "per_device_hour": 1, "spot": 2}}, "price"),
         ({"plan": "packed"}, "plan"),
@@ -166,3 +168,52 @@ def test_a_share_of_warm_up_is_of_all_steps_and_betas_are_the_optimizers() -> No
     recipe = Recipe(**GOOD, adam_betas=(0.8, 0.999))
     optimizer = adamw(recipe, [("weight", nn.Parameter(torch.zeros(2, 2)))])
     assert {group["betas"] for group in optimizer.param_groups} == {(0.8, 0.999)}
+
+
+@pytest.mark.parametrize("key", ["dataset", "output", "chat_template", "model"])
+@pytest.mark.parametrize(
+    ("text", "character"),
+    [
+        (r"a\0b", "a NUL character"),
+        (r"a\uD800b", r"half a surrogate pair \(.ud800\)"),
+    ],
+)
+def test_texts_that_no_file_can_have_are_refused_by_key(
+    tmp_path: Path, key: str, text: str, character: str
+) -> None:
+    values = {**GOOD, "output": "out", key: "TEXT"}
+    path = write(tmp_path, yaml.safe_dump(values).replace("TEXT", f'"{text}"'))
+    with pytest.raises(InputError, match=f"{key} has {character} in .*; remove it"):
+        load_recipe(path)
+
+
+def test_a_text_deep_in_a_value_is_checked_too() -> None:
+    with pytest.raises(InputError, match="dataset has a NUL character"):
+        recipe_from({**GOOD, "dataset": [{"path": "a\0b"}]}, "x")
+
+
+@pytest.mark.parametrize("number", ["9" * 6000, "0x" + "f" * 9000, str(2**64), str(-(2**63) - 1)])
+def test_an_integer_beyond_64_bits_is_refused(tmp_path: Path, number: str) -> None:
+    with pytest.raises(InputError, match="an integer beyond 64 bits is not allowed") as caught:
+        load_recipe(write(tmp_path, yaml.safe_dump(GOOD)), [f"max_steps={number}"])
+    assert len(str(caught.value)) < 200
+    assert read_yaml(str(2**64 - 1), "x") == 2**64 - 1
+
+
+def test_a_seed_beyond_63_bits_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, yaml.safe_dump(GOOD))
+    with pytest.raises(InputError, match="seed: Input should be less than"):
+        load_recipe(path, [f"seed={2**63}"])
+    assert load_recipe(path, [f"seed={2**63 - 1}"]).seed == 2**63 - 1
+
+
+def test_a_long_value_is_shown_in_part(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        recipe_from({**GOOD, "max_steps": "x" * 100_000}, "x")
+    assert len(str(caught.value)) < 400
+
+
+def test_a_pipe_as_a_recipe_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="not a regular file; give the path of a recipe"):
+        load_recipe(tmp_path / "pipe")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -238,3 +240,25 @@ def test_names_cannot_forge_lines_or_hide(tmp_path: Path) -> None:
     text = render(compare_runs([run, run]))
     assert "[U+202E]" in text
     assert "a b" in text
+
+
+def test_memory_of_a_long_run_is_its_curve_and_not_its_lines(tmp_path: Path) -> None:
+    line = json.dumps({"loss": 1.5, "tokens": 10, "step_seconds": 0.5, "words": "x" * 400})
+    steps = 20_000
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        file.writelines(f'{{"step": {step}, {line[1:]}\n' for step in range(1, steps + 1))
+    tracemalloc.start()
+    try:
+        (run,) = read_runs(tmp_path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (run.steps, run.tokens, run.tokens_per_second) == (steps, 10.0 * steps, 20.0)
+    assert (len(run.curve), run.curve[-1]) == (steps, Point(steps, 10.0 * steps, 1.5))
+    assert peak < 100 * steps, "four numbers for each step, and room to grow"
+
+
+def test_a_pipe_in_the_place_of_a_run_s_lines_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text("{}")
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    assert list(read_runs(tmp_path)[0].curve) == []

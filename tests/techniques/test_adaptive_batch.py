@@ -146,7 +146,7 @@ def test_a_rank_that_fails_redoes_its_passes_and_the_weights_are_those_without_a
     ours, theirs = two_ranks[0][place], two_ranks[1][place]
     assert ours["weights"] == theirs["weights"]
     assert ours["losses"] == theirs["losses"]
-    assert ours["slots"] == theirs["slots"]
+    assert ours["positions"] == theirs["positions"]
     assert ours["losses"] == pytest.approx(undisturbed["losses"], rel=1e-10)
     assert ours["weights"] == pytest.approx(undisturbed["weights"], rel=1e-8, abs=1e-10)
     assert [ours["redone"] > 0, theirs["redone"] > 0] == PLACES[place]

@@ -74,7 +74,7 @@ def test_alone_it_changes_nothing_and_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("technique", "facts", "words"),
+    ("technique", "context", "words"),
     [
         (ExpertParallel(), facts_on(2, "llama"), "llama has no experts to share out here"),
         (ExpertParallel(size=3), facts_on(4), "4 ranks can't form groups of 3"),

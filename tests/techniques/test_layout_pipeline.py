@@ -149,7 +149,7 @@ def test_a_tied_head_is_told_from_a_matrix_of_its_shape(trained: bool) -> None:
     setattr(end, MARK, True)
     masters = MasterWeights()
     masters.prepare(model)
-    masters.own(torch.optim.SGD(p for p in model.parameters() if p.requires_grad))
+    masters.attach_optimizer(torch.optim.SGD(p for p in model.parameters() if p.requires_grad))
     layout: Any = object.__new__(Stages)
     layout.cut = SimpleNamespace(tied=SimpleNamespace(weight=end, counts=False))
     found = layout.carrier(masters.parameters())
@@ -186,7 +186,7 @@ def test_a_loss_that_holds_no_language_model_is_refused_with_advice() -> None:
     setup = prepare(job, Plan([]), job_context(job))
     cut = Cut(setup, PipelineSettings("1f1b", 2), 0, True, no_group)
     with pytest.raises(InputError, match=r"Linear isn't a loss around .*take ddp or fsdp2"):
-        cut.split(nn.Linear(2, 2))
+        cut.apply_pipeline(nn.Linear(2, 2))
 
 
 def communication_of(technique: Technique) -> Any:

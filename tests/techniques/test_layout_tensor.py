@@ -124,7 +124,7 @@ def known(world: int, heads: int = 4, architecture: str = "llama") -> JobContext
 
 
 @pytest.mark.parametrize(
-    ("technique", "facts", "says"),
+    ("technique", "context", "says"),
     [
         (TensorParallel(), known(3), "the 4 attention heads of this llama can't be dealt out"),
         (TensorParallel(), known(4), "the 2 key and value heads"),

@@ -27,8 +27,8 @@ def losses(*techniques):
     return [m.loss for m in run(session)], session
 
 job = language_job(data=examples(48), steps=4, batch=24)
-small, _ = losses(GradientAccumulation(micro_batch_size=1))  # memory of libraries is there from
-here on limit = _kilobytes("self/status", "VmData") + 100 * 2**20
+small, _ = losses(GradientAccumulation(micro_batch_size=1))  # the libraries' memory, too
+limit = _kilobytes("self/status", "VmData") + 100 * 2**20
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 found = {"fits": losses(GradientAccumulation(micro_batch_size=1))[0], "before": small}
 try:

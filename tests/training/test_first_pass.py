@@ -56,7 +56,7 @@ def test_a_right_plan_keeps_its_techniques(
     with caplog.at_level(logging.INFO, "hasten"):
         train(Recipe(**values), tell=told.append)
     assert not [line for line in told if "taken out" in line]
-    (line,) = [r.message for r in caplog.examples if "proof" in r.message]
+    (line,) = [r.message for r in caplog.records if "proof" in r.message]
     compared = "label_smoothing" not in changes
     assert ("agree with transformers's own" in line) == compared
 

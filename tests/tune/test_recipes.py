@@ -50,7 +50,7 @@ def _a_calm_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def given(tmp_path_factory: pytest.TempPathFactory) -> ExperimentSubject:
     output = str(tmp_path_factory.mktemp("tuned"))
     found = prepared(recipe_from({**RECIPE, "output": output}, "test"), SilentProgress())
-    return dataclasses.replace(found, known=able(found.context))
+    return dataclasses.replace(found, context=able(found.context))
 
 
 def subject(given: ExperimentSubject, **options: Any) -> RecipeSubject:
@@ -264,7 +264,7 @@ def test_on_ranks_turns_too_short_for_an_exchange_are_refused(given: ExperimentS
     ranks = dataclasses.replace(
         given,
         recipe=given.recipe.model_copy(update={"nproc": 2}),
-        known=dataclasses.replace(given.context, world=World(size=2)),
+        context=dataclasses.replace(given.context, world=World(size=2)),
     )
     found = RecipeSubject(ranks, TuneOptions(lossy=True, only=("communication",)), SilentProgress())
     assert found.together == 4 > subject(given).together  # no turn is cut within a round

@@ -127,11 +127,11 @@ class NetlabKeeper(lab.Keeper):
         self.network.limit(self.spec["bits"])
         self.network.shape(self.spec["delay"], self.spec["loss"])
 
-    def rank_environment(self, rank: int, place: Path, master: tuple[str, int]) -> dict[str, str]:
-        found = super().rank_environment(rank, place, master)
+    def rank_environment(self, rank: int, folder: Path, master: tuple[str, int]) -> dict[str, str]:
+        found = super().rank_environment(rank, folder, master)
         found["HASTEN_NETLAB_RANKS_PER_HOST"] = str(self.spec["ranks"])
         if not self.apart:
-            counts = place / "counts"
+            counts = folder / "counts"
             counts.mkdir(exist_ok=True)
             found[COUNTS] = str(counts)
         return found

@@ -127,10 +127,12 @@ def _kernels(checks: _Checks) -> None:
     from hasten.parts.kernels import amx, codec, rowwise
 
     libraries = {"rows": rowwise.library(), "tiles": amx.library(), "codec": codec.library()}
-    words = ", ".join(f"{name}: {found.reason or 'compiled'}" for name, found in libraries.items())
+    summary = ", ".join(
+        f"{name}: {library.reason or 'compiled'}" for name, library in libraries.items()
+    )
     # Tiles need AMX, which most processors don't have; the others need a compiler alone.
     lacking = libraries["rows"].reason or libraries["codec"].reason
-    checks.note("kernels", words, "warn" if lacking else "ok")
+    checks.note("kernels", summary, "warn" if lacking else "ok")
 
 
 def _gpu(context: JobContext, checks: _Checks) -> None:
@@ -138,14 +140,14 @@ def _gpu(context: JobContext, checks: _Checks) -> None:
     from hasten.machine import host
     from hasten.recipe.gpu_check import check_kernels
 
-    found = check_kernels(
+    verdicts = check_kernels(
         context, lambda text: checks.note("gpu kernels", text, "warn"), again=True
     )
-    good = [name for name, verdict in found.items() if not verdict.fault]
+    good = [name for name, verdict in verdicts.items() if not verdict.fault]
     if good:
         where = host.accelerator_words(context.device)
         checks.note("gpu kernels", f"agree with float64 on {where}: {', '.join(good)}")
-    if unsteady := [name for name in good if not found[name].repeats]:
+    if unsteady := [name for name in good if not verdicts[name].repeats]:
         checks.note("gpu kernels", f"give other bits each time: {', '.join(unsteady)}", "warn")
 
 
@@ -201,8 +203,8 @@ def _sources(recipe: Recipe, data: PreparedData, checks: _Checks) -> None:
     note = data.note
     files = [f"{file} ({note.containers.get(file, '?')}): {s}" for file, s in note.shapes.items()]
     if files:
-        rest = f", and {len(files) - SHOWN} more files" if len(files) > SHOWN else ""
-        checks.note("files", ", ".join(files[:SHOWN]) + rest)
+        suffix = f", and {len(files) - SHOWN} more files" if len(files) > SHOWN else ""
+        checks.note("files", ", ".join(files[:SHOWN]) + suffix)
     advice = overlap(data).advice
     if advice:
         checks.note("held out", advice, "warn")
@@ -252,9 +254,9 @@ def _memory(
 def _ceiling(recipe: Recipe, context: JobContext) -> tuple[str, None]:
     from hasten.recipe.peak_flops import ceiling_of
 
-    found = ceiling_of(recipe, context)
-    if found is not None:
-        return f"MFU of {found.source}", None
+    ceiling = ceiling_of(recipe, context)
+    if ceiling is not None:
+        return f"MFU of {ceiling.source}", None
     later = recipe.ceiling == "measure"
     return "measured before the first step" if later else "none is known: no MFU", None
 
@@ -278,11 +280,11 @@ def _techniques(recipe: Recipe, context: JobContext, checks: _Checks) -> Plan | 
         reasons = technique.unsupported_reasons(context)
         skipped = bool(reasons) and recipe.on_obstacle == "skip"
         idle = "" if reasons else _idle(technique, recipe)
-        words = "; ".join(reasons) or idle or f"{technique.slot.value}: no obstacle"
+        description = "; ".join(reasons) or idle or f"{technique.slot.value}: no obstacle"
         status: Status = "FAIL" if reasons and not skipped else "ok"
         if skipped or idle:
             status = "warn"
-        checks.note(technique.name(), words + (" (skipped)" if skipped else ""), status)
+        checks.note(technique.name(), description + (" (skipped)" if skipped else ""), status)
         if reasons and usable is not None:
             usable = usable.without(technique) if skipped else None
     return usable
@@ -314,22 +316,22 @@ def show_ds_config(file: Path, recipe: Path | None, overrides: Sequence[str]) ->
     values |= read_overrides(overrides)
     try:
         plan = entries_of(values.get("plan") or [])
-        found = meaning_of(file, values, plan)
+        meaning = meaning_of(file, values, plan)
     except ValueError as error:
         raise InputError(str(error)) from error
-    width = max((len(row.key) for row in found.rows), default=0)
+    width = max((len(row.key) for row in meaning.rows), default=0)
     for fate in (HONOURED, IGNORED, REFUSED):
-        for row in found.rows:
+        for row in meaning.rows:
             if row.fate == fate:
                 print(f"{fate:<9} {row.key:<{width}}  {row.words}")
     ranks = world_of(values)
     print(f"\nto a recipe, for {ranks} rank(s):")
     if ranks == 1:
         print("  one rank: ZeRO has nothing to shard, whatever its stage; give nproc=N for several")
-    for name, value in settings_of(found).items():
+    for name, value in settings_of(meaning).items():
         print(f"  {name}: {value}")
-    for entry in techniques_of(found, values):
+    for entry in techniques_of(meaning, values):
         print(f"  plan: {entry}")
-    if not found.refused:
+    if not meaning.refused:
         print(f"`deepspeed: {file}` in a recipe trains so; deep_speed in its plan, on DeepSpeed")
-    return 2 if found.refused else 0
+    return 2 if meaning.refused else 0

@@ -103,13 +103,13 @@ def export(
 @app.command("diff")
 def diff(one: One, other: One) -> None:
     """Compare two checkpoints tensor by tensor."""
-    (left, ours, _), (right, theirs, _) = _loaded(one), _loaded(other)
+    (left_path, ours, _), (right_path, theirs, _) = _loaded(one), _loaded(other)
     equal = 0
     for name in sorted(ours.keys() | theirs.keys()):
-        words = _difference(ours.get(name), theirs.get(name), left.name, right.name)
-        equal += not words
-        if words:
-            typer.echo(f"{name}  {words}")
+        difference = _difference(ours.get(name), theirs.get(name), left_path.name, right_path.name)
+        equal += not difference
+        if difference:
+            typer.echo(f"{name}  {difference}")
     typer.echo(f"{equal} tensors are equal bit for bit")
 
 
@@ -128,17 +128,17 @@ def convert(
     typer.echo(f"{count} tensors: {output}")
 
 
-def _difference(one: Tensor | None, other: Tensor | None, left: str, right: str) -> str:
+def _difference(one: Tensor | None, other: Tensor | None, left_name: str, right_name: str) -> str:
     import torch
 
     if one is None or other is None:
-        return f"only in {left if other is None else right}"
+        return f"only in {left_name if other is None else right_name}"
     if one.dtype != other.dtype or one.shape != other.shape:
         return f"{one.dtype} {tuple(one.shape)} and {other.dtype} {tuple(other.shape)}"
     if torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)):
         return ""
-    apart: Any = (one.double() - other.double()).abs()
-    return f"differs by {apart.max().item():.3g} at most, in {(apart != 0).sum()} of {one.numel()}"
+    difference: Any = (one.double() - other.double()).abs()
+    return f"differs by {difference.max().item():.3g} at most, in {(difference != 0).sum()} of {one.numel()}"
 
 
 def _all(folder: Path) -> list[Path]:
@@ -146,10 +146,10 @@ def _all(folder: Path) -> list[Path]:
 
     if (folder / MANIFEST).is_file():
         return [folder]
-    found = checkpoints(_home(folder))
-    if not found:
+    folders = checkpoints(_home(folder))
+    if not folders:
         raise InputError(f"{folder} holds no checkpoint")
-    return found
+    return folders
 
 
 def _home(folder: Path) -> Path:
@@ -160,10 +160,10 @@ def _home(folder: Path) -> Path:
     return inside if checkpoints(inside) and not checkpoints(folder) else folder
 
 
-def _loaded(place: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
+def _loaded(folder: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
     from hasten.parts.checkpoint import load
 
-    path = _all(place)[-1]
+    path = _all(folder)[-1]
     try:
         return path, *load(path)
     except ValueError as error:
@@ -174,14 +174,14 @@ def _set_aside(folder: Path) -> list[tuple[Path, str]]:
     """What was renamed out of the way, with the reason that lies in it."""
     from hasten.parts.checkpoint.format import REASON
 
-    found = []
+    archived = []
     for path in sorted(p for p in folder.glob(".*-step-*") if p.is_dir()):
         kind = path.name[1:].partition("-")[0]
         if kind in ("damaged", "aside"):
             note = path / REASON
-            said = note.read_text(encoding="utf-8").strip() if note.is_file() else ""
-            found.append((path, said or "of a way that wasn't taken"))
-    return found
+            reason = note.read_text(encoding="utf-8").strip() if note.is_file() else ""
+            archived.append((path, reason or "of a way that wasn't taken"))
+    return archived
 
 
 # ``hasten merge``: a LoRA run's adapter added into the full weights, as one model.

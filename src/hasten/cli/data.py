@@ -67,19 +67,19 @@ def stats(
         raise InputError(f"--output: {output} is a folder; name a file")
     recipe = load_recipe(path, overrides or [])
     data = _data(recipe)
-    found = statistics_of(data.train)
+    statistics = statistics_of(data.train)
     batch = recipe.global_batch_size or DEFAULT_BATCH
     lengths = data.train.lengths
     ways = layouts(lengths, batch, recipe.cutoff_len)
     chosen = layout_advice(lengths, batch, recipe.cutoff_len)
     if output is not None:
-        write_page(output, f"Data of {path.name}", found, ways, chosen)
+        write_page(output, f"Data of {path.name}", statistics, ways, chosen)
     if as_json:
-        values = {**found.__dict__, "bins": [b.__dict__ for b in found.bins]}
+        values = {**statistics.__dict__, "bins": [b.__dict__ for b in statistics.bins]}
         values |= {"padding_share": 1 - ways[0].fullness, "batch": batch, "advice": chosen}
         print(json.dumps({**values, "layouts": [w.__dict__ for w in ways]}, indent=1))
         return
-    _print(found)
+    _print(statistics)
     _print_layouts(ways, chosen)
     print(first_plan_sentence(recipe, context_of(recipe, data)))
     if output is not None:
@@ -113,7 +113,7 @@ def pack(
         for sentence in template_advice(recipe, data):
             display.tell(f"warning: {sentence}")
         display.begin()
-        found = write_packed(
+        packing = write_packed(
             data.train,
             output,
             row_tokens or recipe.cutoff_len,
@@ -122,10 +122,12 @@ def pack(
         )
     examples = len(data.train)
     print(
-        f"examples    {examples:,}, {found.tokens:,} tokens; the held-out ones are not among them"
+        f"examples    {examples:,}, {packing.tokens:,} tokens; the held-out ones are not among them"
     )
-    print(f"rows       {found.rows:,} of {found.row_tokens:,} tokens, {found.fullness:.2%} full")
-    print(f"bound      {found.lower_bound:,}: no packing has fewer rows")
+    print(
+        f"rows       {packing.rows:,} of {packing.row_tokens:,} tokens, {packing.fullness:.2%} full"
+    )
+    print(f"bound      {packing.lower_bound:,}: no packing has fewer rows")
     print(f"written    {output}: {', '.join(COLUMNS)}")
 
 
@@ -186,16 +188,16 @@ def _row(conversation: Conversation) -> dict[str, object]:
     return {"messages": written} | ({"tools": tools} if tools else {})
 
 
-def _print(found: DataStatistics) -> None:
-    quantiles = ", ".join(f"{q} %: {n:,}" for q, n in found.quantiles.items())
-    print(f"examples         {found.examples:,}, {found.duplicates:,} of them duplicates")
-    share = found.trained_tokens / found.tokens
-    print(f"tokens          {found.tokens:,}, {share:.1%} of them trained")
-    print(f"tokens/example   {found.shortest:,} to {found.longest:,}; {quantiles}\n")
-    most = max(b.examples for b in found.bins)
-    for one in found.bins:
+def _print(statistics: DataStatistics) -> None:
+    quantiles = ", ".join(f"{q} %: {n:,}" for q, n in statistics.quantiles.items())
+    print(f"examples         {statistics.examples:,}, {statistics.duplicates:,} of them duplicates")
+    share = statistics.trained_tokens / statistics.tokens
+    print(f"tokens          {statistics.tokens:,}, {share:.1%} of them trained")
+    print(f"tokens/example   {statistics.shortest:,} to {statistics.longest:,}; {quantiles}\n")
+    most = max(b.examples for b in statistics.bins)
+    for one in statistics.bins:
         bar = "█" * round(BAR * one.examples / most) or ("▏" if one.examples else "")
-        share = one.tokens / found.tokens
+        share = one.tokens / statistics.tokens
         name = f"{one.low:,}-{one.high - 1:,}" if one.high - one.low > 1 else f"{one.low:,}"
         print(f"{name:>15} {bar:<{BAR}} {one.examples:>9,}  {share:5.1%} of tokens")
 

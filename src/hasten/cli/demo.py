@@ -210,19 +210,21 @@ def demo(
         with _warm_pool(recipe, "cuda" if gpus else "cpu") as pool:
             subject = with_usable_techniques(prepared(recipe, progress), progress.tell)
             progress.enter("measuring")
-            found = _measured(subject, pool, progress, clock)
+            measured = _measured(subject, pool, progress, clock)
         report = None
-        if found is not None and found.variants[0].rounds:
+        if measured is not None and measured.variants[0].rounds:
             progress.enter("verification")
             proofs = _verified(subject, progress, clock)
-            report = experiment_report(subject, found, DESIGN, "hasten demo", "hasten demo", proofs)
+            report = experiment_report(
+                subject, measured, DESIGN, "hasten demo", "hasten demo", proofs
+            )
         chosen = plan_to_train(report, subject.recipe.plan)
         progress.enter("training")
         meter = LoadMeter(hardware.usable_cores)
         summary, speed = _trained(subject.recipe, chosen, progress, clock, meter)
         progress.end()
     if report is None:
-        print(f"nothing could be measured: {_why_nothing(found)}; {neighbours}")
+        print(f"nothing could be measured: {_why_nothing(measured)}; {neighbours}")
     else:
         report["samples"] = [
             {**s, "variant": _writer(summary, subject)} for s in summary["samples"]
@@ -276,8 +278,10 @@ def with_usable_techniques(
     from hasten.recipe.shorthands import catalogue
 
     kinds = {kind.name(): kind for kind in catalogue()}
-    known, wanted = subject.context, (*TECHNIQUES, *SPARES)
-    refused = {name: why[0] for name in wanted if (why := kinds[name]().unsupported_reasons(known))}
+    context, wanted = subject.context, (*TECHNIQUES, *SPARES)
+    refused = {
+        name: why[0] for name in wanted if (why := kinds[name]().unsupported_reasons(context))
+    }
     names = [name for name in wanted if name not in refused][: len(TECHNIQUES)]
     spares = [name for name in names if name in SPARES]
     for name in TECHNIQUES:
@@ -302,8 +306,8 @@ def plan_to_train(report: Mapping[str, Any] | None, plan: Sequence[Any]) -> Demo
     read = read_report(report)
     base, *rows = read["variants"]
     variant = fastest_of_equal_quality(read)
-    kept = None if variant is None else recipe_plan(variant, read)
-    if variant is None or kept is None or not any(row["quality"] for row in rows):
+    entries = None if variant is None else recipe_plan(variant, read)
+    if variant is None or entries is None or not any(row["quality"] for row in rows):
         why = f"chosen: {', '.join(plan)}: all techniques, since no speed could be compared"
         return replace(everything, why=why)
     if variant is base and all(verdict_word(row["quality"]) == "undecided" for row in rows):
@@ -312,8 +316,8 @@ def plan_to_train(report: Mapping[str, Any] | None, plan: Sequence[Any]) -> Demo
     speed, step = variant["tokens_per_second"]["median"], variant["step_seconds"]["p50"]
     if variant is base:
         why = "chosen: no technique: no row is faster at equal quality"
-        return DemoPlan(variant["name"], kept, why, speed, step)
-    return DemoPlan(variant["name"], kept, _choice_words(variant, read), speed, step)
+        return DemoPlan(variant["name"], entries, why, speed, step)
+    return DemoPlan(variant["name"], entries, _choice_words(variant, read), speed, step)
 
 
 def _choice_words(variant: Mapping[str, Any], read: Mapping[str, Any]) -> str:
@@ -328,14 +332,16 @@ def _choice_words(variant: Mapping[str, Any], read: Mapping[str, Any]) -> str:
         gain += f", which is {word}"
     rows = cumulative_of(read["variants"])
     inside = rows[1 : next((i for i, row in enumerate(rows) if row is variant), 0) + 1]
-    words = f"chosen: {', '.join(variant['techniques'])} (row {variant['name']!r}): {gain}"
-    found: dict[str, list[str]] = {}
+    sentence = f"chosen: {', '.join(variant['techniques'])} (row {variant['name']!r}): {gain}"
+    by_verdict: dict[str, list[str]] = {}
     for row in inside if len(variant["rounds"]) > 1 else ():
-        found.setdefault(verdict_word(row["verdict"]), []).append(row["name"].removeprefix("+ "))
+        by_verdict.setdefault(verdict_word(row["verdict"]), []).append(
+            row["name"].removeprefix("+ ")
+        )
     for word in ("undecided", "no effect", "hurt", "failed"):
-        if word in found:
-            words += f"; {word} by itself in it: {', '.join(found[word])}"
-    return words
+        if word in by_verdict:
+            sentence += f"; {word} by itself in it: {', '.join(by_verdict[word])}"
+    return sentence
 
 
 def look_at_neighbours() -> Neighbours:
@@ -403,12 +409,12 @@ def _measured(
         )
 
 
-def _why_nothing(found: Measured | None) -> str:
+def _why_nothing(measured: Measured | None) -> str:
     from hasten.measure.budget import rounded_up
 
-    if found is None:
+    if measured is None:
         return f"another measurement had this machine for {rounded_up(MEASURED_BY)}"
-    dropped = found.design["dropped"]
+    dropped = measured.design["dropped"]
     why = dropped[0] if dropped else "no round of all variants ended"
     return f"{why}, which the {rounded_up(MEASURED_BY)} for data and measuring don't hold"
 
@@ -417,13 +423,13 @@ def _verified(subject: ExperimentSubject, progress: PhasedProgress, clock: _Cloc
     """What each technique requires, as far as there is time for it."""
     from hasten.measure.quality.verification import VerificationDesign, verified
 
-    left = VERIFIED_BY - clock.spent
-    if left < LEAST_VERIFICATION:
+    remaining_seconds = VERIFIED_BY - clock.spent
+    if remaining_seconds < LEAST_VERIFICATION:
         return {"verification": [_not_tested(t.name()) for t in subject.plan], "invariance": []}
     progress.show("each technique against a reference, on this job", 0.0)
-    design = VerificationDesign(budget_seconds=left)
-    recipe, known, plan = subject.recipe, subject.context, subject.plan
-    return verified(recipe, known, plan, subject.data_key, design, lambda text: None, fresh=False)
+    design = VerificationDesign(budget_seconds=remaining_seconds)
+    recipe, context, plan = subject.recipe, subject.context, subject.plan
+    return verified(recipe, context, plan, subject.data_key, design, lambda text: None, fresh=False)
 
 
 def _not_tested(technique: str) -> dict[str, Any]:
@@ -520,10 +526,11 @@ def quality_words(read: Mapping[str, Any]) -> str:
     losses = [row["eval_loss"] for row in rows if row["eval_loss"] is not None]
     if base["eval_loss"] is None or not losses:
         return "quality: there was no time to compare eval losses"
-    apart = max(abs(loss / base["eval_loss"] - 1) for loss in losses)
+    largest_difference = max(abs(loss / base["eval_loss"] - 1) for loss in losses)
     tokens = base["eval_curve"][-1][0]
     return (
-        f"quality: the eval losses of {len(losses)} variants lie within {apart:.2g} of the "
+        f"quality: the eval losses of {len(losses)} variants lie within {largest_difference:.2g} "
+        f"of the "
         f"baseline's {base['eval_loss']:.4f} (relative; {MARGIN:g} is allowed), after the same "
         f"{tokens:,.0f} tokens from random weights, one seed"
     )
@@ -536,18 +543,18 @@ def verification_words(rows: Sequence[Mapping[str, Any]]) -> str:
     by_verdict: dict[str, list[str]] = {}
     for row in rows:
         by_verdict.setdefault(row["verdict"], []).append(row["technique"])
-    words = []
+    clauses = []
     if equal := by_verdict.pop("equal", []):
-        words.append(
+        clauses.append(
             f"{len(equal)} of {len(rows)} techniques equal their reference (gradients in float64, "
             "updates of the weights, or losses bit by bit)"
         )
     for row in rows:
         if row["verdict"] in FAILED:
-            words.append(f"{row['technique']} {row['verdict']}: {row['text']}")
+            clauses.append(f"{row['technique']} {row['verdict']}: {row['text']}")
     if untested := by_verdict.get("not tested"):
-        words.append(f"no time for {', '.join(untested)}")
-    return f"verification on this job: {'; '.join(words)}"
+        clauses.append(f"no time for {', '.join(untested)}")
+    return f"verification on this job: {'; '.join(clauses)}"
 
 
 def _show_training(
@@ -567,8 +574,8 @@ def _show_training(
         + (f", {rate:,.0f} tokens/s" if rate else "")
         + f", saved in {summary['saved']}"
     )
-    if speed is not None and (said := speed.shortfall(TOO_SLOW)):
-        print(f"slower than measured: {said}")
+    if speed is not None and (shortfall := speed.shortfall(TOO_SLOW)):
+        print(f"slower than measured: {shortfall}")
     for sample in summary["samples"]:
         print(f"\n{_writer(summary, subject)}")
         print(f"prompt:\n{_indented(sample['prompt'])}\nanswer:\n{_indented(sample['answer'])}")

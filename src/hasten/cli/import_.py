@@ -43,29 +43,31 @@ def import_(
     nproc = changes.get("nproc", 1)
     if not isinstance(nproc, int) or isinstance(nproc, bool) or nproc < 1:
         raise InputError(f"nproc={nproc}: give a number of processes from 1 on")
-    found = read(config, nproc)
-    found.values.update(changes)
-    found.check(f"the recipe from {config}")
-    text = found.to_yaml(config.name)
-    show(found, config)
+    imported = read(config, nproc)
+    imported.values.update(changes)
+    imported.check(f"the recipe from {config}")
+    text = imported.to_yaml(config.name)
+    show(imported, config)
     if output is not None:
         output.write_text(text)
         print(f"saved: {output}")
     else:
         print(f"\n{text}", end="")
-    tell_format(found.values)
-    if found.missing:
-        print(f"to be filled in before it trains: {', '.join(found.missing)}")
-    print(faster(found, output))
+    tell_format(imported.values)
+    if imported.missing:
+        print(f"to be filled in before it trains: {', '.join(imported.missing)}")
+    print(faster(imported, output))
 
 
-def faster(found: ImportedRecipe, output: Path | None) -> str:
+def faster(imported: ImportedRecipe, output: Path | None) -> str:
     """How the recipe trains faster: an import has the techniques that its file asks for alone.
 
     The micro-batch of the file stands in the plan, so it doesn't keep packing from paying either.
     """
-    words = f"faster: `hasten train {output or 'RECIPE'} plan=auto` chooses techniques by measuring"
-    return words + (" them, in place of this plan" if found.values.get("plan") else " them")
+    sentence = (
+        f"faster: `hasten train {output or 'RECIPE'} plan=auto` chooses techniques by measuring"
+    )
+    return sentence + (" them, in place of this plan" if imported.values.get("plan") else " them")
 
 
 def tell_format(values: Mapping[str, Any]) -> None:
@@ -73,8 +75,10 @@ def tell_format(values: Mapping[str, Any]) -> None:
     from hasten.core import context as facts
     from hasten.techniques.precision import why_no_gain
 
-    asked = [{entry: {}} if isinstance(entry, str) else entry for entry in values.get("plan") or []]
-    settings = {name: given or {} for entry in asked for name, given in entry.items()}
+    entries = [
+        {entry: {}} if isinstance(entry, str) else entry for entry in values.get("plan") or []
+    ]
+    settings = {name: options or {} for entry in entries for name, options in entry.items()}
     autocast = settings.get("autocast", {"dtype": "none"}).get("dtype", "bf16")
     if "bf16_master_weights" not in settings and autocast != "bf16":
         return
@@ -82,15 +86,15 @@ def tell_format(values: Mapping[str, Any]) -> None:
         print(f"bf16 is kept, since the file asks for it; hasten wouldn't choose it here: {why}")
 
 
-def show(found: ImportedRecipe, path: Path) -> None:
+def show(imported: ImportedRecipe, path: Path) -> None:
     """A row for each key, what needs a look first."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{path}: {found.format}", title_justify="left", show_edge=False)
+    table = Table(title=f"{path}: {imported.format}", title_justify="left", show_edge=False)
     for name in ("", "key", "value", "what becomes of it"):
         table.add_column(name, overflow="fold", no_wrap=name == "key")
-    for row in sorted(found.rows, key=lambda row: ORDER[row.fate]):
+    for row in sorted(imported.rows, key=lambda row: ORDER[row.fate]):
         table.add_row(TITLES[row.fate], row.key, row.value, row.words)
     console = Console(highlight=False, width=None if Console().is_terminal else 120)
     console.print(table, markup=False)

@@ -173,10 +173,10 @@ def minutes_of(text: str | None) -> int | None:
     """``90m``, ``24h`` or ``7d`` as minutes."""
     if text is None:
         return None
-    found = re.fullmatch(r"([1-9]\d{0,5})([mhd])", text.strip())
-    if not found:
+    match = re.fullmatch(r"([1-9]\d{0,5})([mhd])", text.strip())
+    if not match:
         raise InputError(f"--time {text!r}: write 90m, 24h or 7d")
-    return int(found[1]) * UNITS[found[2]]
+    return int(match[1]) * UNITS[match[2]]
 
 
 def rehearsal(recipe: Recipe, made: Launch, folder: Path, wanted: str | None) -> int:
@@ -188,28 +188,29 @@ def rehearsal(recipe: Recipe, made: Launch, folder: Path, wanted: str | None) ->
     from hasten.planner.launching import recipe_there, records, scaled_rate, tiny_recipe
 
     check_size(made, psutil.virtual_memory().available)
-    place = folder / "rehearsal"
-    output = place / "run"
-    tiny = tiny_recipe(recipe, made.cloud.devices, output, place / "records.jsonl")
-    write({"records.jsonl": records()}, place)
-    here = replace(made, recipe=recipe_there(tiny, None, None), python=sys.executable)
+    scripts_folder = folder / "rehearsal"
+    output = scripts_folder / "run"
+    tiny = tiny_recipe(recipe, made.cloud.devices, output, scripts_folder / "records.jsonl")
+    write({"records.jsonl": records()}, scripts_folder)
+    tiny_launch = replace(made, recipe=recipe_there(tiny, None, None), python=sys.executable)
     rate: Any = wanted or scaled_rate(made.cloud, made.accelerator)
     print(
-        f"rehearsal: {tiny.model} for {recipe.model}, {made.cloud.devices} ranks, scripts {place}"
+        f"rehearsal: {tiny.model} for {recipe.model}, {made.cloud.devices} ranks, scripts "
+        f"{scripts_folder}"
     )
-    found: Rehearsed = rehearse(
-        replace(here, workdir=str(Path.cwd())), place, output, rate, tell=print
+    rehearsed: Rehearsed = rehearse(
+        replace(tiny_launch, workdir=str(Path.cwd())), scripts_folder, output, rate, tell=print
     )
-    for result in found.results:
-        if result.code != 0 or not found.worked:
-            words = result.output.strip().splitlines()[-12:]
-            print(f"host {result.host} ended with {result.code}:", *words, sep="\n  ")
-    if not found.worked or found.summary is None:
+    for result in rehearsed.results:
+        if result.code != 0 or not rehearsed.worked:
+            lines = result.output.strip().splitlines()[-12:]
+            print(f"host {result.host} ended with {result.code}:", *lines, sep="\n  ")
+    if not rehearsed.worked or rehearsed.summary is None:
         print("the rehearsal failed", file=sys.stderr)
         return 1
-    said = found.summary
-    print(f"{said['stopped']}: {said['steps']} steps, {said['tokens']:,} tokens")
-    for host, sent in enumerate(found.sent):
+    summary = rehearsed.summary
+    print(f"{summary['stopped']}: {summary['steps']} steps, {summary['tokens']:,} tokens")
+    for host, sent in enumerate(rehearsed.sent):
         print(f"host {host}: {sent:,} bytes sent")
     return 0
 

@@ -131,16 +131,19 @@ def run() -> None:
         sys.exit(1)
 
 
-def _refuse_other_flags(words: list[str]) -> None:
+def _refuse_other_flags(arguments: list[str]) -> None:
     """Raise InputError where ``hasten train`` is given the flags of another trainer's script."""
-    if words[:1] != ["train"]:
+    if arguments[:1] != ["train"]:
         return
-    whole: Any = typer.main.get_command(app)
-    known = {option for p in whole.commands["train"].params for option in p.opts} | {"--help", "-h"}
-    flags = [word.partition("=")[0] for word in words if word.startswith("--")]
-    strange = [flag for flag in flags if "_" in flag and flag.replace("_", "-") not in known]
+    command: Any = typer.main.get_command(app)
+    options = {option for p in command.commands["train"].params for option in p.opts} | {
+        "--help",
+        "-h",
+    }
+    flags = [word.partition("=")[0] for word in arguments if word.startswith("--")]
+    strange = [flag for flag in flags if "_" in flag and flag.replace("_", "-") not in options]
     if strange:
-        shown_ones = ", ".join(flag for flag in flags if flag not in known)
+        shown_ones = ", ".join(flag for flag in flags if flag not in options)
         raise InputError(
             f"these look like another trainer's flags ({shown_ones}); hasten train takes a recipe: "
             "put them in a YAML file and `hasten import` it"

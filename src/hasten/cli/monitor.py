@@ -62,8 +62,8 @@ def monitor(
     check_places(places)
     command = None if alert is None else Command(checked_command(read_yaml(alert, "--alert")))
     limits = AlertLimits(stall_seconds, slow_rank=slow_rank, disk_bytes=disk_gb * 1e9)
-    told = (lambda run: None) if command is None else Alerts(command, limits).look
-    watching = RunsReader(places, told)
+    notify = (lambda run: None) if command is None else Alerts(command, limits).look
+    watching = RunsReader(places, notify)
     if terminal:
         from hasten.monitor.terminal import watch_in_terminal
 

@@ -73,12 +73,14 @@ def profile(
         display.begin()
         show = display.show if known.world.is_main else lambda text, share: None
         with process_group(known.world, known.device):
-            found = _measured(prepared, steps, show)
+            measurements = _measured(prepared, steps, show)
     if known.world.is_main:
-        found = {**_origin(recipe, known, plan, path), **found}
-        page = write_profile(found, Path(recipe.output))
+        measurements = {**_origin(recipe, known, plan, path), **measurements}
+        page = write_profile(measurements, Path(recipe.output))
         print(
-            json.dumps(found, indent=1) if as_json else f"{render_text(found)}\n\nprofile: {page}"
+            json.dumps(measurements, indent=1)
+            if as_json
+            else f"{render_text(measurements)}\n\nprofile: {page}"
         )
     return 0
 
@@ -123,16 +125,16 @@ def _measured(prepared: PreparedJob, steps: int, show: Any) -> dict[str, Any]:
     from hasten.measure.profile import measure
     from hasten.recipe.peak_flops import meter_of
 
-    recipe, known = prepared.recipe, prepared.context
+    recipe, context = prepared.recipe, prepared.context
     output = Path(recipe.output)
     scratch = output / SCRATCH
-    host.reset_memory_peak(known.device)
+    host.reset_memory_peak(context.device)
     try:
-        session = assemble(prepare(prepared.job, prepared.plan, known, scratch))
-        session.meter = meter_of(recipe, known, session.model)
+        session = assemble(prepare(prepared.job, prepared.plan, context, scratch))
+        session.meter = meter_of(recipe, context, session.model)
         return measure(session, WARMUP, steps, output, show)
     finally:
-        if known.world.is_main:
+        if context.world.is_main:
             shutil.rmtree(scratch, ignore_errors=True)
 
 

@@ -37,15 +37,15 @@ def report(
         print(json.dumps({"studies": studies}, indent=1) if as_json else section(studies).strip())
         return
     if len(paths) > 1 or _is_other(paths[0]):
-        found = compare_runs([run for path in paths for run in read_runs(path, _recipe)])
-        print(json.dumps(found, indent=1) if as_json else render(found))
+        comparison = compare_runs([run for path in paths for run in read_runs(path, _recipe)])
+        print(json.dumps(comparison, indent=1) if as_json else render(comparison))
         return
     run = paths[0]
     experiment = run if run.suffix == ".json" else run / "report.json"
     if experiment.is_file():
         shown = read_object(experiment)
-        told = predicted_section(experiment.parent)
-        shown = shown | ({} if told is None else {"predicted": told})
+        prediction = predicted_section(experiment.parent)
+        shown = shown | ({} if prediction is None else {"predicted": prediction})
         page = write_report(shown, _folder_of(experiment))
         print(json.dumps(shown, indent=1) if as_json else render_markdown(shown))
         if not as_json:
@@ -91,23 +91,23 @@ def _recipe(path: Path) -> dict[str, Any] | None:
     """A resolved recipe as plain values; of another version's too, so keys aren't checked."""
     from hasten.recipe.yaml_reader import read_yaml_file
 
-    found = read_yaml_file(path, "recipe")
-    return found if isinstance(found, dict) else None
+    recipe = read_yaml_file(path, "recipe")
+    return recipe if isinstance(recipe, dict) else None
 
 
-def _summary(found: dict[str, Any]) -> None:
+def _summary(summary: dict[str, Any]) -> None:
     try:
         rows = [
-            ("steps", f"{found['steps']:,} ({found['stopped']})"),
-            ("tokens", f"{found['tokens']:,}, of them trained {found['trained_tokens']:,}"),
-            ("time", duration(found["seconds"])),
-            ("tokens/s", _number(found["tokens_per_second"], "{:,.0f}")),
-            ("MFU", _number(found.get("mfu"), "{:.1%}")),
-            ("median step", f"{found['step_seconds_median']:.3f} s"),
-            ("peak memory", size(found["peak_memory_bytes"])),
-            ("eval loss", _number(found["eval_loss"], "{:.4f}")),
-            ("ranks", str(found["world_size"])),
-            ("saved", found["saved"]),
+            ("steps", f"{summary['steps']:,} ({summary['stopped']})"),
+            ("tokens", f"{summary['tokens']:,}, of them trained {summary['trained_tokens']:,}"),
+            ("time", duration(summary["seconds"])),
+            ("tokens/s", _number(summary["tokens_per_second"], "{:,.0f}")),
+            ("MFU", _number(summary.get("mfu"), "{:.1%}")),
+            ("median step", f"{summary['step_seconds_median']:.3f} s"),
+            ("peak memory", size(summary["peak_memory_bytes"])),
+            ("eval loss", _number(summary["eval_loss"], "{:.4f}")),
+            ("ranks", str(summary["world_size"])),
+            ("saved", summary["saved"]),
         ]
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"summary.json lacks or garbles {error}; was it edited?") from error
@@ -152,9 +152,9 @@ def card(
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        contents = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise InputError(f"{path} can't be read: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(contents, dict):
         raise InputError(f"{path} holds no object")
-    return found
+    return contents

@@ -240,14 +240,17 @@ def _write_best(report: dict[str, Any], back: WriteBack) -> None:
 
     read = read_report(report)
     variant = fastest_of_equal_quality(read)
-    asked = read["recipe"].get("plan") or []
-    kept = None if variant is None else recipe_plan(variant, read)
-    if kept is None or not asked:
+    recipe_entries = read["recipe"].get("plan") or []
+    fastest_entries = None if variant is None else recipe_plan(variant, read)
+    if fastest_entries is None or not recipe_entries:
         print("nothing is put into the recipe: no plan was shown to be faster at equal quality")
         return
-    if kept != asked or back.asked or back.target:
-        print(f"the fastest plan of equal quality: {', '.join(map(name_of, kept)) or 'none'}")
-        back.write({"plan": [plain_entry(entry) for entry in kept]})
+    if fastest_entries != recipe_entries or back.asked or back.target:
+        print(
+            f"the fastest plan of equal quality: "
+            f"{', '.join(map(name_of, fastest_entries)) or 'none'}"
+        )
+        back.write({"plan": [plain_entry(entry) for entry in fastest_entries]})
 
 
 def _counted(number: int, what: str) -> str:
@@ -256,19 +259,19 @@ def _counted(number: int, what: str) -> str:
 
 def design_line(design: dict[str, Any]) -> str:
     """How it was measured, in a line."""
-    words = [
+    clauses = [
         f"{_counted(design['rounds'], 'round')} of {_counted(design['steps'], 'step')} in "
         f"{duration(design['seconds'])}",
         design["grouping"],
     ]
     if design.get("ranks"):
-        words.append(f"{design['ranks']} ranks in each variant")
+        clauses.append(f"{design['ranks']} ranks in each variant")
     if design["builds"] > 1:
-        words.append(f"{design['builds']} builds of each variant")
+        clauses.append(f"{design['builds']} builds of each variant")
     if design["redone_rounds"]:
-        words.append(f"{design['redone_rounds']} rounds done again for foreign load")
+        clauses.append(f"{design['redone_rounds']} rounds done again for foreign load")
     if design["resumed"]:
-        words.append("resumed: variants trained again from their seed")
+        clauses.append("resumed: variants trained again from their seed")
     if design["dropped"]:
-        words.append("left out: " + "; ".join(design["dropped"]))
-    return "measured: " + "; ".join(words)
+        clauses.append("left out: " + "; ".join(design["dropped"]))
+    return "measured: " + "; ".join(clauses)

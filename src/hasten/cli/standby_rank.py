@@ -23,10 +23,10 @@ def main() -> None:
     line = sys.stdin.readline()
     if not line:
         return  # the supervisor has ended, and needs none
-    told = json.loads(line)
-    environment.take_over(told["variables"])
+    request = json.loads(line)
+    environment.take_over(request["variables"])
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    sys.argv = ["hasten", *told["arguments"]]
+    sys.argv = ["hasten", *request["arguments"]]
     run()
 
 

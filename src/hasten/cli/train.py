@@ -69,11 +69,11 @@ def train(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(recipe.to_yaml())
     if alone and recipe.max_restarts:
-        with ExitStack() as held:  # until the last attempt is over
-            return as_supervised_ranks(recipe, held)
+        with ExitStack() as stack:  # until the last attempt is over
+            return as_supervised_ranks(recipe, stack)
     if alone and recipe.nproc > 1:
-        with ExitStack() as held:
-            return as_ranks(recipe, "train", held=held)
+        with ExitStack() as stack:
+            return as_ranks(recipe, "train", stack=stack)
     if missing := lacking(recipe):
         restart_with(["train", str(path), *changes], missing)
     with Display() as display:
@@ -202,11 +202,11 @@ class StepLine:
 
 
 def as_ranks(
-    recipe: Recipe, command: str, options: Sequence[str] = (), held: ExitStack | None = None
+    recipe: Recipe, command: str, options: Sequence[str] = (), stack: ExitStack | None = None
 ) -> int:
     """Prepare the data once, then let one process per rank run a command on it.
 
-    ``held`` takes the run's folder for all of them; a command that only looks needs none.
+    ``stack`` takes the run's folder for all of them; a command that only looks needs none.
     """
     from hasten.launch.ranks import start_ranks
     from hasten.machine import host
@@ -216,20 +216,20 @@ def as_ranks(
     output = Path(recipe.output)
     with Display() as display:
         line = StepLine(display, recipe)
-        prepared = prepare_run(recipe, display.tell, line.tokenising, recipe.nproc, held)
-        known, plan = prepared.context, prepared.plan
+        prepared = prepare_run(recipe, display.tell, line.tokenising, recipe.nproc, stack)
+        context, plan = prepared.context, prepared.plan
     resolved = output / "data" / f"ranks-{command}.yaml"
     resolved.write_text(recipe.to_yaml())
     count, cores = recipe.nproc, host.usable_cores()
 
     def environ(rank: int) -> Mapping[str, str]:
-        known_there = replace(known, world=World(rank, rank, count))
+        known_there = replace(context, world=World(rank, rank, count))
         return {**plan.environment(known_there), **recipe.transport}
 
     return start_ranks([command, str(resolved), *options], count, output / "data", cores, environ)
 
 
-def as_supervised_ranks(recipe: Recipe, held: ExitStack) -> int:
+def as_supervised_ranks(recipe: Recipe, stack: ExitStack) -> int:
     """The same, with ranks that are started again from the newest checkpoint; the exit code."""
     from hasten.launch.supervisor import SupervisedRanks, supervise
     from hasten.machine import host
@@ -240,8 +240,8 @@ def as_supervised_ranks(recipe: Recipe, held: ExitStack) -> int:
     output = Path(recipe.output)
     with Display() as display:
         line = StepLine(display, recipe)
-        prepared = prepare_run(recipe, display.tell, line.tokenising, recipe.nproc, held)
-        known, plan = prepared.context, prepared.plan
+        prepared = prepare_run(recipe, display.tell, line.tokenising, recipe.nproc, stack)
+        context, plan = prepared.context, prepared.plan
         if Slot.CHECKPOINT not in plan:
             display.tell("max_restarts: the plan writes no checkpoints, so a restart begins anew")
         moves = recipe.resume == "never"
@@ -255,7 +255,7 @@ def as_supervised_ranks(recipe: Recipe, held: ExitStack) -> int:
         return ["train", str(resolved), *fewer, *(["resume=auto"] if trained else [])]
 
     def environ(rank: int, count: int) -> Mapping[str, str]:
-        known_there = replace(known, world=World(rank, rank, count))
+        known_there = replace(context, world=World(rank, rank, count))
         return {**plan.environment(known_there), **recipe.transport}
 
     ranks = SupervisedRanks(arguments, environ, recipe.nproc, host.usable_cores())
@@ -313,13 +313,14 @@ def resume_words(has_checkpoints: bool) -> str:
     )
 
 
-def _evenness(stall: float, found: Mapping[str, Any]) -> str:
+def _evenness(stall: float, step_times: Mapping[str, Any]) -> str:
     return (
-        f"data stall {stall:.2%}; steps: median {found['p50']:.3f} s, p99 {found['p99']:.3f} s, "
-        f"spread {found['relative_spread']:.1%}, {found['stalls']} stalled"
+        f"data stall {stall:.2%}; steps: median {step_times['p50']:.3f} s, p99 "
+        f"{step_times['p99']:.3f} s, "
+        f"spread {step_times['relative_spread']:.1%}, {step_times['stalls']} stalled"
     )
 
 
 def _evaluation(step: int, loss: float | None, metrics: dict[str, float]) -> str:
-    words = [f"step {step}: eval loss " + ("not measured" if loss is None else f"{loss:.4f}")]
-    return ", ".join([*words, *(f"{name} {value:.4g}" for name, value in metrics.items())])
+    phrases = [f"step {step}: eval loss " + ("not measured" if loss is None else f"{loss:.4f}")]
+    return ", ".join([*phrases, *(f"{name} {value:.4g}" for name, value in metrics.items())])

@@ -115,20 +115,20 @@ def tune(
             )
             design = VerificationDesign(seeds=seeds)
             shown = subject.recipe.model_copy(update={"plan": plan.to_list()})
-            found = verified(
+            outcome = verified(
                 shown, subject.context, plan, subject.data_key, design, display.tell, fresh
             )
-            return objections(found)
+            return objections(outcome)
 
-        found = tune_job(recipe, budget or "8m", options, audience=display, prove=prove)
+        outcome = tune_job(recipe, budget or "8m", options, audience=display, prove=prove)
     target = output or Path(recipe.output) / "tuned.yaml"
-    write_atomic(target, found.text)
+    write_atomic(target, outcome.text)
     with text_to_stderr(as_json):
-        show(found, recipe.price, recipe.nproc)
-        print(f"\nrecipe: {target}\nstudy: {found.folder / 'study.html'}")
+        show(outcome, recipe.price, recipe.nproc)
+        print(f"\nrecipe: {target}\nstudy: {outcome.folder / 'study.html'}")
         back.write(_changed(recipe, load_recipe(target)))
     if as_json:
-        print((found.folder / "study.json").read_text())
+        print((outcome.folder / "study.json").read_text())
     return 0
 
 
@@ -137,13 +137,13 @@ def _changed(before: Recipe, after: Recipe) -> dict[str, Any]:
     from hasten.recipe.write_back import plain_entry
 
     old, new = before.model_dump(mode="json"), after.model_dump(mode="json")
-    found = {key: value for key, value in new.items() if value != old[key] and key != "auto_plan"}
-    if "plan" in found or before.auto_plan is not None:
-        found["plan"] = [plain_entry(entry) for entry in new["plan"]]
-    return found
+    changes = {key: value for key, value in new.items() if value != old[key] and key != "auto_plan"}
+    if "plan" in changes or before.auto_plan is not None:
+        changes["plan"] = [plain_entry(entry) for entry in new["plan"]]
+    return changes
 
 
-def objections(found: Rows) -> list[str]:
+def objections(findings: Rows) -> list[str]:
     """What speaks against a winner: what failed in the verification, and what it owes and wasn't
     shown.
     """
@@ -151,25 +151,25 @@ def objections(found: Rows) -> list[str]:
 
     owing = [
         row
-        for row in found["verification"]
+        for row in findings["verification"]
         if row["verdict"] == "not tested"
         or (row["verdict"] == "undecided" and row["fidelity"] == Fidelity.LOSSY.name)
     ]
-    return [*failures(found), *(f"{row['technique']}: {row['text']}" for row in owing)]
+    return [*failures(findings), *(f"{row['technique']}: {row['text']}" for row in owing)]
 
 
-def show(found: StudyResult, price: Price | None = None, devices: int = 1) -> None:
+def show(study: StudyResult, price: Price | None = None, devices: int = 1) -> None:
     """The final comparison as a table, and the result in a sentence; with a price what it saves."""
     from hasten.tune.report import says_of
 
-    report = found.report
+    report = study.report
     final_comparison = report["final_comparison"]
     if final_comparison is not None:
         for row in final_comparison["variants"]:
             print("  ".join((f"{row['name']:15}", _ratio(row), says_of(row))))
             if row.get("settings"):
                 print(f"{'':17}{_changes(row['settings'], report['start']['settings'])}")
-    print(f"\n{found}")
+    print(f"\n{study}")
     winner = report["winner"]
     if winner and price is not None and winner["ratio"]["median"]:
         before = price.money(1e6 / report["start"]["rate"], price.paid(devices))
@@ -212,25 +212,25 @@ def learn(
     writable("--output", output)
     recipe = load_recipe(path, overrides)
     with Display() as display:
-        found = learn_job(recipe, budget, options, audience=display)
+        study = learn_job(recipe, budget, options, audience=display)
     target = output or Path(recipe.output) / "learnt.yaml"
-    write_atomic(target, found.text)
+    write_atomic(target, study.text)
     with text_to_stderr(as_json):
-        show_learning(found)
-        print(f"\nrecipe: {target}\nstudy: {found.folder / 'study.html'}")
+        show_learning(study)
+        print(f"\nrecipe: {target}\nstudy: {study.folder / 'study.html'}")
     if as_json:
-        print((found.folder / "study.json").read_text())
+        print((study.folder / "study.json").read_text())
     return 0
 
 
-def show_learning(found: StudyResult) -> None:
+def show_learning(study: StudyResult) -> None:
     """The trainings from the lowest loss on, the pairs, and the result in a sentence."""
-    report = found.report
+    report = study.report
     for row in sorted(report["trials"], key=lambda t: (t["loss"] is None, t["loss"])):
         changed = ", ".join(f"{k}={v}" for k, v in row["changes"].items()) or "the recipe's own"
         loss = row["why"] if row["loss"] is None else f"{row['loss']:.4f}"
         print(f"{loss:26}  {changed}")
     for pair in report["pairs"]:
         print(f"seed {pair['seed']}: {pair['start']:.4f} -> {pair['best']:.4f}")
-    print(f"\n{found}")
+    print(f"\n{study}")
     print(f"in {duration(report['seconds'])} of {duration(report['budget_seconds'])}")

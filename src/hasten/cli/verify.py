@@ -82,16 +82,16 @@ def beforehand(
         if not wanted:
             return {}
         design, tell = VerificationDesign(seeds=seeds, budget_seconds=budget_seconds), display.tell
-        recipe, known, plan = subject.recipe, subject.context, subject.plan
-        found = verified(recipe, known, plan, subject.data_key, design, tell, fresh)
-        for line in failures(found):
+        recipe, context, plan = subject.recipe, subject.context, subject.plan
+        findings = verified(recipe, context, plan, subject.data_key, design, tell, fresh)
+        for line in failures(findings):
             display.tell(f"verification: FAIL {line}")
-        return found
+        return findings
 
     return find
 
 
-def show(found: Rows) -> None:
+def show(findings: Rows) -> None:
     """Two tables, for people."""
     from rich.console import Console
     from rich.table import Table
@@ -110,8 +110,8 @@ def show(found: Rows) -> None:
         table = Table(title=title, title_justify="left", show_edge=False, show_lines=False)
         for name in names:
             table.add_column(name, overflow="fold")
-        for row in found[key]:
+        for row in findings[key]:
             table.add_row(*(str(row[name]) for name in names))
         console.print(table, "", sep="\n", markup=False)
-    for line in failures(found):
+    for line in failures(findings):
         print(f"FAIL {line}")

@@ -1,8 +1,8 @@
-"""What is known of the machine, the world of ranks and the job before anything runs.
+"""Facts about the machine, the ranks and the job, collected before anything runs.
 
-Techniques decide from facts whether they can work here; the planner and ``hasten check`` read the
-same. This is the only module that reads environment variables or asks the operating system and
-the driver.
+Techniques use them to decide if they can work. The planner and ``hasten check`` read
+the same facts. This is the only module that reads environment variables or queries the
+operating system and the driver.
 """
 
 from __future__ import annotations

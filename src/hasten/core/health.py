@@ -1,12 +1,13 @@
-"""StepChecks look at each step for what ruins a run unseen: NaN, replicas apart, spikes, a slow
-link.
+"""Checks after each step for non-finite values, diverged replicas, spikes, slow links.
 
-not finite    a loss or gradient on any rank: nothing moved; the step's examples are written to
-              ``quarantined.jsonl``, and after some steps in a row the run ends (exit code 3)
-replicas      every so many steps the ranks compare a fingerprint of their weights: a bit that
-              flipped in one memory ends the run (exit code 6), the rank named
-spikes        a loss that shoots up and stays: the run goes back to a checkpoint
-slow link     steps that wait for the exchange: a sentence with the link's rate
+- not finite: the loss or a gradient isn't finite on any one rank. No weight moves. The
+  step's examples are written to ``quarantined.jsonl``. After a number of such steps in
+  a row the run ends (exit code 3).
+- replicas: at a fixed interval of steps the ranks compare a fingerprint of their
+  weights. If a bit has flipped in one memory, the run ends (exit code 6) and names the
+  rank.
+- spikes: if the loss rises sharply and stays high, the run returns to a checkpoint.
+- slow link: if steps wait for communication, a message reports the link's rate.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ class ReplicasDifferError(StoppedError):
 
 
 class StepChecks:
-    """What a step is checked for.
+    """Checks after each step of a run.
 
     Args:
-        max_skipped: the run ends after so many steps in a row that weren't finite.
-        quarantine: file for the examples of such steps; None: they aren't kept.
+        max_skipped: the run ends after this many non-finite steps in a row.
+        quarantine: file for the examples of such steps; None: they aren't stored.
         replicas_every: steps between two comparisons of the ranks' weights; 0: never.
     """
 
@@ -90,8 +91,11 @@ class StepChecks:
             self.compared_at = metrics.step
 
     def _skipped(self, session: Session, batch: StepBatch, metrics: StepMetrics) -> None:
-        """A step given up while the loss scale falls is neither a failure nor a success; one whose
-        loss itself wasn't finite is a failure at any scale."""
+        """Counts and records a skipped step.
+
+        While the loss scale is still falling, a skipped step is neither a failure nor a
+        success. If the loss itself isn't finite, the step is a failure at any scale.
+        """
         scale = session.setup.loss_scale
         if scale is not None and scale.searching and math.isfinite(metrics.loss):
             return
@@ -107,12 +111,12 @@ class StepChecks:
             )
 
     def _about(self, session: Session, batch: StepBatch, metrics: StepMetrics) -> dict[str, Any]:
-        own = math.isfinite(self._own_loss)
+        loss_finite = math.isfinite(self._own_loss)
         return {
             "step": metrics.step,
             "epoch": batch.epoch,
             "rank": session.setup.context.world.rank,
-            "own_loss_finite": own,
+            "own_loss_finite": loss_finite,
             "loss": metrics.loss if math.isfinite(metrics.loss) else None,
             "grad_norm": metrics.grad_norm if math.isfinite(metrics.grad_norm) else None,
             "examples": examples_of_last_step(session),
@@ -130,15 +134,15 @@ def examples_of_last_step(session: Session) -> list[int] | None:
     layout, position = setup.layout, progress.step_in_epoch - 1
     steps = setup.sampler.local_steps(progress.epoch, layout.data_rank, layout.data_size)
     pieces: Sequence[Sequence[int]] = next(itertools.islice(steps, position, None), [])
-    return [index for piece in pieces for index in piece]
+    return [index for group in pieces for index in group]
 
 
-def append_line(path: Path, found: dict[str, Any]) -> None:
+def append_line(path: Path, entry: dict[str, Any]) -> None:
     """One line of JSON at the end of a file, in one write: ranks may share it (open(2), O_APPEND).
 
     A disk that takes nothing doesn't end the run: the line is lost.
     """
-    line = (json.dumps(found) + "\n").encode()
+    line = (json.dumps(entry) + "\n").encode()
     try:
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     except OSError:
@@ -158,7 +162,7 @@ def check_comparable(session: Session, every: int) -> None:
             "check_replicas: ranks of this plan train apart, so that their weights differ between "
             "two exchanges; leave it out"
         )
-    if every and not session.setup.layout.whole:
+    if every and not session.setup.layout.replicated:
         raise InputError(
             "check_replicas: ranks of this layout hold different parts of the model, so that there "
             "is nothing to compare; leave it out"
@@ -175,18 +179,20 @@ def compare_replicas(session: Session, compared_at: int = 0) -> None:
     if size == 1:
         return
     prints = fingerprints(session.setup.precision.parameters())
-    whole = sum(value * pow(ODD, i + 1, 1 << 64) for i, value in enumerate(prints)) % (1 << 64)
-    of_ranks = [row[0] for row in _gathered(session, [whole])]
+    checksum = sum(value * pow(ODD, i + 1, 1 << 64) for i, value in enumerate(prints)) % (1 << 64)
+    of_ranks = [row[0] for row in _gathered(session, [checksum])]
     if len(set(of_ranks)) == 1:
         return
     (_, most), *_ = Counter(of_ranks).most_common(1)
     wrong = [r for r, p in enumerate(of_ranks) if most * 2 <= size or of_ranks.count(p) < most]
     each = _gathered(session, prints)
-    place = next(i for i in range(len(prints)) if len({row[i] for row in each}) > 1)
-    wanted = session.setup.precision.parameters()[place]
+    weight_index = next(i for i in range(len(prints)) if len({row[i] for row in each}) > 1)
+    wanted = session.setup.precision.parameters()[weight_index]
     names = [n for n, p in session.loss_module.named_parameters() if p is wanted]
-    known = names[0] if names else f"master weight {place}"
-    raise ReplicasDifferError(_sentence(wrong, size, known, session.progress.step, compared_at))
+    weight_name = names[0] if names else f"master weight {weight_index}"
+    raise ReplicasDifferError(
+        _sentence(wrong, size, weight_name, session.progress.step, compared_at)
+    )
 
 
 def _sentence(wrong: Sequence[int], size: int, weight: str, step: int, compared_at: int) -> str:
@@ -213,17 +219,17 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
     return [v % (1 << 64) for v in torch.cat(sums).tolist()]  # the one wait for the device
 
 
-def _gathered(session: Session, mine: Sequence[int]) -> list[list[int]]:
+def _gathered(session: Session, numbers: Sequence[int]) -> list[list[int]]:
     """The numbers of every rank, through a sum in which each has places of its own."""
     world = session.setup.context.world
-    rows = torch.zeros(world.size, len(mine), PIECES, dtype=torch.float64)
+    rows = torch.zeros(world.size, len(numbers), PIECES, dtype=torch.float64)
     mask = (1 << PIECE_BITS) - 1
-    for i, value in enumerate(mine):
+    for i, value in enumerate(numbers):
         pieces = [value >> (PIECE_BITS * p) & mask for p in range(PIECES)]
         rows[world.rank, i] = torch.tensor(pieces, dtype=torch.float64)
     total = session.setup.layout.all_reduce_world(rows.flatten()).reshape(rows.shape).tolist()
     return [
-        [sum(int(piece) << (PIECE_BITS * p) for p, piece in enumerate(v)) for v in row]
+        [sum(int(part) << (PIECE_BITS * p) for p, part in enumerate(v)) for v in row]
         for row in total
     ]
 
@@ -316,10 +322,10 @@ class SpikeWatch:
 
     def _act(self, session: Session, metrics: StepMetrics, limit: float) -> bool:
         policy, before = self.policy, session.progress
-        found: dict[str, Any] = {"step": metrics.step, "losses": list(self._high), "limit": limit}
+        record: dict[str, Any] = {"step": metrics.step, "losses": list(self._high), "limit": limit}
         self._high.clear()
         if self.times == policy.at_most:
-            self._note(session, {**found, "did": "stopped"})
+            self._note(session, {**record, "did": "stopped"})
             raise SpikeError(
                 f"the loss rose to {metrics.loss:.4g} at step {metrics.step}, above {limit:.4g}, "
                 f"after {self.times} restarts by loss_spike: lower the learning rate, or look at "
@@ -327,17 +333,17 @@ class SpikeWatch:
             )
         # The policy's own memory is newer than the checkpoint's.
         times, rate = self.times + 1, self.rate * policy.lower
-        place = session.resume()
+        checkpoint = session.resume()
         self.times, self.rate = times, rate
-        if place is not None and policy.skip_data:
+        if checkpoint is not None and policy.skip_data:
             session.progress.epoch = before.epoch
             session.progress.step_in_epoch = before.step_in_epoch
         did = "no checkpoint yet: lowered the learning rate alone"
-        if place is not None:
+        if checkpoint is not None:
             left_out = before.step - session.progress.step if policy.skip_data else 0
-            did = f"went back to {place.name}, left out {left_out} steps of data"
-        self._note(session, {**found, "rate": rate, "did": did})
-        return place is not None
+            did = f"went back to {checkpoint.name}, left out {left_out} steps of data"
+        self._note(session, {**record, "rate": rate, "did": did})
+        return checkpoint is not None
 
     def _note(self, session: Session, line: dict[str, Any]) -> None:
         if self.log is not None and session.setup.context.world.is_main:
@@ -358,7 +364,7 @@ class SpikeWatch:
 
 
 def check_policy(session: Session) -> None:
-    """Raise InputError where the policy can't do what it says."""
+    """Raises InputError if the spike policy can't work: no checkpoints, or diverged ranks."""
     if session.setup.checkpoint is None:
         raise InputError(NEEDS_CHECKPOINTS)
     if session.setup.rank_sync.diverged:
@@ -381,11 +387,11 @@ SLOW = 125e6  # bytes per second: 1 Gbit/s
 
 
 class SlowLink:
-    """Looks at the steps of a run on one rank.
+    """Checks a run's steps on one rank for a slow link.
 
     Args:
-        tell: is given the sentence.
-        rank: that looks.
+        ``tell``: receives the message.
+        rank: rank that is checked.
     """
 
     def __init__(self, tell: Callable[[str], None], rank: int = 0) -> None:

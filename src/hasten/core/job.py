@@ -1,7 +1,7 @@
-"""A job is what the user trains: model, examples, loss, optimizer, eval data, and when to stop.
+"""A job: model, examples, loss, optimizer, eval data and stop of a training.
 
-Factories build a fresh object per run, which is what an experiment needs; an object that was handed
-over is used as it is and trained in place.
+Factories build a new object for each run, which experiments need. An existing object is
+used as it is and trained in place.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class WorkCounts:
     tokens: int = 0
     positions: int = 0
     trained_tokens: int = 0
-    pairs: int = 0
+    attention_pairs: int = 0
 
     def __add__(self, other: WorkCounts) -> WorkCounts:
         return WorkCounts(
@@ -45,7 +45,7 @@ class WorkCounts:
             self.tokens + other.tokens,
             self.positions + other.positions,
             self.trained_tokens + other.trained_tokens,
-            self.pairs + other.pairs,
+            self.attention_pairs + other.attention_pairs,
         )
 
     @property
@@ -94,7 +94,7 @@ def language_counts(examples: Sequence[Any], inputs: Mapping[str, Any]) -> WorkC
         tokens=tokens,
         positions=inputs["input_ids"].numel(),
         trained_tokens=int((inputs["labels"] != -100).sum()),  # on the host: no device waits
-        pairs=pairs,
+        attention_pairs=pairs,
     )
 
 
@@ -211,6 +211,7 @@ def permutation(count: int, seed: int, epoch: int) -> list[int]:
 # arXiv:2404.06395.
 
 Kind = Literal["constant", "linear", "cosine", "wsd"]
+Extend = Literal["stretch", "constant"]
 
 
 @dataclass(frozen=True)
@@ -223,6 +224,10 @@ class Schedule:
         total_steps: steps of the whole run; the floor is reached on the last one.
         floor: lowest factor of the decay.
         decay_share: part of the run that WSD decays in.
+        extend: what a longer run does with it when it resumes: stretch it over all steps, or keep
+            the last rate (:func:`hasten.core.resume_check.extended`).
+        shape_steps: steps that the shape covers, if those are not ``total_steps``.
+        constant_from: from this step on the rate is that of the step before; None: never.
     """
 
     kind: Kind = "constant"
@@ -230,6 +235,9 @@ class Schedule:
     total_steps: int = 1
     floor: float = 0.0
     decay_share: float = 0.1
+    extend: Extend = "stretch"
+    shape_steps: int | None = None
+    constant_from: int | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in ("constant", "linear", "cosine", "wsd"):
@@ -243,13 +251,14 @@ class Schedule:
             )
 
     def __call__(self, step: int) -> float:
+        if self.constant_from:
+            step = min(step, self.constant_from - 1)
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
-        start = self.warmup_steps  # of the decay
+        start, total = self.warmup_steps, self.shape_steps or self.total_steps  # of the decay
         if self.kind == "wsd":
-            decay_steps = max(round(self.total_steps * self.decay_share), 1)
-            start = max(self.total_steps - decay_steps, start)
-        length = max(self.total_steps - 1 - start, 1)
+            start = max(total - max(round(total * self.decay_share), 1), start)
+        length = max(total - 1 - start, 1)
         progress = min(max((step - start) / length, 0.0), 1.0)
         shape = 1 - progress
         if self.kind == "constant":
@@ -259,9 +268,9 @@ class Schedule:
         return self.floor + (1 - self.floor) * shape
 
 
-def share_of(asked: int | float, steps: int) -> int:
+def share_of(amount: int | float, steps: int) -> int:
     """Steps out of a number of them, or out of a share of ``steps`` below 1."""
-    return math.ceil(asked * steps) if asked < 1 else int(asked)
+    return math.ceil(amount * steps) if amount < 1 else int(amount)
 
 
 # The job.
@@ -299,12 +308,15 @@ class Stop:
     tokens: int | None = None
 
     def __post_init__(self) -> None:
-        given = [v for v in (self.steps, self.epochs, self.tokens) if v is not None]
-        if not given or min(given) < 1:
+        limits = [v for v in (self.steps, self.epochs, self.tokens) if v is not None]
+        if not limits or min(limits) < 1:
             raise InputError("give max_steps, epochs or max_tokens, and at least 1 of each")
 
     def reached(self, steps: int, tokens: int) -> bool:
-        """Whether a run that has done so much is over; epochs end by themselves."""
+        """Returns True if a run with this many steps and tokens is complete.
+
+        Epochs end by themselves.
+        """
         return (self.steps is not None and steps >= self.steps) or (
             self.tokens is not None and tokens >= self.tokens
         )
@@ -312,24 +324,25 @@ class Stop:
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, on what, until when.
+    """A training: its model, data, loss and optimizer, and when it stops.
 
     Args:
-        model: builds the model, or is it; a factory that ``BuildsSkeleton`` spares ranks from it.
-        loss: wraps the model into a module whose forward takes a micro-batch's inputs and returns
-            (loss summed over what carries loss, their count).
-        optimizer: builds the optimizer from named parameters, or returns one that exists.
-        collate: lays examples out as a micro-batch without any technique's help.
+        model: factory of the model, or the model itself. A factory that implements
+            ``BuildsSkeleton`` lets ranks skip building the weights.
+        loss: wraps the model into a module. Its forward takes a micro-batch's inputs and
+            returns (loss summed over the positions that carry loss, their count).
+        optimizer: builds the optimizer from named parameters, or returns an existing one.
+        collate: builds a micro-batch from examples, without any technique.
         examples: what a sampler indexes; empty when ``stream`` delivers batches instead.
         lengths: tokens of each example, 1 where examples have no length.
-        stream: this rank's examples of a given epoch, step by step: a loader of the user's own
-            takes the place of examples and sampler.
-        counted: the loss divides by the counts that ``collate`` found; False: only the forward
-            pass tells the loss's own count, and gradients are scaled once it is known.
-        adapter: part of the job itself (a run that asks for LoRA has it in every variant).
-        routing: makes what runs the forward passes; None: they are run as they are.
-        eval_data: examples for the eval loss; ``metrics`` are the user's own measures.
-        terms: what else decides the training, as JSON: checkpoints note it
+        stream: this rank's examples of an epoch, step by step. It is for the user's own
+            loader, which replaces examples and sampler.
+        counted: if True, the loss is divided by the counts from ``collate``. If False, only
+            the forward pass returns the loss's count, and gradients are scaled afterwards.
+        adapter: part of the job itself (a run with LoRA has it in every variant).
+        routing: builds the object that runs the forward passes; None: they run unchanged.
+        eval_data: examples for the eval loss; ``metrics`` are the user's own metrics.
+        terms: further settings that decide the training, as JSON. Checkpoints store them
             (:mod:`hasten.core.resume_check`).
     """
 
@@ -359,7 +372,7 @@ class Job:
 
     @property
     def skeleton(self) -> Callable[[], nn.Module] | None:
-        """Builds the model's modules for ranks that are sent weights; None: nobody knows how."""
+        """Builds the model's modules for ranks that receive weights; None if not possible."""
         return self.model.skeleton if isinstance(self.model, BuildsSkeleton) else None
 
     def build_model(self) -> nn.Module:

@@ -1,8 +1,8 @@
-"""A layout says which rank holds which part of the model and which examples; LAYOUT fills it.
+"""Layouts: which rank holds which part of the model and which examples (LAYOUT).
 
-Ranks with the same ``data_rank`` are partners: they see the same examples and hold different parts
-of the model (tensor, pipeline). Ranks with different data add up, partners don't. The default is
-one process that holds everything.
+Ranks with the same ``data_rank`` are partners: they process the same examples and hold
+different parts of the model (tensor, pipeline). Results of ranks with different data
+are summed, those of partners aren't. The default is one process that holds everything.
 """
 
 from __future__ import annotations
@@ -25,23 +25,27 @@ class Layout(Protocol):
     """LAYOUT: a mesh, three functions on the model, and sums over ranks.
 
     Args:
-        size: ranks in all.
-        data_rank: this rank's place among those with different examples.
-        data_size: how many shares of a step's examples there are.
-        averages: gradients come out of ``across`` divided by this; the loss is multiplied by it.
-        whole: every rank holds the whole model in plain tensors, the same as every other; where
-            not, ranks hold different parts and only ``gather`` brings them together.
+        size: number of all ranks.
+        data_rank: this rank's index among the ranks with different examples.
+        data_size: number of shares of a step's examples.
+        averages: ``apply_data_parallel`` returns gradients that are divided by this number;
+            the loss is multiplied by it.
+        whole: True if every rank holds the same full model in plain tensors. If False,
+            ranks hold different parts, and only ``gather`` brings them together.
     """
 
     size: int
     data_rank: int
     data_size: int
     averages: int
-    whole: bool
+    replicated: bool
 
     def apply_pipeline(self, module: nn.Module) -> nn.Module:
-        """Pipeline stages. The answer maps a micro-batch's inputs to (loss sum, count) as the given
-        module did, in evaluation too, and says the same on all partners."""
+        """Splits the model into pipeline stages.
+
+        The returned module maps a micro-batch's inputs to (loss sum, count) as the input module
+        did, in evaluation too. It returns the same on all partners.
+        """
 
     def apply_tensor_parallel(self, module: nn.Module) -> nn.Module:
         """Tensor, sequence, expert, context parallelism."""
@@ -69,13 +73,13 @@ class Layout(Protocol):
         """
 
     def gather(self, model: nn.Module) -> AbstractContextManager[bool]:
-        """A context in which the first rank's ``model`` can be saved and run as one process's.
+        """Context in which rank 0 can save and run ``model`` as a single process would.
 
-        Every rank enters it, between steps, and leaves it. Inside, on the first rank, the
-        parameters are whole plain tensors under the model's own names and its forward pass needs
-        no other rank; True there. Elsewhere the answer says whether the same holds (replicas), and
-        where it doesn't, the model is not to be touched and no memory is taken beyond one weight.
-        Values written inside are lost, unless ``whole``.
+        Every rank enters it between two steps and leaves it. On the first rank it yields True.
+        There the parameters are full plain tensors under the model's own names, and the forward
+        pass needs no other rank. On other ranks it yields True only for replicas. If it yields
+        False, the model must not be used; at most the memory of one weight is taken. Values
+        written inside the context are lost, unless ``whole``.
         """
 
 
@@ -84,16 +88,18 @@ class PlacesModule(Protocol):
     """A layout that brings the module to the device itself, part by part, so that the whole of it
     never has to fit there."""
 
-    def place(self, module: nn.Module) -> None:
+    def move_parts(self, module: nn.Module) -> None:
         """Called after ``across``, in the place of a move of the whole module before it."""
 
 
 @runtime_checkable
 class SendsWeights(Protocol):
-    """A layout whose ranks need not all build the model: ``across`` sends them what they keep.
+    """A layout in which only some ranks build the model.
+
+    ``apply_data_parallel`` sends the other ranks the weights that they keep.
 
     Args:
-        builds: this rank builds it; others begin with the job's skeleton.
+        builds: True if this rank builds it; other ranks start with the job's skeleton.
     """
 
     builds: bool
@@ -101,36 +107,40 @@ class SendsWeights(Protocol):
 
 @runtime_checkable
 class SplitsState(Protocol):
-    """A layout of parts whose state can be brought together for a checkpoint, and dealt again.
+    """A layout of shards: its state can be gathered for a checkpoint and sharded again.
 
-    ``weight`` is one of the module's parameters, a true weight or what the optimizer holds in its
-    place; one that isn't dealt out has values that are whole already, and keeps them.
+    ``weight`` is one of the module's parameters: a true weight, or the tensor that the
+    optimizer holds for it. A weight that isn't sharded has full values and keeps them.
 
     Args:
-        pieces: true weights are pieces of the module's own parameters, and no masters beside them.
+        pieces: True if true weights are shards of the module's own parameters, without
+            separate master weights.
     """
 
     pieces: bool
 
     def full_tensor(self, weight: Tensor, value: Tensor) -> Tensor:
-        """What belongs to a weight, itself or a moment, whole on the first rank.
+        """Returns the full tensor of a weight or of one of its moments on the first rank.
 
-        All ranks call it for the same weights in the same order, between steps; what the others get
-        means nothing. Raises InputError where the value isn't laid out like its weight.
+        All ranks call it between steps, for the same weights in the same order. The return
+        value of the other ranks has no meaning. Raises InputError if the value isn't laid out
+        like its weight.
         """
 
-    def local_shard(self, weight: Tensor, whole: Tensor) -> Tensor:
+    def local_shard(self, weight: Tensor, full: Tensor) -> Tensor:
         """This rank's part; what isn't of the whole weight's shape comes back as it is."""
 
 
 @runtime_checkable
 class SplitsWeights(Protocol):
-    """A layout whose ranks hold different weights, each of them whole: the state of all of them is
-    put together by name for a checkpoint, and each takes its own out of one.
+    """A layout in which ranks hold different weights, each of them complete.
+
+    For a checkpoint the state of all ranks is merged by name. On loading, each rank takes
+    its own weights.
 
     Args:
-        names: of the weights and buffers in the whole module's state, wherever they are.
-        copies: of weights here that another rank holds too, the name under which it does.
+        names: weights and buffers in the full module's state, on any rank.
+        copies: for each weight of this rank that another rank also holds: its name there.
     """
 
     names: Sequence[str]
@@ -139,10 +149,13 @@ class SplitsWeights(Protocol):
     def ordered(self) -> list[str]:
         """The names of all trained weights, as an optimizer of the whole model counts them."""
 
-    def all_gather_object(self, mine: Any) -> list[Any]:
-        """What each rank with another part of the same model says; all of them call it."""
+    def all_gather_object(self, local_object: Any) -> list[Any]:
+        """Returns the object of each rank that holds another part of the same model.
 
-    def gather_to_rank0(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        All of these ranks call it.
+        """
+
+    def gather_to_rank0(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """On the first rank the tensors of all parts, on the host; what others get means nothing.
 
         All ranks call it.
@@ -156,7 +169,7 @@ class OneProcess:
     data_rank = 0
     data_size = 1
     averages = 1
-    whole = True
+    replicated = True
 
     def apply_pipeline(self, module: nn.Module) -> nn.Module:
         return module
@@ -184,7 +197,7 @@ class OneProcess:
 
 
 def gradients_of(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Those that are there."""
+    """Returns the gradients of all parameters that have one."""
     return [p.grad for p in parameters if p.grad is not None]
 
 
@@ -212,12 +225,12 @@ def total_norm(parameters: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class CommTiming:
-    """Of one step's gradients, or of the weights that travel in their place.
+    """Communication of one step's gradients, or of the weights that are sent instead.
 
     Args:
-        exposed: seconds in which this rank had nothing to do but wait for it; None: not known.
-        hidden: seconds in which it was under way beside the computation; None: not known.
-        sent_bytes: what this rank has handed over for others; None: not known.
+        exposed: seconds in which this rank only waited for communication; None: unknown.
+        hidden: seconds of communication that overlapped with computation; None: unknown.
+        sent_bytes: bytes that this rank sent to others; None: unknown.
         during: the part of the step in which the exposed seconds were spent.
     """
 
@@ -229,7 +242,7 @@ class CommTiming:
 
 @runtime_checkable
 class MeasuresExchange(Protocol):
-    """A layout, or a communication method, that knows what its exchange took."""
+    """A layout or communication method that measures its communication."""
 
     def traffic(self) -> CommTiming | None:
-        """Of the step that has just moved the weights, or given up; asked once a step."""
+        """Returns the timing of the last step, moved or skipped; called once per step."""

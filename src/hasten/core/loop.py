@@ -18,14 +18,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from hasten.core.job import Indexed
 from hasten.core.session import Progress, Session
+from hasten.core.setup import Setup
 from hasten.core.step import training, without_loss
 from hasten.core.timing import StepMetrics, data_stall, seconds_by_part, step_stability
 from hasten.machine import processes
 
 # Eval loss over every trained token of the eval examples, and the user's own metrics.
 
-EXAMPLES_AT_ONCE = 16
+EXAMPLES_AT_ONCE = 16  # of an evaluation, at most: more are no faster
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,10 @@ class Evaluation:
             **self.metrics,
         }
 
+    def value(self, name: str) -> float | None:
+        """``eval_loss`` or one of the metrics; None if it wasn't measured or isn't finite."""
+        return _finite(self.eval_loss if name == "eval_loss" else self.metrics.get(name))
+
 
 def evaluate(session: Session) -> Evaluation:
     """Loss per trained token of the eval examples, and every metric of the job.
@@ -57,8 +63,8 @@ def evaluate(session: Session) -> Evaluation:
     with evaluation_mode(session.loss_module):
         loss = eval_loss(session)
         if job.metrics:
-            with session.setup.layout.gather(session.model) as whole:
-                if whole:
+            with session.setup.layout.gather(session.model) as gathered:
+                if gathered:
                     metrics = {n: float(metric(session.model)) for n, metric in job.metrics.items()}
     return Evaluation(progress.step, progress.tokens, loss, metrics)
 
@@ -69,19 +75,35 @@ def eval_loss(session: Session) -> float | None:
     if not len(eval_data):
         return None
     collate = setup.collate or setup.job.collate
-    ranks = setup.layout.data_size
-    mine = range(len(eval_data))[setup.layout.data_rank :: ranks]
+    parts = _eval_parts(setup, eval_data)
+    passes = torch.zeros(setup.context.world.size, dtype=torch.float64)
+    passes[setup.context.world.rank] = len(parts)
     sums = torch.zeros(2, dtype=torch.float64)
-    # Shards meet in every pass: a rank with fewer examples takes part without any loss.
-    for start in range(0, math.ceil(len(eval_data) / ranks), EXAMPLES_AT_ONCE):
-        examples = [eval_data[i] for i in mine[start : start + EXAMPLES_AT_ONCE]]
-        batch = collate(examples) if examples else without_loss(collate([eval_data[0]]))
+    # Ranks with parts of one model meet in every pass: some take part without any loss.
+    for number in range(int(setup.layout.all_reduce_world(passes).max())):
+        without = number >= len(parts)
+        batch = without_loss(collate([eval_data[0]])) if without else collate(parts[number])
         batch = batch.to(setup.job.device)
         with setup.precision.region():
             loss, _ = session.loss_module(**batch.inputs)
         sums += torch.tensor([float(loss), batch.counts.trained_tokens], dtype=torch.float64)
     total, count = setup.layout.all_reduce_data(sums).tolist()
     return total / count if count else None
+
+
+def _eval_parts(setup: Setup, eval_data: Indexed) -> list[list[Any]]:
+    """This rank's eval examples, cut as BATCH cuts a step: memory is at most that of training."""
+    job, layout = setup.job, setup.layout
+    examples = job.batch.examples or 0
+    if job.batch.tokens:
+        examples = job.batch.tokens // max(job.lengths, default=1)
+    at_once = min(max(examples // layout.data_size, 1), EXAMPLES_AT_ONCE)
+    mine = range(len(eval_data))[layout.data_rank :: layout.data_size]
+    parts: list[list[Any]] = []
+    for start in range(0, len(mine), at_once):
+        piece = [eval_data[i] for i in mine[start : start + at_once]]
+        parts += setup.split_micro_batches(piece)
+    return parts
 
 
 @contextlib.contextmanager
@@ -111,9 +133,10 @@ COMMAND_SECONDS = 30.0  # a command of a notice that takes longer says nothing
 
 
 def request_stop(session: Session, haste: bool, reason: str = "interrupted") -> None:
-    """Stop after this step, on all ranks; ``haste``: the machine goes away.
+    """Stops the run after this step, on all ranks.
 
-    ``reason`` is what the summary of the rank that was asked says of it.
+    ``haste`` means that the machine is about to be lost. ``reason`` appears in the summary
+    of the rank that received the request.
     """
     session.stop_reason = reason
     session.preempted = session.preempted or haste
@@ -154,8 +177,8 @@ def defer_signals(session: Callable[[], Session | None]) -> Iterator[None]:
     before = {s: signal.getsignal(s) for s in HASTE}
 
     def hear(number: int, frame: object) -> None:
-        found = session()
-        if found is not None and found.preempted:
+        active_session = session()
+        if active_session is not None and active_session.preempted:
             return
         signal.signal(number, before[signal.Signals(number)])
         signal.raise_signal(number)
@@ -169,10 +192,23 @@ def defer_signals(session: Callable[[], Session | None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def asked(session: Session) -> tuple[bool, bool]:
-    """Whether any rank was asked to stop, and whether in haste; every rank calls it at the end."""
-    mine = torch.tensor([session.stop_requested, session.preempted], dtype=torch.float64)
-    stop, haste = session.setup.layout.all_reduce_data(mine).tolist()
+def ignore_stop_signals() -> None:
+    """Ignores SIGTERM and SIGUSR1 until the process ends, for a process that leaves with its code.
+
+    A scheduler repeats them; the default action would replace the exit code, even while Python
+    finalises.
+    """
+    for number in HASTE:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def stop_flags(session: Session) -> tuple[bool, bool]:
+    """Returns (stop, haste): True if any rank has such a request.
+
+    Every rank calls it at the end of a step.
+    """
+    flags = torch.tensor([session.stop_requested, session.preempted], dtype=torch.float64)
+    stop, haste = session.setup.layout.all_reduce_data(flags).tolist()
     session.preempted = session.preempted or bool(haste)
     return bool(stop), bool(haste)
 
@@ -204,7 +240,7 @@ class ShutdownNotice:
     def __exit__(self, *error: object) -> None:
         self._over.set()
 
-    def there(self) -> bool:
+    def arrived(self) -> bool:
         """Look now."""
         if self._file is not None and os.path.exists(self._file):  # unlike Path's, never raises
             return True
@@ -224,7 +260,7 @@ class ShutdownNotice:
 
     def _watch(self) -> None:
         while not self._over.is_set():
-            if self.there():
+            if self.arrived():
                 self._on_notice()
                 return
             self._over.wait(self._every)
@@ -239,11 +275,13 @@ class EvaluationSchedule:
 
     Args:
         every_steps: evaluate so often; 0: at the end only.
-        patience: evaluations without a better eval loss before stopping; 0: never stop early.
+        patience: evaluations without a better one before stopping; 0: never stop early.
         earlier: what an attempt before this one measured, the same on every rank.
         on_step: called after every step (progress, metrics file).
         on_evaluation: called after every evaluation.
-        on_best: called when the eval loss is the lowest so far (keep the model).
+        on_best: called when an evaluation is the best so far (keep the model).
+        best_by: what decides which evaluation is the best: ``eval_loss`` or a metric's name.
+        lower_is_better: of that value.
     """
 
     every_steps: int = 0
@@ -252,13 +290,16 @@ class EvaluationSchedule:
     on_step: Callable[[StepMetrics], None] = lambda metrics: None
     on_evaluation: Callable[[Evaluation], None] = lambda evaluation: None
     on_best: Callable[[Evaluation], None] = lambda evaluation: None
+    best_by: str = "eval_loss"
+    lower_is_better: bool = True
 
 
 @dataclass
 class Outcome:
-    """What a run did, from its first step to its last.
+    """Results of a run, from its first step to its last.
 
-    ``before`` is what an earlier process had done; times and rates are of this one alone.
+    ``before`` is the progress of an earlier process. Times and rates are those of this
+    process alone.
     """
 
     before: Progress = field(default_factory=Progress)
@@ -270,14 +311,18 @@ class Outcome:
     peak_memory_bytes: int = 0
     model_flops: float = 0.0
     stopped: str = "done"  # done | early stop | time limit | interrupted | left
+    best_by: str = "eval_loss"
+    lower_is_better: bool = True
 
     @property
     def best(self) -> Evaluation | None:
-        measured = [e for e in self.evaluations if _finite(e.eval_loss) is not None]
-        return min(measured, key=lambda e: e.eval_loss or 0.0, default=None)
+        """The first of the best evaluations, by ``best_by``; None if that was never measured."""
+        sign = 1.0 if self.lower_is_better else -1.0
+        measured = [e for e in self.evaluations if e.value(self.best_by) is not None]
+        return min(measured, key=lambda e: sign * (e.value(self.best_by) or 0.0), default=None)
 
     def tokens(self, session: Session) -> int:
-        """Those that this process trained."""
+        """Returns the number of tokens that this process trained."""
         return session.progress.tokens - self.before.tokens
 
     def summary(self, session: Session) -> dict[str, Any]:
@@ -316,14 +361,19 @@ class Outcome:
 
 
 def fit(session: Session, watch: EvaluationSchedule | None = None) -> Outcome:
-    """Train to the job's stop, evaluating as ``watch`` says and once at the end.
+    """Trains until the job's stop; evaluates by the schedule ``watch`` and at the end.
 
-    An interrupt lets the current step finish on all ranks (``interruptible``); where the machine
-    goes away, the evaluation at the end is left out. What comes after is up to the caller: the
-    session is intact.
+    After an interrupt, the current step finishes on all ranks (``interruptible``). If the
+    machine is about to be lost, the evaluation at the end is left out. The caller decides
+    what follows: the session is intact.
     """
     watch = watch or EvaluationSchedule()
-    outcome = Outcome(replace(session.progress), evaluations=[*watch.earlier])
+    outcome = Outcome(
+        replace(session.progress),
+        evaluations=[*watch.earlier],
+        best_by=watch.best_by,
+        lower_is_better=watch.lower_is_better,
+    )
     began = time.perf_counter()
     with interruptible(session):
         for metrics in training(session):
@@ -342,14 +392,14 @@ def fit(session: Session, watch: EvaluationSchedule | None = None) -> Outcome:
                 ):
                     outcome.stopped = "early stop"
                     break
-    stopped, in_haste = asked(session)
+    stopped, in_haste = stop_flags(session)
     if stopped:
         outcome.stopped = "left" if in_haste else session.stop_reason
     if in_haste:
         outcome.seconds = time.perf_counter() - began
         return outcome
-    here = outcome.evaluations[len(watch.earlier) :]
-    if not here or here[-1].step != session.progress.step:
+    evaluations = outcome.evaluations[len(watch.earlier) :]
+    if not evaluations or evaluations[-1].step != session.progress.step:
         _evaluate(session, watch, outcome)
     outcome.seconds = time.perf_counter() - began
     return outcome
@@ -373,5 +423,5 @@ def _evaluate(session: Session, watch: EvaluationSchedule, outcome: Outcome) -> 
 
 
 def _finite(loss: float | None) -> float | None:
-    """A loss that JSON can say."""
+    """Returns the loss if JSON can represent it, otherwise None."""
     return loss if loss is not None and math.isfinite(loss) else None

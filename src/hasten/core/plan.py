@@ -73,14 +73,14 @@ class Plan:
 
     def variants(self) -> dict[str, Plan]:
         """The plans of an ablation by name: nothing, each alone, each left out, all."""
-        found = {"baseline": Plan()}
+        plans = {"baseline": Plan()}
         if len(self) > 1:
-            found |= {f"only {t.name()}": Plan([t]) for t in self}
+            plans |= {f"only {t.name()}": Plan([t]) for t in self}
         if len(self) > 2:
-            found |= {f"without {t.name()}": self.without(t) for t in self}
+            plans |= {f"without {t.name()}": self.without(t) for t in self}
         if self:
-            found["all"] = self
-        return found
+            plans["all"] = self
+        return plans
 
     def cumulative(self) -> dict[str, Plan]:
         """One technique more at a time, in the order of the slots."""
@@ -100,14 +100,14 @@ class Plan:
         Raises:
             InputError: an unknown technique or setting, with the nearest known one.
         """
-        known = {kind.name(): kind for kind in catalogue}
-        return cls(read_technique(entry, known) for entry in entries)
+        kinds = {kind.name(): kind for kind in catalogue}
+        return cls(read_technique(entry, kinds) for entry in entries)
 
 
-def read_technique(entry: Any, known: Mapping[str, type[Technique]]) -> Technique:
+def read_technique(entry: Any, kinds: Mapping[str, type[Technique]]) -> Technique:
     """One technique from a name, ``{name: {setting: value}}`` or ``{"technique": name, ...}``."""
     name, settings = _name_and_settings(entry)
-    kind = _find_kind(name, known)
+    kind = _find_kind(name, kinds)
     fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for key in settings:
         if key not in fields:
@@ -115,7 +115,7 @@ def read_technique(entry: Any, known: Mapping[str, type[Technique]]) -> Techniqu
                 f"plan: {kind.name()} has no setting {key!r}{did_you_mean(key, fields)}; "
                 f"it has {', '.join(fields) or 'none'}"
             )
-    values = {key: _read_value(value, known) for key, value in settings.items()}
+    values = {key: _read_value(value, kinds) for key, value in settings.items()}
     for key, value in values.items():
         _check_type(f"{kind.name()}: {key}", value, fields[key].default)
     try:
@@ -138,27 +138,30 @@ def _name_and_settings(entry: Any) -> tuple[str, dict[str, Any]]:
     )
 
 
-def _find_kind(name: str, known: Mapping[str, type[Technique]]) -> type[Technique]:
-    loose = {key.replace("_", ""): kind for key, kind in known.items()}
-    found = loose.get(name.replace("_", "").replace("-", "").lower())
-    if found is None:
+def _find_kind(name: str, kinds: Mapping[str, type[Technique]]) -> type[Technique]:
+    loose = {key.replace("_", ""): kind for key, kind in kinds.items()}
+    technique_class = loose.get(name.replace("_", "").replace("-", "").lower())
+    if technique_class is None:
         raise InputError(
-            f"plan: no technique is called {name!r}{did_you_mean(name, known)}; "
-            f"there are {', '.join(sorted(known))}"
+            f"plan: no technique is called {name!r}{did_you_mean(name, kinds)}; "
+            f"there are {', '.join(sorted(kinds))}"
         )
-    return found
+    return technique_class
 
 
-def _read_value(value: Any, known: Mapping[str, type[Technique]]) -> Any:
+def _read_value(value: Any, kinds: Mapping[str, type[Technique]]) -> Any:
     if isinstance(value, Mapping) and "technique" in value:
-        return read_technique(value, known)
+        return read_technique(value, kinds)
     if isinstance(value, list):
-        return tuple(_read_value(item, known) for item in value)
+        return tuple(_read_value(item, kinds) for item in value)
     return value
 
 
-def _check_type(place: str, value: Any, default: Any) -> None:
-    """A setting has the type of its default; a whole number may stand for a float, or for auto."""
+def _check_type(setting: str, value: Any, default: Any) -> None:
+    """Checks that a setting has the type of its default.
+
+    A whole number is also accepted for a float, or for ``auto``.
+    """
     if default is None or isinstance(value, Technique):
         return
     wanted = (int, float) if isinstance(default, float) else type(default)
@@ -167,7 +170,7 @@ def _check_type(place: str, value: Any, default: Any) -> None:
         return
     if not isinstance(value, wanted) or is_bool != isinstance(default, bool):
         raise InputError(
-            f"plan: {place} is {value!r}; it must be a {type(default).__name__}, like {default!r}"
+            f"plan: {setting} is {value!r}; it must be a {type(default).__name__}, like {default!r}"
         )
 
 

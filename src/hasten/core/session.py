@@ -1,13 +1,18 @@
-"""A session is a run that has been built; ``assemble`` builds it and alone knows PyTorch's order.
+"""Sessions: a session is a run that has been built, and ``assemble`` builds it.
 
-    build (a skeleton, where LAYOUT sends weights) -> ADAPTER, ROUTING
-    -> EXPERTS, ATTENTION, LAYERS, LOSS, OBJECTIVE -> LAYOUT.split, .within -> RECOMPUTE -> COMPILE
-    -> PRECISION -> device -> LAYOUT.apply_data_parallel with COMMUNICATION -> OPTIMIZER over the
-    parameters as they are now -> engine -> batches
+Only ``assemble`` contains the order of construction that PyTorch requires:
 
-Adapters come before anything that replaces modules, or the replaced ones would not be adapted;
-precision comes before replication, or replicas would reduce in the wrong format; the optimizer
-comes last, because every line before it may exchange parameters.
+    build (a skeleton, if LAYOUT sends weights) -> ADAPTER, ROUTING
+    -> EXPERTS, ATTENTION, LAYERS, LOSS, OBJECTIVE
+    -> LAYOUT.apply_pipeline, .apply_tensor_parallel -> RECOMPUTE -> COMPILE
+    -> PRECISION -> device -> LAYOUT.apply_data_parallel with COMMUNICATION
+    -> OPTIMIZER over the parameters as they are now -> engine -> batches
+
+- Adapters come before anything that replaces modules. Otherwise the replacements would
+  not be adapted.
+- Precision comes before replication. Otherwise replicas would reduce in the wrong
+  format.
+- The optimizer comes last, because every earlier line may exchange parameters.
 """
 
 from __future__ import annotations
@@ -69,7 +74,7 @@ class Session:
 
     @property
     def has_checkpoints(self) -> bool:
-        """Whether CHECKPOINT may write."""
+        """Returns True if CHECKPOINT may write."""
         return self.setup.checkpoint is not None
 
     def resume(self, path: Path | None = None) -> Path | None:
@@ -92,9 +97,9 @@ class Session:
             return
         self.setup.rank_sync.synchronize()
         # Each rank has counted its own work times the number of ranks: the mean is the truth.
-        mine = torch.tensor([getattr(self.progress, n) for n in SUMMED], dtype=torch.float64)
+        counts = torch.tensor([getattr(self.progress, n) for n in SUMMED], dtype=torch.float64)
         for name, total in zip(
-            SUMMED, self.setup.layout.all_reduce_data(mine).tolist(), strict=True
+            SUMMED, self.setup.layout.all_reduce_data(counts).tolist(), strict=True
         ):
             setattr(self.progress, name, round(total / self.setup.layout.data_size))
 
@@ -140,10 +145,10 @@ def assemble(setup: Setup) -> Session:
         loss_module = on_device(loss_module, job.device)
     module = layout.apply_data_parallel(loss_module.train(), setup.communication)
     if isinstance(layout, PlacesModule):
-        layout.place(module)
+        layout.move_parts(module)
     optimizer = setup.optimizer((n, p) for n, p in module.named_parameters() if p.requires_grad)
     try:
-        setup.precision.own(optimizer)
+        setup.precision.attach_optimizer(optimizer)
     except ValueError as error:
         raise InputError(f"plan: {error}") from error
     engine = (setup.engine or PlainEngine)(EngineParts(setup, module, optimizer))

@@ -1,7 +1,8 @@
-"""A setup has one field per slot; techniques edit it, and nothing runs until it is assembled.
+"""Setups: one field per slot. Techniques edit them; nothing runs until assembly.
 
-First what a run asks of each slot: a protocol, with its plain default where the run can't do
-without. A slot that is None does nothing. Parts satisfy the protocols by shape.
+First come the protocols: what a run requires of each slot. A slot that the run can't do
+without has a plain default. A slot that is None does nothing. Parts satisfy the
+protocols by structure, without inheritance.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Precision(Protocol):
-    """PRECISION: the number format of weights and computation, and who holds the true weights."""
+    """PRECISION: number format of weights and computation, and owner of the true weights."""
 
     def prepare(self, module: nn.Module) -> None:
         """Bring the module into its working format, in place."""
@@ -48,21 +49,21 @@ class Precision(Protocol):
     def region(self) -> AbstractContextManager[Any]:
         """The context of every forward pass."""
 
-    def own(self, optimizer: Optimizer) -> None:
+    def attach_optimizer(self, optimizer: Optimizer) -> None:
         """Make the optimizer update what this precision holds as the true weights."""
 
     def before_backward(self, reduces: bool) -> None:
         """Called before each backward pass; ``reduces``: its gradients go over the network."""
         return
 
-    def collect(self) -> None:
+    def accumulate_gradients(self) -> None:
         """Called after each backward pass, to take the gradients over."""
         return
 
     def parameters(self) -> list[Tensor]:
         """The true weights, their ``.grad`` complete once all micro-batches are done."""
 
-    def publish(self) -> None:
+    def update_model_weights(self) -> None:
         """Called after each update: working weights follow the true ones."""
         return
 
@@ -160,7 +161,7 @@ class Checkpointing(Protocol):
 
 
 class LiveTuner(Protocol):
-    """Who changes the settings of a run while it goes on."""
+    """Changes the settings of a run while it is running."""
 
     def after_step(self, metrics: StepMetrics) -> None:
         """A step is done, the next one hasn't begun; called on every rank."""
@@ -176,7 +177,7 @@ class GivenPrecision(Precision):
     def region(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def own(self, optimizer: Optimizer) -> None:
+    def attach_optimizer(self, optimizer: Optimizer) -> None:
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     def parameters(self) -> list[Tensor]:
@@ -196,7 +197,7 @@ class NoCompression(Communication):
 
 
 class Sums(Protocol):
-    """What adds up over ranks: a layout."""
+    """Sums values over ranks: a layout."""
 
     def all_reduce_data(self, values: Tensor) -> Tensor: ...
 
@@ -208,7 +209,7 @@ class RankSync(Protocol):
     # ranks may differ in weights, optimizer state and progress until they are synchronized
     diverged: bool
 
-    def counts(self, mine: WorkCounts, stop: bool) -> tuple[WorkCounts, bool]:
+    def counts(self, local_counts: WorkCounts, stop: bool) -> tuple[WorkCounts, bool]:
         """Before a step's first pass: counts over all ranks, and whether the run stops here.
 
         The answer to the second is the same on every rank.
@@ -238,12 +239,12 @@ class SumsEachStep(RankSync):
     layout: Sums
     diverged = False
 
-    def counts(self, mine: WorkCounts, stop: bool) -> tuple[WorkCounts, bool]:
+    def counts(self, local_counts: WorkCounts, stop: bool) -> tuple[WorkCounts, bool]:
         sums = self.layout.all_reduce_data(
-            torch.tensor([*astuple(mine), float(stop)], dtype=torch.float64)
+            torch.tensor([*astuple(local_counts), float(stop)], dtype=torch.float64)
         )
-        *found, wanted = sums.tolist()
-        return WorkCounts(*map(round, found)), bool(wanted)
+        *totals, wanted = sums.tolist()
+        return WorkCounts(*map(round, totals)), bool(wanted)
 
     def sum(self, values: Tensor) -> Tensor:
         return self.layout.all_reduce_data(values)
@@ -322,12 +323,15 @@ class Setup:
 
     @property
     def loss_factor(self) -> float:
-        """What losses are multiplied by."""
+        """Returns the factor by which losses are multiplied."""
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     @property
     def rank_sync(self) -> RankSync:
-        """What ranks tell each other in a step; a communication method may have its own way."""
+        """Returns the exchange of a step's numbers between ranks.
+
+        A communication method may have its own.
+        """
         return (
             self.communication
             if isinstance(self.communication, RankSync)
@@ -336,11 +340,11 @@ class Setup:
 
 
 def prepare(job: Job, plan: Plan, context: JobContext, folder: Path | None = None) -> Setup:
-    """The job's own way of doing everything, then each technique's edit.
+    """Builds a setup: the job's defaults, then the edit of each technique.
 
     Raises:
-        InputError: several ranks, and nothing in the plan says which holds what; or checkpoints of
-            ranks that hold different parts.
+        InputError: there are several ranks and nothing in the plan assigns parts to them;
+            or checkpoints of ranks that hold different parts.
     """
     setup = Setup(job, plan, context, folder)
     setup.collate = job.collate
@@ -364,7 +368,7 @@ def prepare(job: Job, plan: Plan, context: JobContext, folder: Path | None = Non
 
 def _check_saved(setup: Setup) -> None:
     """A state that is written has to be a whole one."""
-    if setup.layout.whole or setup.checkpoint is None:
+    if setup.layout.replicated or setup.checkpoint is None:
         return
     if not isinstance(setup.layout, SplitsState | SplitsWeights):
         raise InputError(

@@ -1,7 +1,8 @@
-"""A slot is one decision of a training job, and one technique at most fills it.
+"""Slots: one decision of a training job each, filled by at most one technique.
 
-Two techniques that answer the same question can't stand in one plan; no table of conflicting pairs
-is needed beyond that. The order below is the order of a step: from the example on disk to the disk.
+Two techniques that make the same decision can't be in one plan. No further table of
+conflicting pairs is needed. The order below is the order of a step: from the example on
+disk to the checkpoint on disk.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from enum import Enum
 
 
 class Slot(Enum):
-    """The decisions of a training job; the value says which, for people and for messages."""
+    """The decisions of a training job; the value describes each for people and messages."""
 
     SAMPLER = "which examples share a step and a micro-batch"
     COLLATE = "how examples become one tensor"

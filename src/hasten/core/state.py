@@ -1,9 +1,11 @@
-"""A session's state as named tensors and JSON, enough to go on as if it had never stopped.
+"""State of a session as named tensors and JSON, complete enough to resume exactly.
 
-What a slot remembers goes along by itself: every object in a field of the setup that has
-``state_dict`` and ``load_state_dict`` is saved under the field's name. Its state is nested dicts,
-lists, tensors and what JSON can say; ``state_of`` runs on every rank, so that a ``state_dict`` may
-gather what differs between them, and every rank is given the same state back.
+The state of each slot is saved automatically. Every object in a field of the setup that
+has ``state_dict`` and ``load_state_dict`` is saved under the field's name. Its state is
+nested dicts, lists, tensors and JSON values.
+
+``state_of`` runs on every rank. A ``state_dict`` may therefore gather what differs
+between ranks. Every rank gets the same state back.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from hasten.core.session import Progress, Session
 from hasten.core.setup import Setup
 from hasten.errors import InputError
 from hasten.parts.checkpoint.format import json_without_tensors, tensors_from_json
-from hasten.parts.checkpoint.state import of_all_ranks, set_random_state
+from hasten.parts.checkpoint.state import check_moments, of_all_ranks, set_random_state
 
 # The state of ranks that hold different weights, each whole: under the numbers of one process.
 #
@@ -47,13 +49,13 @@ def order_of(factory: OptimizerFactory, named: Iterable[tuple[str, Tensor]]) -> 
     }
     names = {id(weight): name for name, weight in stand_ins.items()}
     optimizer = factory(iter(stand_ins.items()))
-    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    if not set(held) <= set(names):
+    weight_ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    if not set(weight_ids) <= set(names):
         raise InputError(
             "checkpoints: a state that lies on several ranks is put together in the optimizer's "
             "order, and this job brings an optimizer that exists; give a function that builds one"
         )
-    return [names[weight] for weight in held]
+    return [names[weight] for weight in weight_ids]
 
 
 def own_masters(session: Session) -> list[Tensor]:
@@ -61,8 +63,8 @@ def own_masters(session: Session) -> list[Tensor]:
     layout = session.setup.layout
     if isinstance(layout, SplitsState) and layout.pieces:
         return []
-    own = {id(p) for p in session.loss_module.parameters()}
-    return [p for p in session.setup.precision.parameters() if id(p) not in own]
+    module_ids = {id(p) for p in session.loss_module.parameters()}
+    return [p for p in session.setup.precision.parameters() if id(p) not in module_ids]
 
 
 def put_together(
@@ -73,36 +75,46 @@ def put_together(
     if not isinstance(layout, SplitsWeights):
         return tensors, numbers
     places = _Places(session, layout)
-    mine = {places.there(n): t for n, t in tensors.items() if _split(n)[0] in places.known}
-    rest = {n: t for n, t in tensors.items() if _split(n)[0] not in places.known}
-    own = {places.there(f"{OPTIMIZER}/{key}"): value for key, value in numbers.items()}
-    whole: Numbers = {}
-    for said in layout.all_gather_object(_without_prefix(own)):
-        whole |= said
-    found = layout.gather_to_rank0({n: t for n, t in mine.items() if n is not None})
-    return rest | found, whole
+    local_tensors = {
+        places.full_name(n): t for n, t in tensors.items() if _split(n)[0] in places.local_names
+    }
+    other_tensors = {n: t for n, t in tensors.items() if _split(n)[0] not in places.local_names}
+    local_numbers = {
+        places.full_name(f"{OPTIMIZER}/{key}"): value for key, value in numbers.items()
+    }
+    merged: Numbers = {}
+    for rank_numbers in layout.all_gather_object(_without_prefix(local_numbers)):
+        merged |= rank_numbers
+    gathered = layout.gather_to_rank0({n: t for n, t in local_tensors.items() if n is not None})
+    return other_tensors | gathered, merged
 
 
 def own_part(
     session: Session, tensors: dict[str, Tensor], numbers: Numbers
 ) -> tuple[dict[str, Tensor], Numbers]:
-    """What of a whole state belongs to this rank, under its own numbers; every rank calls it.
+    """Returns this rank's part of a full state, under its own numbers. All ranks call it.
 
-    What isn't known anywhere keeps its name, for those who compare states with models.
+    A name that no rank uses stays as it is, for code that compares states with models.
     """
     layout = session.setup.layout
     if not isinstance(layout, SplitsWeights):
         return tensors, numbers
     places = _Places(session, layout)
-    mine = {places.here(name): tensor for name, tensor in tensors.items()}
-    own = {places.here(f"{OPTIMIZER}/{key}"): value for key, value in numbers.items()}
-    return {n: t for n, t in mine.items() if n is not None}, _without_prefix(own)
+    local_tensors = {places.local_name(name): tensor for name, tensor in tensors.items()}
+    local_numbers = {
+        places.local_name(f"{OPTIMIZER}/{key}"): value for key, value in numbers.items()
+    }
+    return {n: t for n, t in local_tensors.items() if n is not None}, _without_prefix(local_numbers)
 
 
-def told(session: Session, mine: Any) -> list[Any]:
-    """What ranks say that hold other weights of the same model; all call it."""
+def gather_objects(session: Session, local_object: Any) -> list[Any]:
+    """Returns the objects of ranks that hold other weights of the model; all call it."""
     layout = session.setup.layout
-    return layout.all_gather_object(mine) if isinstance(layout, SplitsWeights) else [mine]
+    return (
+        layout.all_gather_object(local_object)
+        if isinstance(layout, SplitsWeights)
+        else [local_object]
+    )
 
 
 class _Places:
@@ -116,58 +128,58 @@ class _Places:
         assert session.setup.optimizer is not None  # the session was built with it
         self._copies = layout.copies
         trained = [(n, p) for n, p in session.module.named_parameters() if p.requires_grad]
-        mine, whole = order_of(session.setup.optimizer, trained), layout.ordered()
-        held = [p for group in session.optimizer.param_groups for p in group["params"]]
-        beside = {id(master) for master in own_masters(session)}
-        mastered = [n for n, p in zip(mine, held, strict=True) if id(p) in beside]
+        local_names, full_names = order_of(session.setup.optimizer, trained), layout.ordered()
+        weights = [p for group in session.optimizer.param_groups for p in group["params"]]
+        master_ids = {id(master) for master in own_masters(session)}
+        mastered = [n for n, p in zip(local_names, weights, strict=True) if id(p) in master_ids]
         anywhere = {name for names in layout.all_gather_object(mastered) for name in names}
-        all_masters = [name for name in whole if name in anywhere]
+        all_masters = [name for name in full_names if name in anywhere]
 
         self._there: dict[str, str | None] = {}  # None: a copy, which its original stands for
         self._here: dict[str, str] = {}
         for name in session.loss_module.state_dict():
             self._add(name, f"{MODEL}/{name}", f"{MODEL}/{self._copies.get(name, name)}")
-        self._count(OPTIMIZER, mine, whole)
+        self._count(OPTIMIZER, local_names, full_names)
         self._count(MASTER, mastered, all_masters)
         self._elsewhere = {f"{MODEL}/{name}" for name in layout.names}
-        for kind, names in ((OPTIMIZER, whole), (MASTER, all_masters)):
+        for kind, names in ((OPTIMIZER, full_names), (MASTER, all_masters)):
             self._elsewhere |= {f"{kind}/{number}" for number in range(len(names))}
 
     @property
-    def known(self) -> Collection[str]:
+    def local_names(self) -> Collection[str]:
         """This rank's places."""
         return self._there
 
-    def there(self, name: str) -> str | None:
+    def full_name(self, name: str) -> str | None:
         """The name in a whole state; None for what another rank brings."""
-        place, key = _split(name)
-        found = self._there.get(place, place)
-        return None if found is None else f"{found}{key}"
+        prefix, key = _split(name)
+        full_name = self._there.get(prefix, prefix)
+        return None if full_name is None else f"{full_name}{key}"
 
-    def here(self, name: str) -> str | None:
+    def local_name(self, name: str) -> str | None:
         """The name here of what has ``name`` in a whole state; None for what is elsewhere."""
-        place, key = _split(name)
-        if place in self._here:
-            return f"{self._here[place]}{key}"
-        return None if place in self._elsewhere else name
+        prefix, key = _split(name)
+        if prefix in self._here:
+            return f"{self._here[prefix]}{key}"
+        return None if prefix in self._elsewhere else name
 
-    def _count(self, kind: str, mine: Sequence[str], whole: Sequence[str]) -> None:
-        numbers = {name: number for number, name in enumerate(whole)}
-        for number, name in enumerate(mine):
+    def _count(self, kind: str, local_names: Sequence[str], full_names: Sequence[str]) -> None:
+        numbers = {name: number for number, name in enumerate(full_names)}
+        for number, name in enumerate(local_names):
             original = numbers[self._copies.get(name, name)]
             self._add(name, f"{kind}/{number}", f"{kind}/{original}")
 
-    def _add(self, name: str, here: str, there: str) -> None:
-        self._there[here] = None if name in self._copies else there
-        self._here[there] = here
+    def _add(self, name: str, local_name: str, full_name: str) -> None:
+        self._there[local_name] = None if name in self._copies else full_name
+        self._here[full_name] = local_name
 
 
 def _split(name: str) -> tuple[str, str]:
     """A tensor's place in a state, and the rest of its name."""
     if not name.startswith(f"{OPTIMIZER}/"):
         return name, ""
-    place, slash, key = name.rpartition("/")
-    return place, slash + key
+    prefix, slash, key = name.rpartition("/")
+    return prefix, slash + key
 
 
 def _without_prefix(places: Mapping[str | None, Any]) -> Numbers:
@@ -207,9 +219,9 @@ def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors |= {f"rank/{rank}/{name}": t for name, t in state.items()}
     remembered: dict[str, Tensor] = {}
     slots = {}
-    for name, held in _stateful(session.setup).items():
-        state = json_without_tensors(held.state_dict(), f"slot/{name}", remembered)
-        slots[name] = {"kind": type(held).__name__, "state": state}
+    for name, component in _stateful(session.setup).items():
+        state = json_without_tensors(component.state_dict(), f"slot/{name}", remembered)
+        slots[name] = {"kind": type(component).__name__, "state": state}
     # Copies: values of a state may share memory with each other or with the model.
     tensors |= {name: tensor.to("cpu", copy=True) for name, tensor in remembered.items()}
     meta = {
@@ -224,61 +236,69 @@ def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-    """Bring a freshly assembled session of the same job and plan to a saved state.
+    """Loads a saved state into a newly assembled session of the same job and plan.
 
-    A slot begins afresh where the state says nothing of it. What of the job may have changed, and
-    has, is in ``session.changes``.
+    A slot without a saved state starts from its initial state. Permitted changes of the job
+    are in ``session.changes``.
 
     Raises:
-        InputError: the state belongs to another model, or to another way of filling a slot, and
-            nothing was changed.
+        InputError: the state belongs to another model, or to another way of filling a slot.
+            Nothing was changed.
     """
     tensors, numbers = own_part(session, tensors, meta["optimizer"])
     tensors = _dealt(session, tensors, gather=False)
     saved = {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")}
-    slots = _slots_that_fit(session, saved, tensors, meta)
-    session.loss_module.load_state_dict(saved, strict=False)
-    for index, master in enumerate(own_masters(session)):
-        master.data.copy_(tensors[f"master/{index}"])
-    session.setup.precision.publish()
     rank, ranks = session.setup.context.world.rank, meta["random"]
     moments = dict(tensors)
     if session.setup.rank_sync.diverged:  # ranks trained apart, each with moments of its own
-        own = f"rank/{rank}/"
-        moments |= {n.removeprefix(own): t for n, t in tensors.items() if n.startswith(own)}
-    _restore_optimizer(session, moments, numbers)
-    for held, state in slots:
-        held.load_state_dict(tensors_from_json(state, tensors))
+        prefix = f"rank/{rank}/"
+        moments |= {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+    state = _optimizer_state(moments, numbers)
+    slots = _slots_that_fit(session, saved, (tensors, state), meta)
+    session.loss_module.load_state_dict(saved, strict=False)
+    for index, master in enumerate(own_masters(session)):
+        master.data.copy_(tensors[f"master/{index}"])
+    session.setup.precision.update_model_weights()
+    groups = session.optimizer.state_dict()["param_groups"]
+    session.optimizer.load_state_dict({"state": state, "param_groups": groups})
+    for component, state in slots:
+        component.load_state_dict(tensors_from_json(state, tensors))
     if rank < len(ranks):  # one that the saved run didn't have keeps the beginning it was given
         set_random_state(ranks[rank])
     session.progress = Progress(**meta["progress"])
 
 
 def _slots_that_fit(
-    session: Session, saved: dict[str, Tensor], tensors: dict[str, Tensor], meta: dict[str, Any]
+    session: Session,
+    saved: dict[str, Tensor],
+    optimized: tuple[dict[str, Tensor], dict[int, dict[str, Any]]],
+    meta: dict[str, Any],
 ) -> list[tuple[Stateful, Any]]:
-    """What ``_slots_of`` finds, once the rest is this run's too; a complaint is every rank's."""
+    """Returns the pairs of ``_slots_of`` after checking the rest of the state.
+
+    A problem on one rank is raised on every rank.
+    """
     complaint = ""
-    found: list[tuple[Stateful, Any]] = []
+    matches: list[tuple[Stateful, Any]] = []
     changes: list[str] = []
     try:
         changes = changes_since(meta, session.setup)
         _check_same_model(session, saved)
-        _check_same_update(session, tensors, meta)
-        found = _slots_of(session.setup, meta.get("slots", {}))
+        _check_same_update(session, *optimized, meta)
+        matches = _slots_of(session.setup, meta.get("slots", {}))
     except InputError as error:
         complaint = str(error)
-    for said in told(session, complaint):  # each rank has looked at its own weights
-        if said:
-            raise InputError(said)
+    for problem in gather_objects(session, complaint):  # each rank has looked at its own weights
+        if problem:
+            raise InputError(problem)
     session.changes = changes
-    return found
+    return matches
 
 
 def _dealt(session: Session, tensors: dict[str, Tensor], gather: bool) -> dict[str, Tensor]:
-    """A state's tensors brought together on the first rank, or each rank's own part of them.
+    """Returns a state's tensors gathered on the first rank, or sharded to each rank.
 
-    So a state is the same whatever the layout, and any layout can go on from it.
+    So a state is the same for every layout, and any layout can resume from it.
     """
     layout = session.setup.layout
     if not isinstance(layout, SplitsState):
@@ -287,60 +307,61 @@ def _dealt(session: Session, tensors: dict[str, Tensor], gather: bool) -> dict[s
     weights = session.loss_module.state_dict(keep_vars=True)
     owners = {f"model/{name}": weight for name, weight in weights.items()}
     owners |= {f"master/{i}": weight for i, weight in enumerate(own_masters(session))}
-    held = [p for group in session.optimizer.param_groups for p in group["params"]]
-    owners |= {f"optimizer/{i}": weight for i, weight in enumerate(held)}
-    found = {}
+    parameters = [p for group in session.optimizer.param_groups for p in group["params"]]
+    owners |= {f"optimizer/{i}": weight for i, weight in enumerate(parameters)}
+    converted = {}
     for name, tensor in tensors.items():
-        place = name.rpartition("/")[0] if name.startswith("optimizer/") else name
-        found[name] = deal(owners[place], tensor) if place in owners else tensor
-    return found
+        owner_name = name.rpartition("/")[0] if name.startswith("optimizer/") else name
+        converted[name] = deal(owners[owner_name], tensor) if owner_name in owners else tensor
+    return converted
 
 
 def _stateful(setup: Setup) -> dict[str, Stateful]:
     """The objects in the setup's fields that remember something, each once, by field."""
-    found: dict[str, Stateful] = {}
+    components: dict[str, Stateful] = {}
     for field in fields(setup):
         value = getattr(setup, field.name)
         # A class has the functions too (``loss`` may be one), but it is a factory, not an object.
-        new = not any(value is other for other in found.values())
+        new = not any(value is other for other in components.values())
         if isinstance(value, Stateful) and not isinstance(value, type) and new:
-            found[field.name] = value
-    return found
+            components[field.name] = value
+    return components
 
 
 def _slots_of(setup: Setup, saved: dict[str, Any]) -> list[tuple[Stateful, Any]]:
     """Each object of the setup that a saved state speaks of, with that state."""
     pairs = []
-    for name, held in _stateful(setup).items():
+    for name, component in _stateful(setup).items():
         if name not in saved:
             continue
-        here, there = type(held).__name__, saved[name]["kind"]
-        if here != there:
+        new_kind, saved_kind = type(component).__name__, saved[name]["kind"]
+        if new_kind != saved_kind:
             raise InputError(
-                f"the checkpoint holds the state of {there} for {name} and the plan has {here}; "
+                f"the checkpoint holds the state of {saved_kind} for {name} and the plan has "
+                f"{new_kind}; "
                 "resume with the plan that wrote it, or choose another folder"
             )
-        pairs.append((held, saved[name]["state"]))
+        pairs.append((component, saved[name]["state"]))
     return pairs
 
 
 def _unshared(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """One name per memory: tied weights are stored once and tied again by the model itself."""
-    seen: set[int] = set()
-    kept = {}
+    addresses: set[int] = set()
+    unique = {}
     for name, tensor in state.items():
         plain = type(tensor) in (Tensor, nn.Parameter)  # others have no memory of their own
         memory = tensor.data_ptr() if plain else id(tensor)
-        if memory not in seen or not tensor.numel():
-            kept[f"{prefix}/{name}"] = tensor.detach()
-            seen.add(memory)
-    return kept
+        if memory not in addresses or not tensor.numel():
+            unique[f"{prefix}/{name}"] = tensor.detach()
+            addresses.add(memory)
+    return unique
 
 
 def _check_same_model(session: Session, saved: dict[str, Tensor]) -> None:
-    here = session.loss_module.state_dict(keep_vars=True)
-    strange = [n for n, t in saved.items() if n not in here or here[n].shape != t.shape]
-    missing = set(_unshared("", dict(here))) - {f"/{name}" for name in saved}
+    weights = session.loss_module.state_dict(keep_vars=True)
+    strange = [n for n, t in saved.items() if n not in weights or weights[n].shape != t.shape]
+    missing = set(_unshared("", dict(weights))) - {f"/{name}" for name in saved}
     if strange or missing:
         names = sorted(strange) or sorted(n.removeprefix("/") for n in missing)
         raise InputError(
@@ -349,34 +370,60 @@ def _check_same_model(session: Session, saved: dict[str, Tensor]) -> None:
         )
 
 
-def _check_same_update(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-    """The optimizer and the format of the true weights are those that the state is of."""
-    here = type(session.optimizer).__name__
-    there = meta.get("optimizer_kind", here)
-    if here != there:
+def _check_same_update(
+    session: Session,
+    tensors: dict[str, Tensor],
+    state: dict[int, dict[str, Any]],
+    meta: dict[str, Any],
+) -> None:
+    """Raises InputError if the optimizer, its shapes or the format of true weights differ."""
+    new_kind = type(session.optimizer).__name__
+    saved_kind = meta.get("optimizer_kind", new_kind)
+    if new_kind != saved_kind:
         raise InputError(
-            f"the checkpoint holds the state of {there} and this run's optimizer is {here}; "
+            f"the checkpoint holds the state of {saved_kind} and this run's optimizer is "
+            f"{new_kind}; "
             "resume with the plan that wrote it, or choose another folder"
         )
     wanted = len(own_masters(session))
-    found = sum(name.startswith("master/") for name in tensors)
-    if wanted != found:
+    saved_masters = sum(name.startswith("master/") for name in tensors)
+    if wanted != saved_masters:
         raise InputError(
-            f"the checkpoint holds {found} master weights and the plan's precision keeps {wanted}; "
+            f"the checkpoint holds {saved_masters} master weights and the plan's precision keeps "
+            f"{wanted}; "
             "resume with the plan that wrote it, or choose another folder"
         )
 
+    held = [p for group in session.optimizer.param_groups for p in group["params"]]
+    for index, values in state.items():
+        problem = check_moments(held[index], values) if index < len(held) else "is of no weight"
+        if problem:
+            raise InputError(
+                f"the checkpoint is damaged: the optimizer's state of weight {index} {problem}; "
+                "resume from an earlier checkpoint"
+            )
 
-def _restore_optimizer(
-    session: Session, tensors: dict[str, Tensor], numbers: dict[str, Any]
-) -> None:
+
+def _optimizer_state(
+    tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]
+) -> dict[int, dict[str, Any]]:
+    """The optimizer's state by the number of its weight.
+
+    Raises:
+        InputError: a name has no number.
+    """
+    named = {
+        n.removeprefix(f"{OPTIMIZER}/"): t
+        for n, t in tensors.items()
+        if n.startswith(f"{OPTIMIZER}/")
+    }
     state: dict[int, dict[str, Any]] = {}
-    for name, tensor in tensors.items():
-        if name.startswith("optimizer/"):
-            _, index, key = name.split("/", 2)
-            state.setdefault(int(index), {})[key] = tensor
-    for name, number in numbers.items():
-        index, key = name.split("/", 1)
-        state.setdefault(int(index), {})[key] = number
-    groups = session.optimizer.state_dict()["param_groups"]
-    session.optimizer.load_state_dict({"state": state, "param_groups": groups})
+    for name, value in [*named.items(), *numbers.items()]:
+        index, _, key = name.partition("/")
+        if not index.isdecimal():
+            raise InputError(
+                f"the checkpoint is damaged: {name!r} is no part of an optimizer's state; resume "
+                "from an earlier checkpoint"
+            )
+        state.setdefault(int(index), {})[key] = value
+    return state

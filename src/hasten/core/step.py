@@ -1,17 +1,22 @@
-"""One step, as a story.
+"""One step, in the order in which it runs.
 
-A *example* lies on disk in an Arrow file, tokenised once and memory-mapped since. The *sampler*
-chooses which examples share a step; the *collator* lays them out as one tensor, and knows how many
-of its positions are tokens and how many tokens carry loss. The *feeder* brings the micro-batches to
-the device. There the model turns tokens into *loss*, summed over trained tokens and divided by the
-number of trained tokens of the whole step over all micro-batches and ranks, so that neither
-micro-batch size, nor padding, nor rank count changes its meaning. Backward turns loss into
-*gradients*, which leave over the *network* while earlier layers are still at work. When the last is
-back, the norm is taken, and if every rank saw finite numbers it is clipped and the *optimizer*
-moves the weights. That is one step; what it cost is noted beside it.
+An *example* is read from an Arrow file on disk, tokenised once and memory-mapped
+afterwards. The *sampler* chooses the examples of a step. The *collator* lays them out
+as one tensor. It counts the positions that are tokens and the tokens that carry loss.
+The *feeder* brings the micro-batches to the device.
 
-The functions stand in this order: ``training``, ``batches``, ``train_step``, and the plain engine
-with the step's three verbs. A pipeline schedule or a DeepSpeed engine replaces it and nothing else.
+The model turns tokens into *loss*, summed over trained tokens. It is divided by the
+trained tokens of the whole step, over all micro-batches and ranks. So micro-batch size,
+padding and rank count don't change its meaning.
+
+Backward turns loss into *gradients*. They are sent over the *network* while earlier
+layers still compute. When the last one has arrived, the norm is computed. If every rank
+has finite numbers, the norm is clipped and the *optimizer* moves the weights. Then the
+step's cost is recorded.
+
+The functions follow in this order: ``training``, ``batches``, ``train_step``, and the
+plain engine with the step's three verbs. A pipeline schedule or a DeepSpeed engine
+replaces the engine and nothing else.
 """
 
 from __future__ import annotations
@@ -53,10 +58,10 @@ __all__ = ["NotFiniteError", "StepMetrics", "train_step", "training"]
 
 
 def training(session: Session) -> Iterator[StepMetrics]:
-    """Train until the job's stop or until somebody sets ``session.stop_requested``.
+    """Trains until the job's stop or until ``session.stop_requested`` is set.
 
-    Who moves ``session.progress`` to another place of the data between two steps has the next one
-    from there.
+    To continue at another position of the data, change ``session.progress`` between two
+    steps.
 
     Raises:
         NotFiniteError: several steps in a row had no finite loss and gradient.
@@ -81,9 +86,9 @@ def training(session: Session) -> Iterator[StepMetrics]:
                 if setup.checkpoint is not None and not suspect:
                     setup.checkpoint.after_step(session)
                 clock.mark(CHECKPOINT)
-                place = progress.epoch, progress.step_in_epoch
+                position = progress.epoch, progress.step_in_epoch
                 yield metrics
-                if back or (progress.epoch, progress.step_in_epoch) != place:
+                if back or (progress.epoch, progress.step_in_epoch) != position:
                     moved = True
                     break
                 if setup.live_tuner is not None:
@@ -93,25 +98,28 @@ def training(session: Session) -> Iterator[StepMetrics]:
 
 
 def batches(session: Session) -> Iterator[StepBatch]:
-    """Whole steps on the device until the job's stop, from where ``progress`` says.
+    """Yields complete steps on the device from position ``progress`` until the job's stop.
 
-    Every rank gets the same number of steps; the counts are those of all ranks together.
+    Every rank gets the same number of steps. The counts are sums over all ranks.
     """
     setup, progress = session.setup, session.progress
     job, clock = setup.job, setup.clock
     while job.stop.epochs is None or progress.epoch < job.stop.epochs:
-        seen, source = 0, clock.reading(_local_steps(setup, progress.epoch, progress.step_in_epoch))
+        step_count, source = (
+            0,
+            clock.reading(_local_steps(setup, progress.epoch, progress.step_in_epoch)),
+        )
         for micro_batches in setup.feed(source, job.device):
-            seen += 1
+            step_count += 1
             clock.fed()
             if job.stop.reached(progress.step, progress.tokens):
                 return
             # Before the first backward: counts over all ranks, and whether any of them stops.
-            mine = WorkCounts()
+            local_counts = WorkCounts()
             for micro_batch in micro_batches:
-                mine += micro_batch.counts
+                local_counts += micro_batch.counts
             rank_sync = setup.rank_sync
-            counts, stop = rank_sync.counts(mine, session.stop_requested)
+            counts, stop = rank_sync.counts(local_counts, session.stop_requested)
             if stop:
                 session.stop_requested = True
                 clock.mark(COMMUNICATION)
@@ -120,12 +128,12 @@ def batches(session: Session) -> Iterator[StepBatch]:
                 raise InputError(
                     "a step has no trained token: look at the examples and their loss mask"
                 )
-            if not setup.layout.whole:
+            if not setup.layout.replicated:
                 micro_batches = _level(setup, micro_batches)
             clock.mark(COMMUNICATION)
             progress.step_in_epoch += 1
             yield StepBatch(micro_batches, counts, progress.epoch)
-        if not seen and not progress.step_in_epoch:
+        if not step_count and not progress.step_in_epoch:
             raise InputError("the data has no steps: the loader or the examples are empty")
         progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
         clock.mark(DATA)  # the loader has said that there is no more
@@ -145,8 +153,8 @@ def _local_steps(setup: Setup, epoch: int, first: int) -> Iterator[tuple[MicroBa
         steps = setup.sampler.local_steps(epoch, layout.data_rank, layout.data_size)
     for step in itertools.islice(steps, first, None):
         parts: list[list[Any]] = []
-        for piece in step if job.stream is None else [step]:
-            examples = [job.examples[i] for i in piece] if job.stream is None else piece
+        for group in step if job.stream is None else [step]:
+            examples = [job.examples[i] for i in group] if job.stream is None else group
             if examples:
                 parts += setup.split_micro_batches(examples)
         if parts:
@@ -168,15 +176,16 @@ def _level(setup: Setup, local: tuple[MicroBatch, ...]) -> tuple[MicroBatch, ...
 
 
 def step_outside(session: Session) -> tuple[MicroBatch, ...] | None:
-    """The micro-batches of the epoch's first step, on the device; they don't count as progress.
+    """Returns the micro-batches of the epoch's first step, on the device.
 
-    None where the user's own loader brings the batches: it would have to begin anew.
+    They don't count as progress. Returns None if the user's own loader brings the batches,
+    because it would have to start again.
     """
     setup = session.setup
     if setup.job.stream is not None:
         return None
-    found = next(_local_steps(setup, session.progress.epoch, 0), None)
-    return None if found is None else tuple(m.to(setup.job.device) for m in found)
+    micro_batches = next(_local_steps(setup, session.progress.epoch, 0), None)
+    return None if micro_batches is None else tuple(m.to(setup.job.device) for m in micro_batches)
 
 
 def without_loss(micro_batch: MicroBatch) -> MicroBatch:
@@ -197,23 +206,25 @@ def train_step(session: Session, batch: StepBatch, started: float) -> StepMetric
         factor *= setup.spike_policy.rate
     loss_sum, batch = setup.run_passes(session.engine, batch)
     clock.mark(BACKWARD)
-    found = session.engine.norm(loss_sum)
-    if found.finite:
+    step_numbers = session.engine.norm(loss_sum)
+    if step_numbers.finite:
         session.engine.update(factor)
     else:
-        session.engine.discard()
+        session.engine.zero_grad()
         setup.rank_sync.skipped()
-        setup.step_checks.given_up(found.loss_sum)
+        setup.step_checks.given_up(step_numbers.loss_sum)
     clock.mark(OPTIMIZER)
-    return _note(session, batch, found, started)
+    return _note(session, batch, step_numbers, started)
 
 
-def _note(session: Session, batch: StepBatch, found: StepNumbers, started: float) -> StepMetrics:
+def _note(
+    session: Session, batch: StepBatch, step_numbers: StepNumbers, started: float
+) -> StepMetrics:
     setup, clock, progress = session.setup, session.setup.clock, session.progress
     # as they ran: BATCH may cut
     positions = float(sum([m.counts.positions for m in batch.micro_batches]))
-    mine = torch.tensor([found.loss_sum, positions], dtype=torch.float64)
-    total, positions = setup.rank_sync.sum(mine).tolist()
+    local_sums = torch.tensor([step_numbers.loss_sum, positions], dtype=torch.float64)
+    total, positions = setup.rank_sync.sum(local_sums).tolist()
     clock.mark(COMMUNICATION)
     layout = setup.layout
     traffic = layout.traffic() if isinstance(layout, MeasuresExchange) else None
@@ -239,7 +250,7 @@ def _note(session: Session, batch: StepBatch, found: StepNumbers, started: float
         epoch=batch.epoch,
         loss=total / (counts.trained_tokens or 1),
         learning_rate=max([group["lr"] for group in session.optimizer.param_groups]),
-        grad_norm=found.norm,
+        grad_norm=step_numbers.norm,
         tokens=counts.tokens,
         trained_tokens=counts.trained_tokens,
         positions=counts.positions,
@@ -250,7 +261,7 @@ def _note(session: Session, batch: StepBatch, found: StepNumbers, started: float
         peak_memory_bytes=host.memory_peak(setup.job.device),
         model_flops=flops,
         mfu=session.meter.mfu(flops, seconds),
-        skipped=not found.finite,
+        skipped=not step_numbers.finite,
         expert_load_ratio=None if setup.routing is None else setup.routing.load_ratio(),
         data_seconds=parts.get(DATA),
         passes_seconds=parts.get(FORWARD, 0.0) + parts[BACKWARD] if parts else None,
@@ -270,11 +281,11 @@ Sums = tuple[Tensor, Tensor]  # of loss and of what carries it
 
 
 class StepNumbers(NamedTuple):
-    """What the host has to know of a step before the weights move.
+    """Numbers that the host needs before the weights move.
 
     Args:
         norm: L2 norm of the gradients over all ranks.
-        loss_sum: of this rank.
+        loss_sum: sum of the loss on this rank.
         finite: norm and loss are finite on every rank.
     """
 
@@ -293,15 +304,15 @@ class Engine(Protocol):
         """The step's numbers on the host; ``loss_sum`` is what ``gradients`` returned."""
 
     def update(self, rate_factor: float) -> None:
-        """Clip, move the weights at ``rate_factor`` x the peak learning rate, forget gradients."""
+        """Clips, moves the weights at ``rate_factor`` x peak learning rate, clears gradients."""
 
-    def discard(self) -> None:
+    def zero_grad(self) -> None:
         """Forget the gradients without moving anything (a step that wasn't finite)."""
 
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What an engine is built from: the run's objects, wrapped and in place."""
+    """Objects from which an engine is built, wrapped and on their devices."""
 
     setup: Setup
     module: nn.Module  # maps a micro-batch's inputs to (loss sum, count)
@@ -310,10 +321,10 @@ class EngineParts:
 
 @runtime_checkable
 class SendsGradientsLate(Protocol):
-    """A layout whose ranks can run a step's passes each for itself and send gradients after."""
+    """A layout in which ranks run a step's passes separately and send gradients later."""
 
     def alone(self, module: nn.Module) -> nn.Module:
-        """What to run so that no other rank notices."""
+        """Returns the module to run without communication with other ranks."""
 
     def send(self, module: nn.Module) -> None:
         """Gradients travel now; every rank calls it once per step."""
@@ -355,13 +366,13 @@ class PlainEngine:
             self.setup.precision.before_backward(reduces=False)
             sums = self._pass(inner, micro_batch, denominator, sums)
 
-        def rest() -> Tensor:
+        def last_pass() -> Tensor:
             self.setup.precision.before_backward(reduces=True)
             layout.send(self.module)
-            self.setup.precision.collect()
+            self.setup.precision.accumulate_gradients()
             return sums[0] if self.setup.job.counted else self._recounted(sums, denominator)
 
-        return rest
+        return last_pass
 
     def _pass(
         self, module: nn.Module, micro_batch: MicroBatch, denominator: float, sums: Sums
@@ -375,13 +386,13 @@ class PlainEngine:
             loss, labels = forward_of(setup.routing, module, micro_batch)
         setup.clock.mark(FORWARD)
         (loss * scale).backward()
-        setup.precision.collect()
+        setup.precision.accumulate_gradients()
         setup.clock.mark(BACKWARD)
         total, count = sums
         return total + loss.detach(), count + labels
 
     def _recounted(self, sums: Sums, denominator: float) -> Tensor:
-        """Divide by what the forward passes counted in the place of what was said before them."""
+        """Divides by the count of the forward passes instead of the earlier estimate."""
         total, count = sums
         true_count: float = self.setup.rank_sync.sum(count.double().cpu()).item()
         self.loss_count = true_count
@@ -422,13 +433,13 @@ class PlainEngine:
             group["lr"] = peak * rate_factor
         setup.communication.before_update(parameters)
         self.optimizer.step()
-        setup.precision.publish()
+        setup.precision.update_model_weights()
         setup.communication.after_update(parameters)
         if setup.average is not None:
             setup.average.after_update(parameters)
         if setup.routing is not None:
             setup.routing.after_update(self.sum_loads)
-        self.discard()
+        self.zero_grad()
 
     @contextmanager
     def holding_still(self) -> Iterator[None]:
@@ -439,7 +450,7 @@ class PlainEngine:
         finally:
             self._peak_rates = rates
 
-    def discard(self) -> None:
+    def zero_grad(self) -> None:
         if self.setup.routing is not None:
             self.setup.routing.discard()
         for parameter in self.setup.precision.parameters():
@@ -457,11 +468,11 @@ def forward_of(
     return loss, labels
 
 
-def all_finite(rank_sync: RankSync, *mine: float) -> bool:
-    """Whether these numbers are finite on every rank; every rank calls it.
+def all_finite(rank_sync: RankSync, *numbers: float) -> bool:
+    """Returns True if these numbers are finite on every rank; every rank calls it.
 
-    A flag of its own: a communication method need not carry one rank's overflow to the others, and
-    a loss that is infinite need not show in the gradients.
+    It uses its own flag for two reasons. A communication method need not carry one rank's
+    overflow to the others. An infinite loss need not appear in the gradients.
     """
-    wrong = torch.tensor([0.0 if all(map(math.isfinite, mine)) else 1.0], dtype=torch.float64)
+    wrong = torch.tensor([0.0 if all(map(math.isfinite, numbers)) else 1.0], dtype=torch.float64)
     return not rank_sync.sum(wrong).item()

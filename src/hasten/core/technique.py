@@ -1,8 +1,9 @@
-"""A technique is one switch: a frozen dataclass whose fields are its settings.
+"""Techniques: each is a frozen dataclass, and its fields are its settings.
 
-The instance is its own configuration. It prints, hashes, compares, round-trips through JSON, and is
-swept with ``dataclasses.replace``. It edits a :class:`~hasten.core.setup.Setup` in ``apply`` and
-never sees the training step; the algorithm itself lives in ``hasten.parts``.
+The instance is its own configuration. It prints, hashes, compares, and converts to JSON
+and back. Its settings are swept with ``dataclasses.replace``. In ``apply`` it edits a
+:class:`~hasten.core.setup.Setup`; it never has access to the training step. The
+algorithm itself is in ``hasten.parts``.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class LiveSetting:
 
 
 class Fidelity(Enum):
-    """How far a technique may move the mathematics, and so which proof it owes."""
+    """How far a technique may change the mathematics, and so which check it requires."""
 
     EXACT = "same bits: identical losses"
     ROUNDING = "same mathematics, other rounding: one-step gradients agree within a tolerance"
@@ -66,7 +67,7 @@ class Fidelity(Enum):
 
 @dataclass(frozen=True)
 class Claim:
-    """What somebody promised of a technique; the report sets the measurement beside it.
+    """A published claim about a technique; the report prints the measurement next to it.
 
     ``ratio`` is with / without, so 1.15 on ``tokens_per_second`` means 15 % more.
     """
@@ -92,7 +93,7 @@ class Forecast:
 
 @dataclass(frozen=True)
 class EffectCheck:
-    """What a technique was seen to do in a running session, in one line with its figures."""
+    """The measured effect of a technique in a running session: one line with its figures."""
 
     effective: bool
     evidence: str
@@ -117,15 +118,15 @@ def knob(
     high: float | None = None,
     log: bool = False,
 ) -> Any:
-    """Declare a setting that a tuner may change, documented where it stands."""
+    """Declares a setting that a tuner may change, with its documentation."""
     metadata = {"doc": doc, "knob": Knob(tuple(choices), low, high, log)}
     return field(default=default, metadata=metadata)
 
 
 def setting(default: Any, doc: str, *, may_change: bool = False) -> Any:
-    """Declare a setting that only the user changes (a path, a seed, a target list).
+    """Declares a setting that only the user changes (a path, a seed, a target list).
 
-    ``may_change``: a run that goes on from a checkpoint may have another value.
+    ``may_change``: a run that resumes from a checkpoint may have another value.
     """
     return field(default=default, metadata={"doc": doc, "may_change": may_change})
 
@@ -141,11 +142,11 @@ class Technique(ABC):
     @property
     @abstractmethod
     def fidelity(self) -> Fidelity:
-        """The proof this instance owes before a gain counts."""
+        """Returns the fidelity, which decides the check that this instance requires."""
 
     @property
     def claims(self) -> tuple[Claim, ...]:
-        """What was promised of it, with the source."""
+        """Returns the published claims about this technique, with their source."""
         return ()
 
     @abstractmethod
@@ -153,7 +154,10 @@ class Technique(ABC):
         """Put yourself into your slot; nothing runs yet."""
 
     def environment(self, context: JobContext) -> Mapping[str, str]:
-        """Variables that must stand before the process starts; whoever starts it sets them."""
+        """Returns variables that must be set before the process starts.
+
+        The code that starts the process sets them.
+        """
         return {}
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
@@ -173,10 +177,10 @@ class Technique(ABC):
 
     @abstractmethod
     def check_effect(self, session: Session) -> EffectCheck:
-        """What you did in this session, after at least one step."""
+        """Returns the effect of this technique in this session, after at least one step."""
 
     def live_settings(self, session: Session) -> tuple[LiveSetting, ...]:
-        """What of you may change between two steps of this session, which has done some."""
+        """Returns the settings that may change between two steps of this running session."""
         return ()
 
     @classmethod
@@ -194,7 +198,7 @@ class Technique(ABC):
 
     @classmethod
     def may_change(cls) -> list[str]:
-        """The settings that may be others when a run goes on from a checkpoint."""
+        """Returns the settings that may differ when a run resumes from a checkpoint."""
         return [f.name for f in cls._fields() if f.metadata.get("may_change")]
 
     @classmethod

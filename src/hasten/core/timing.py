@@ -1,16 +1,19 @@
-"""What a step took and how well the machine was used: the clock at a step's seams, and the meter.
+"""Timing of a step by its parts, and how well the machine is used: clock and meter.
 
-A step is one thread's walk from the wait for data to the moved weights, so one mark at the end of
-each part is enough: what ran since the last mark was this part. Parts add up to the step by
-construction, and nothing is entered or left.
+A step runs in one thread, from the wait for data to the moved weights. So one mark at
+the end of each part is enough: the time since the last mark belongs to this part. The
+parts add up to the step by construction. No context is entered or left.
 
-    begin | reading -> data | copy | agreeing -> communication | per micro-batch: forward, backward
-    | norm -> optimizer | over all ranks: communication | update -> optimizer | note -> idle | end
-    | between | checkpoint: both between two steps and so beside the step's own time
+    begin | reading -> data | copy | agreeing -> communication
+    | per micro-batch: forward, backward | norm -> optimizer
+    | over all ranks: communication | update -> optimizer | note -> idle | end
+    | between | checkpoint
 
-``NoPhaseTimer`` is the default and does nothing. On a processor a mark reads a counter; on an
-accelerator it records an event on the stream, which no one waits for: events are read at the step's
-end, where the step has already waited for its loss.
+The last two are between two steps and so don't count in the step's own time.
+
+``NoPhaseTimer`` is the default and does nothing. On a processor a mark reads a counter.
+On an accelerator it records an event on the stream, without waiting. The events are
+read at the step's end, where the step has already waited for its loss.
 """
 
 from __future__ import annotations
@@ -52,14 +55,17 @@ class Clock(Protocol):
         return
 
     def reading(self, source: Iterator[Item]) -> Iterator[Item]:
-        """What FEED takes its steps from, so that reading can be told from copying."""
+        """Returns the source from which FEED takes its steps, with the reading time measured.
+
+        So reading and copying are separate.
+        """
 
     def fed(self) -> None:
         """The step's micro-batches are on the device."""
         return
 
     def mark(self, part: str) -> None:
-        """What ran since the mark before was ``part``."""
+        """Counts the time since the last mark for ``part``."""
         return
 
     def exposed(self, part: str, seconds: float) -> None:
@@ -67,7 +73,7 @@ class Clock(Protocol):
         return
 
     def end(self) -> Mapping[str, float]:
-        """The step is over: seconds of its parts, empty where nobody counted."""
+        """Ends the step and returns the seconds of its parts; empty if nothing was measured."""
 
 
 class NoPhaseTimer(Clock):
@@ -117,10 +123,13 @@ class HostClock:
 
     def exposed(self, part: str, seconds: float) -> None:
         _expose(self._parts, part, seconds)
-        place = max((i for i, (name, _) in enumerate(self.laps) if name == part), default=None)
-        if place is not None:  # where the waiting is in a lap isn't known but for its end
-            rest = max(0.0, self.laps[place][1] - seconds)
-            self.laps[place : place + 1] = [(part, rest), (COMMUNICATION, seconds)]
+        lap_index = max((i for i, (name, _) in enumerate(self.laps) if name == part), default=None)
+        if lap_index is not None:  # where the waiting is in a lap isn't known but for its end
+            remaining_seconds = max(0.0, self.laps[lap_index][1] - seconds)
+            self.laps[lap_index : lap_index + 1] = [
+                (part, remaining_seconds),
+                (COMMUNICATION, seconds),
+            ]
 
     def end(self) -> Mapping[str, float]:
         self.busy.append(time.process_time() - self._busy)
@@ -129,7 +138,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """For a step whose work is queued on an accelerator: time as its stream passes the marks."""
+    """Measures a step with work queued on an accelerator, as its stream passes marks."""
 
     def __init__(self, device: str) -> None:
         self.steps: deque[dict[str, float]] = deque(maxlen=KEPT_STEPS)
@@ -202,44 +211,45 @@ def step_total(parts: Mapping[str, float]) -> float:
 def seconds_by_part(
     steps: Sequence[Mapping[str, float]], checkpoints: bool = False
 ) -> dict[str, float | None]:
-    """Seconds per step of each part; None where it can't be told apart or doesn't exist.
+    """Returns seconds per step of each part; None if not separable or absent.
 
-    The mean over the middle half of the steps by their time: as steady as a median, and the parts
-    add up to the step, which medians of parts need not. Where the run writes ``checkpoints`` it
-    does so now and then, so their mean is over all steps. Waiting for gradients happens inside
-    backward; where the layout can't tell it apart, communication stays None: its other seams alone
-    would be too small a number.
+    This is the mean over the middle half of the steps by their time. It is as steady as a
+    median, and the parts add up to the step. Medians of parts don't.
+
+    If the run writes ``checkpoints``, their mean is over all steps, because they are rare.
+    Waiting for gradients happens inside backward. If the layout can't separate it,
+    communication stays None, because the other parts alone would give too small a number.
     """
     if not steps:
         return dict.fromkeys(PARTS)
     ordered = sorted(steps, key=step_total)
     cut = len(ordered) // 4
     middle = ordered[cut : len(ordered) - cut]
-    found: dict[str, float | None] = dict.fromkeys(PARTS)
+    means: dict[str, float | None] = dict.fromkeys(PARTS)
     for part in {name for step in middle for name in step} - {BETWEEN, CHECKPOINT}:
-        found[part] = sum(step.get(part, 0.0) for step in middle) / len(middle)
+        means[part] = sum(step.get(part, 0.0) for step in middle) / len(middle)
     if checkpoints:
-        found[CHECKPOINT] = sum(step.get(CHECKPOINT, 0.0) for step in steps) / len(steps)
-    waited = found.pop(EXPOSED, None)
+        means[CHECKPOINT] = sum(step.get(CHECKPOINT, 0.0) for step in steps) / len(steps)
+    waited = means.pop(EXPOSED, None)
     if waited is None:
-        _into_idle(found, COMMUNICATION)
+        _into_idle(means, COMMUNICATION)
     else:
-        found[COMMUNICATION] = (found[COMMUNICATION] or 0.0) + waited
-    if found[FORWARD] is None:  # an engine that doesn't say where forward ends
-        _into_idle(found, BACKWARD)
-    return found
+        means[COMMUNICATION] = (means[COMMUNICATION] or 0.0) + waited
+    if means[FORWARD] is None:  # an engine that doesn't say where forward ends
+        _into_idle(means, BACKWARD)
+    return means
 
 
-def _into_idle(found: dict[str, float | None], part: str) -> None:
-    if found[part] is not None:
-        found[IDLE] = (found[IDLE] or 0.0) + (found[part] or 0.0)
-        found[part] = None
+def _into_idle(means: dict[str, float | None], part: str) -> None:
+    if means[part] is not None:
+        means[IDLE] = (means[IDLE] or 0.0) + (means[part] or 0.0)
+        means[part] = None
 
 
 def data_stall(steps: Sequence[Mapping[str, float]]) -> float | None:
     """Share of all steps' time in which they waited for data, rare long waits included."""
-    whole = sum(map(step_total, steps))
-    return sum(step.get(DATA, 0.0) for step in steps) / whole if whole else None
+    total_seconds = sum(map(step_total, steps))
+    return sum(step.get(DATA, 0.0) for step in steps) / total_seconds if total_seconds else None
 
 
 def step_stability(seconds: Sequence[float]) -> dict[str, float | int | None]:
@@ -266,9 +276,9 @@ def step_stability(seconds: Sequence[float]) -> dict[str, float | int | None]:
 
 @dataclass(frozen=True)
 class Meter:
-    """FLOPs per token and per pair of the model; FLOP/s of all devices together; 0: not known.
+    """FLOPs per token and per pair of the model; FLOP/s of all devices; 0: unknown.
 
-    ``source`` says where the ceiling comes from, ``convention`` what is counted.
+    ``source`` is where the ceiling comes from, ``convention`` what is counted.
     """
 
     per_token: float = 0.0
@@ -281,7 +291,7 @@ class Meter:
         """Model FLOPs of a batch."""
         if not self.per_token:
             return None
-        return self.per_token * counts.tokens + self.per_pair * counts.pairs
+        return self.per_token * counts.tokens + self.per_pair * counts.attention_pairs
 
     def mfu(self, flops: float | None, seconds: float) -> float | None:
         """Model FLOPs utilisation of work that took ``seconds``."""
@@ -292,12 +302,13 @@ class Meter:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What one step did and cost, over all ranks; a line of ``metrics.jsonl``.
+    """Results and cost of one step over all ranks: a line of ``metrics.jsonl``.
 
-    ``grad_norm`` is the norm before clipping; a step that was ``skipped`` moved nothing;
-    ``model_flops`` and ``mfu`` are None where the session's meter doesn't know them, and the
-    seconds of the step's parts, on this rank, where its clock doesn't count. What the communication
-    method took is this rank's too, None where it isn't known; on one rank nothing travels.
+    ``grad_norm`` is the norm before clipping. A ``skipped`` step moved no weights.
+    ``model_flops`` and ``mfu`` are None if the session's meter has no value for them. The
+    seconds of the step's parts are this rank's. They are None if its clock measures
+    nothing. The time and bytes of communication are this rank's too, None if unknown. On
+    one rank nothing is sent.
     """
 
     step: int
@@ -326,9 +337,9 @@ class StepMetrics:
     comm_bytes: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; a number that isn't finite becomes None, which JSON can say."""
-        found = asdict(self)
+        """Returns a JSON-ready dict; a number that isn't finite becomes None."""
+        metrics = asdict(self)
         return {
             k: None if isinstance(v, float) and not math.isfinite(v) else v
-            for k, v in found.items()
+            for k, v in metrics.items()
         }

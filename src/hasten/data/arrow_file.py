@@ -133,16 +133,16 @@ def _proven(path: Path) -> Any:
 
 
 def _batches(examples: Iterable[TokenizedExample]) -> Iterator[Any]:
-    held: list[TokenizedExample] = []
+    pending: list[TokenizedExample] = []
     tokens = 0
     for example in examples:
-        held.append(example)
+        pending.append(example)
         tokens += example.length
         if tokens >= _BATCH_TOKENS:
-            yield _batch(held)
-            held, tokens = [], 0
-    if held:
-        yield _batch(held)
+            yield _batch(pending)
+            pending, tokens = [], 0
+    if pending:
+        yield _batch(pending)
 
 
 def _batch(examples: list[TokenizedExample]) -> Any:

@@ -103,19 +103,19 @@ def check_seen(
 
 
 def _turn(turn: Message, form: CallForm) -> dict[str, Any]:
-    found: dict[str, Any] = {"role": turn.role, "content": turn.content}
+    fields: dict[str, Any] = {"role": turn.role, "content": turn.content}
     if turn.input:
-        found |= {"instruction": turn.instruction, "input": turn.input}
+        fields |= {"instruction": turn.instruction, "input": turn.input}
     # Templates read thoughts under one of these names (Qwen's the first, gpt-oss's the last).
-    found |= dict.fromkeys(THOUGHTS, turn.thoughts) if turn.thoughts else {}
+    fields |= dict.fromkeys(THOUGHTS, turn.thoughts) if turn.thoughts else {}
     if turn.calls:
-        found["content"] = turn.content or form.empty
-        found["tool_calls"] = [_call(call, form) for call in turn.calls]
+        fields["content"] = turn.content or form.empty
+        fields["tool_calls"] = [_call(call, form) for call in turn.calls]
     if turn.id:
-        found["tool_call_id"] = turn.id
+        fields["tool_call_id"] = turn.id
     if turn.name:
-        found["name"] = turn.name
-    return found
+        fields["name"] = turn.name
+    return fields
 
 
 def _call(call: ToolCall, form: CallForm) -> dict[str, Any]:
@@ -135,9 +135,9 @@ def _shows(written: str, call: ToolCall) -> bool:
     return all(any(form in written for form in _written(leaf)) for leaf in leaves)
 
 
-def _shared(left: str, right: str) -> int:
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(left), len(right)))
+def _shared(left_text: str, right_text: str) -> int:
+    pairs = enumerate(zip(left_text, right_text, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(left_text), len(right_text)))
 
 
 def _leaves(value: Any) -> Iterator[str]:
@@ -199,7 +199,7 @@ def render_turns(
     template: ChatTemplate,
     messages: Sequence[Message],
     prompt: bool,
-    place: str,
+    location: str,
     form: CallForm = FORMS[0],
 ) -> str:
     """The text of an example's turns; raises InputError where the template fails."""
@@ -207,7 +207,7 @@ def render_turns(
     source = template.plain if tools is None else template.with_tools
     if not source:
         raise InputError(
-            f"the tokenizer has no chat template, which {place} needs: use {STANDARD} or another"
+            f"the tokenizer has no chat template, which {location} needs: use {STANDARD} or another"
         )
     values = {
         **template.special_tokens,
@@ -216,7 +216,7 @@ def render_turns(
         "documents": None,
         "add_generation_prompt": prompt,
     }
-    return render(source, place, values)
+    return render(source, location, values)
 
 
 # A conversation as tokens: the steps (1) to (4).
@@ -281,52 +281,52 @@ def encode_all(
             "use the model's fast tokenizer (tokenizer.json)"
         )
     ends = _added_tokens(tokenizer)
-    left = iter(conversations)
+    remaining = iter(conversations)
     backend, template = _plain_backend(tokenizer), chat_template_of(tokenizer)
-    while batch := list(islice(left, _BATCH)):
+    while batch := list(islice(remaining, _BATCH)):
         drawn = _draw_all(template, batch, ends, loss_on)
         # The template has put the special tokens into the text.
         tokens = backend.encode_batch([item.text for item in drawn], add_special_tokens=False)
-        for item, source, found in zip(drawn, batch, tokens, strict=True):
-            ids = found.ids
+        for item, source, encoding in zip(drawn, batch, tokens, strict=True):
+            ids = encoding.ids
             if item.trained is None:
-                whole = _text_example(tokenizer, ids, item.text)
+                example = _text_example(tokenizer, ids, item.text)
             else:
                 _check_bos(tokenizer, ids, source.place)
-                whole = _dialogue_example(ids, found.offsets, item.trained)
-            yield _fitted(whole, item, cutoff_len, too_long)
+                example = _dialogue_example(ids, encoding.offsets, item.trained)
+            yield _fitted(example, item, cutoff_len, too_long)
 
 
 def _fitted(
-    whole: TokenizedExample, drawn: _Rendered, cutoff_len: int, too_long: TooLong
+    example: TokenizedExample, drawn: _Rendered, cutoff_len: int, too_long: TooLong
 ) -> Encoded:
     """The example in pieces of at most `cutoff_len` tokens, each with something to predict."""
-    long, is_text = whole.length > cutoff_len, drawn.trained is None
+    long, is_text = example.length > cutoff_len, drawn.trained is None
     if drawn.trained == []:
         return Encoded((), drawn.reason)
-    if is_text and whole.length < 2:
+    if is_text and example.length < 2:
         return Encoded((), "a text of one token has nothing to predict")
     if long and too_long == "drop":
-        reason = f"{_DROPPED} for cutoff_len={cutoff_len}: {whole.length} tokens"
+        reason = f"{_DROPPED} for cutoff_len={cutoff_len}: {example.length} tokens"
         return Encoded((), reason, long)
-    pieces = _pieces(whole, cutoff_len)
+    pieces = _pieces(example, cutoff_len)
     if not is_text:
         pieces = pieces if too_long == "split" else pieces[:1]
-        pieces = [piece for piece in pieces if piece.trained_tokens]
+        pieces = [part for part in pieces if part.trained_tokens]
         if not pieces:
             return Encoded((), f"{_NONE_LEFT} within cutoff_len={cutoff_len}", long)
     return Encoded(tuple(pieces), None, long, drawn.thoughts)
 
 
-def _pieces(whole: TokenizedExample, cutoff_len: int) -> list[TokenizedExample]:
+def _pieces(example: TokenizedExample, cutoff_len: int) -> list[TokenizedExample]:
     """The example in pieces, each beginning with the last token of the piece before it.
 
     So every token but the first of all is predicted exactly once, and no piece has fewer than two.
     """
-    starts = range(0, max(whole.length - 1, 1), cutoff_len - 1)
+    starts = range(0, max(example.length - 1, 1), cutoff_len - 1)
     return [
         tokenized_example(
-            whole.input_ids[at : at + cutoff_len], whole.trained[at : at + cutoff_len]
+            example.input_ids[at : at + cutoff_len], example.trained[at : at + cutoff_len]
         )
         for at in starts
     ]
@@ -367,11 +367,12 @@ def _text_example(
     )
 
 
-def _check_bos(tokenizer: PreTrainedTokenizerBase, ids: list[int], place: str) -> None:
+def _check_bos(tokenizer: PreTrainedTokenizerBase, ids: list[int], location: str) -> None:
     bos = tokenizer.bos_token_id
     if bos is not None and ids[:2] == [bos, bos] and tokenizer.bos_token != tokenizer.eos_token:
         raise InputError(
-            f"{place} begins with {tokenizer.bos_token} twice: take it out of the chat template, "
+            f"{location} begins with {tokenizer.bos_token} twice: take it out of the chat "
+            f"template, "
             "or out of the example's first text"
         )
 
@@ -386,10 +387,10 @@ def _draw_all(
     dialogues = [each for each in conversations if each.text is None]
     drawn: Iterator[_Rendered] = iter(())
     if dialogues:
-        place = f"{dialogues[0].place} to {dialogues[-1].place}"
+        location = f"{dialogues[0].place} to {dialogues[-1].place}"
         explained = sum(map(seconds_explained, dialogues))
         work = (template, dialogues, ends, loss_on)
-        drawn = iter(renderer.ask(place, explained, _draw_dialogues, *work))
+        drawn = iter(renderer.ask(location, explained, _draw_dialogues, *work))
     return [next(drawn) if c.text is None else _Rendered(c.text, None) for c in conversations]
 
 
@@ -500,11 +501,11 @@ def _draw_turns(
     spans, thoughts = [], 0
     for turn, message in enumerate(before):
         if message.role == "assistant" and message.trained != cut and loss_on != "last_answer":
-            found = _earlier(render, messages, turn, text, ends)
-            if found is None:
+            answer_span = _earlier(render, messages, turn, text, ends)
+            if answer_span is None:
                 reason = f"the chat template rewrites the answer of turn {turn + 1}: {_ADVICE}"
                 return _Rendered("", [], reason)
-            first, end, is_whole = found
+            first, end, is_whole = answer_span
             spans.append((first, end))
             dropped = message.thoughts and message.thoughts.strip() not in text
             thoughts += bool(dropped or not is_whole)
@@ -578,9 +579,9 @@ def _earlier(
     if not (text.startswith(head) and text.endswith(tail)):
         return None
     in_call = not answer.content
-    shown, said = _squash(text[first:last]), answer.content.rpartition("</think>")[2]
+    shown, answer_text = _squash(text[first:last]), answer.content.rpartition("</think>")[2]
     is_whole = in_call or shown == _squash(answer.content)
-    if not is_whole and (not shown or shown != _squash(said)):
+    if not is_whole and (not shown or shown != _squash(answer_text)):
         return None
     # What a model writes before it: a blank, an empty thought, the begin of a call.
     lead = opened.removeprefix(prompt) if opened.startswith(prompt) else ""

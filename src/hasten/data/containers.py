@@ -19,7 +19,7 @@ from typing import IO, Any, NamedTuple
 import pyarrow as pa
 
 from hasten.errors import InputError
-from hasten.formatting import open_regular
+from hasten.foreign_files import open_regular
 
 RATIO = 200
 FLOOR = 1 << 28  # bytes
@@ -54,27 +54,31 @@ class DamagedStreamError(ValueError):
 
 def named(path: Path) -> Container | None:
     """The container that a file's name promises; None where it promises none."""
-    *rest, last = path.name.lower().split(".")
-    if last in _PACKED and len(rest) > 1 and rest[-1] in _TEXT:
-        return Container(rest[-1], _PACKED[last])
-    return Container(last, None) if rest and last in (*_TEXT, *_TABLES) else None
+    *name_parts, last = path.name.lower().split(".")
+    if last in _PACKED and len(name_parts) > 1 and name_parts[-1] in _TEXT:
+        return Container(name_parts[-1], _PACKED[last])
+    return Container(last, None) if name_parts and last in (*_TEXT, *_TABLES) else None
 
 
 def container_of(path: Path) -> Container:
     """The container of a file; raises InputError where its name and first bytes don't agree."""
-    found = named(path)
-    if found is None:
+    container = named(path)
+    if container is None:
         raise InputError(f"{path} is none of {NAMES}: convert or rename it")
     with open_regular(path) as file:
         head = file.read(8)
-    said = found.packed or found.kind
+    declared_kind = container.packed or container.kind
     actual = next((kind for kind, magic in _MAGIC.items() if head.startswith(magic)), None)
-    if said in _MAGIC and actual != said:
+    if declared_kind in _MAGIC and actual != declared_kind:
         what = f"it is {actual}" if actual else f"it begins with {head!r}" if head else "it's empty"
-        raise InputError(f"{path} isn't the {said} file that its name says: {what}; rename it")
-    if said not in _MAGIC and actual and not head.startswith(b"\xff" * 4):
-        raise InputError(f"{path} is {actual}, not the {said} file that its name says: rename it")
-    return found
+        raise InputError(
+            f"{path} isn't the {declared_kind} file that its name says: {what}; rename it"
+        )
+    if declared_kind not in _MAGIC and actual and not head.startswith(b"\xff" * 4):
+        raise InputError(
+            f"{path} is {actual}, not the {declared_kind} file that its name says: rename it"
+        )
+    return container
 
 
 def open_stream(path: Path, container: Container) -> IO[bytes]:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from hasten.data.stages import MEDIA, is_label, is_preference
 from hasten.errors import InputError
+from hasten.foreign_files import unique_keys
 
 # OpenAI's names, ShareGPT's, and those of ms-swift's documentation (Custom-dataset.md).
 ROLES = {
@@ -102,8 +103,8 @@ def message(turn: Mapping[str, Any]) -> Message:
     trained = _is_trained(turn, role)
     if name in CALLS:
         content = turn.get(what)
-        given = _parsed(sound(content, what), name) if isinstance(content, str) else content
-        return Message("assistant", "", _calls(given), trained=trained)
+        call_list = _parsed(sound(content, what), name) if isinstance(content, str) else content
+        return Message("assistant", "", _calls(call_list), trained=trained)
     content = _joined(turn.get(what), what, role)
     thoughts = content.thoughts or _thoughts(turn, role)
     calls = (*content.calls, *(_calls(turn["tool_calls"]) if turn.get("tool_calls") else ()))
@@ -122,10 +123,10 @@ def unread_keys(turn: Mapping[str, Any]) -> set[str]:
     """The keys of a turn that have a value and no meaning here."""
     if turn.keys() <= _PLAIN:
         return set()
-    found = {key for key in turn.keys() - _READ if turn[key] not in _EMPTY}
-    if found and ROLES.get(str(turn.get(_first(turn, _WHO)))) == "tool":
-        found -= {*_OF_RESULTS}
-    return found
+    keys = {key for key in turn.keys() - _READ if turn[key] not in _EMPTY}
+    if keys and ROLES.get(str(turn.get(_first(turn, _WHO)))) == "tool":
+        keys -= {*_OF_RESULTS}
+    return keys
 
 
 def _first(turn: Mapping[str, Any], keys: tuple[str, str]) -> str:
@@ -159,7 +160,7 @@ def _is_trained(turn: Mapping[str, Any], role: str) -> bool:
     Raises:
         InputError: they ask for what can't be followed.
     """
-    found = True
+    trained = True
     for key in FLAGS:
         value = turn.get(key)
         if value is None or value == "":
@@ -174,15 +175,15 @@ def _is_trained(turn: Mapping[str, Any], role: str) -> bool:
                 f"a turn of {role} has {key!r}, and hasten trains answers alone: write 0, or leave "
                 "it out"
             )
-        found = found and bool(value)
-    return found or role != "assistant"
+        trained = trained and bool(value)
+    return trained or role != "assistant"
 
 
 def _thoughts(turn: Mapping[str, Any], role: str) -> str:
-    given = next((turn[key] for key in THOUGHTS if turn.get(key)), None)
-    if given is None:
+    thoughts = next((turn[key] for key in THOUGHTS if turn.get(key)), None)
+    if thoughts is None:
         return ""
-    return sound(_joined(given, THOUGHTS[0], role).text, THOUGHTS[0])
+    return sound(_joined(thoughts, THOUGHTS[0], role).text, THOUGHTS[0])
 
 
 class _Content(NamedTuple):
@@ -232,11 +233,11 @@ def _joined(content: Any, key: str, role: str) -> _Content:
     return _Content(text, "".join(thoughts), tuple(calls))
 
 
-def tools_turn(given: Any) -> tuple[Message, ...]:
+def tools_turn(tool_list: Any) -> tuple[Message, ...]:
     """What may be called as a turn, from a list or its JSON; none where there is none."""
-    if not given or (isinstance(given, str) and not given.strip()):
+    if not tool_list or (isinstance(tool_list, str) and not tool_list.strip()):
         return ()
-    listed = _rows(_parsed(given, "tools") if isinstance(given, str) else given)
+    listed = _rows(_parsed(tool_list, "tools") if isinstance(tool_list, str) else tool_list)
     tools = []
     for one in listed if isinstance(listed, list) else [listed] if listed else ():
         tool = _parsed(one, "tools") if isinstance(one, str) else one
@@ -294,9 +295,9 @@ def _leads(messages: Sequence[Message], at: int) -> bool:
     return (role == "tools" and not before) or (role == "system" and before in ([], ["tools"]))
 
 
-def _calls(given: Any) -> tuple[ToolCall, ...]:
+def _calls(call_list: Any) -> tuple[ToolCall, ...]:
     calls = []
-    listed = _rows(_parsed(given, "tool_calls") if isinstance(given, str) else given)
+    listed = _rows(_parsed(call_list, "tool_calls") if isinstance(call_list, str) else call_list)
     for one in listed if isinstance(listed, list) else [listed]:
         function = one.get("function", one) if isinstance(one, dict) else None
         if not isinstance(function, dict) or not _name(function, "name"):
@@ -319,25 +320,25 @@ def _calls(given: Any) -> tuple[ToolCall, ...]:
 
 def _parsed(text: str, key: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_no_number)
+        return json.loads(text, parse_constant=_no_number, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise NoConversationError(f"{key!r} is no JSON: {str(error)[:100]}") from None
 
 
 def _listed(value: Any, key: str) -> list[Any]:
     """A list, from JSON, from Python's notation (as pandas writes lists into CSV), or from rows."""
-    found = value
+    parsed = value
     if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
         try:
-            found = _parsed(value, key)
+            parsed = _parsed(value, key)
         except NoConversationError:
-            found = _literal(value)
-            if found is None:
+            parsed = _literal(value)
+            if parsed is None:
                 raise
-    found = _rows(found)
-    if not isinstance(found, list):
+    parsed = _rows(parsed)
+    if not isinstance(parsed, list):
         raise NoConversationError(f"{key!r} is {kind_of(value)}, not a list")
-    return found
+    return parsed
 
 
 def _literal(text: str) -> Any:
@@ -428,7 +429,7 @@ def shape_of(example: Mapping[str, Any], possible: Sequence[str] | None = None) 
     return next((name for name in names if example.keys() >= {*SHAPES[name].needs}), None)
 
 
-def conversation(example: Any, shape: str, place: str) -> Conversation:
+def conversation(example: Any, shape: str, location: str) -> Conversation:
     """The conversation in an example of a shape; raises NoConversationError where there is none."""
     if not isinstance(example, dict):
         raise NoConversationError(f"{kind_of(example)}, not an object")
@@ -440,10 +441,10 @@ def conversation(example: Any, shape: str, place: str) -> Conversation:
             f"lacks {' and '.join(map(repr, missing))} (the file's shape is {shape})"
         )
     if read is None:
-        return Conversation((), _filled(_text(example, "text"), "text"), place)
+        return Conversation((), _filled(_text(example, "text"), "text"), location)
     messages = tuple(read(example))
     check_turns(messages)
-    return Conversation(messages, None, place)
+    return Conversation(messages, None, location)
 
 
 _Reader = Callable[[Mapping[str, Any]], Iterator[Message]]
@@ -476,16 +477,16 @@ def _alpaca(answer: str) -> _Reader:
 def _pair(question: str, answer: str) -> _Reader:
     def read(example: Mapping[str, Any]) -> Iterator[Message]:
         yield from _history(example)
-        asked, answered = (_as_turns(example.get(key)) for key in (question, answer))
-        if asked is None:
+        question_turns, answer_turns = (_as_turns(example.get(key)) for key in (question, answer))
+        if question_turns is None:
             yield Message("user", _text(example, question))
         else:
-            for turn in _turns(asked, question):
+            for turn in _turns(question_turns, question):
                 yield turn._replace(trained=turn.role != "assistant")
-        if answered is None:
+        if answer_turns is None:
             yield Message("assistant", _text(example, answer))
         else:
-            yield from _turns(answered, answer)
+            yield from _turns(answer_turns, answer)
 
     return _framed(read)
 
@@ -513,18 +514,18 @@ def _as_turns(value: Any) -> Any:
 def _turns(value: Any, key: str) -> list[Message]:
     made: list[Message] = []
     for one in _listed(value, key):
-        given = _parsed(one, key) if isinstance(one, str) and one.lstrip().startswith("{") else one
-        if not isinstance(given, dict):
-            raise NoConversationError(f"a turn in {key!r} is {kind_of(given)}, not an object")
-        for turn in _exchange(given):
-            found = message(turn)
+        entry = _parsed(one, key) if isinstance(one, str) and one.lstrip().startswith("{") else one
+        if not isinstance(entry, dict):
+            raise NoConversationError(f"a turn in {key!r} is {kind_of(entry)}, not an object")
+        for turn in _exchange(entry):
+            parsed = message(turn)
             if made and made[-1].role == "assistant" and turn.get(_first(turn, _WHO)) in CALLS:
                 # Calls in turns of their own, after a text or each other, are one answer.
-                if made[-1].trained != found.trained:
+                if made[-1].trained != parsed.trained:
                     raise NoConversationError("an answer and its calls differ in their flags")
-                found = made[-1]._replace(calls=(*made[-1].calls, *found.calls))
+                parsed = made[-1]._replace(calls=(*made[-1].calls, *parsed.calls))
                 made.pop()
-            made.append(found)
+            made.append(parsed)
     return made
 
 
@@ -532,14 +533,14 @@ def _exchange(turn: dict[str, Any]) -> list[dict[str, Any]]:
     """The turns of an object that has a question and an answer under their roles (ms-swift)."""
     if "role" in turn or "from" in turn:
         return [turn]
-    asked = next((key for key in ("human", "user") if key in turn), None)
-    answered = next((key for key in ("assistant", "gpt", "bot") if key in turn), None)
-    if not (asked and answered):
+    question_key = next((key for key in ("human", "user") if key in turn), None)
+    answer_key = next((key for key in ("assistant", "gpt", "bot") if key in turn), None)
+    if not (question_key and answer_key):
         return [turn]
-    more = {key: value for key, value in turn.items() if key not in (asked, answered)}
+    more = {key: value for key, value in turn.items() if key not in (question_key, answer_key)}
     return [
-        {"role": "user", "content": turn[asked]},
-        {"role": "assistant", "content": turn[answered], **more},
+        {"role": "user", "content": turn[question_key]},
+        {"role": "assistant", "content": turn[answer_key], **more},
     ]
 
 
@@ -597,9 +598,13 @@ SHAPES: dict[str, _Shape] = {  # the first that fits wins: alpaca files often ha
 }
 
 
-def unread(example: Mapping[str, Any], shape: str, known: Collection[str]) -> set[str]:
-    """The columns beyond `known`, and the keys of turns, that have a value and are not read."""
-    found = {key for key, value in example.items() if key not in known and value not in _EMPTY}
+def unread(example: Mapping[str, Any], shape: str, read_columns: Collection[str]) -> set[str]:
+    """The columns beyond `read_columns`, and the keys of turns, that have a value and are not
+    read.
+    """
+    columns = {
+        key for key, value in example.items() if key not in read_columns and value not in _EMPTY
+    }
     for name in SHAPES[shape].needs:
         value = example.get(name)
         if isinstance(value, str):  # a cell of JSON
@@ -607,8 +612,8 @@ def unread(example: Mapping[str, Any], shape: str, known: Collection[str]) -> se
         rows = _rows(value) if isinstance(value, dict) else value
         for turn in rows if isinstance(rows, list) else ():
             if isinstance(turn, dict) and (keys := unread_keys(turn)) and _first(turn, _WHO):
-                found |= {f"{name}[].{key}" for key in keys}
-    return found
+                columns |= {f"{name}[].{key}" for key in keys}
+    return columns
 
 
 # Columns: a user's names for the columns of a known shape, and for what is inside its turns.
@@ -651,41 +656,55 @@ class ColumnNames:
         if not isinstance(example, dict):
             return example
         taken = {*self.names.values()} - self.names.keys()
-        kept = {} if self.shape else {k: v for k, v in example.items() if k not in self.names}
-        named = {known: example[own] for known, own in self.names.items() if own in example}
-        found = {k: v for k, v in kept.items() if k not in taken} | named
+        other_fields = (
+            {} if self.shape else {k: v for k, v in example.items() if k not in self.names}
+        )
+        named = {
+            standard_name: example[user_name]
+            for standard_name, user_name in self.names.items()
+            if user_name in example
+        }
+        fields = {k: v for k, v in other_fields.items() if k not in taken} | named
         known_shape = SHAPES.get(shape or "")
-        if self.tags and known_shape and (key := known_shape.needs[0]) in found:
-            found[key] = [self._turn(turn) for turn in _listed(found.get(key), key)]
-        return found
+        if self.tags and known_shape and (key := known_shape.needs[0]) in fields:
+            fields[key] = [self._turn(turn) for turn in _listed(fields.get(key), key)]
+        return fields
 
     def _turn(self, turn: Any) -> Any:
         if not isinstance(turn, dict):
             return turn
-        keys = {own: _KEY_TAGS[tag] for tag, own in self.tags.items() if tag in _KEY_TAGS}
+        keys = {user_key: _KEY_TAGS[tag] for tag, user_key in self.tags.items() if tag in _KEY_TAGS}
         taken = {*keys, *keys.values()}
-        found = {key: value for key, value in turn.items() if key not in taken}
-        found |= {known: turn[own] for own, known in keys.items() if own in turn}
-        roles = {own: _ROLE_TAGS[tag] for tag, own in self.tags.items() if tag in _ROLE_TAGS}
-        if isinstance(name := found.get(who := _first(found, _WHO)), str):
-            found[who] = roles.get(name, name)
-        return found
+        fields = {key: value for key, value in turn.items() if key not in taken}
+        fields |= {
+            standard_key: turn[user_key]
+            for user_key, standard_key in keys.items()
+            if user_key in turn
+        }
+        roles = {
+            user_key: _ROLE_TAGS[tag] for tag, user_key in self.tags.items() if tag in _ROLE_TAGS
+        }
+        if isinstance(name := fields.get(who := _first(fields, _WHO)), str):
+            fields[who] = roles.get(name, name)
+        return fields
 
 
-def columns_of(given: Mapping[str, str]) -> ColumnNames:
+def columns_of(mapping: Mapping[str, str]) -> ColumnNames:
     """Columns as a recipe writes them; raises InputError for a name that no shape has."""
-    for key, own in given.items():
+    for key, user_name in mapping.items():
         if key not in (*_NAMES, *TAGS):
             close = difflib.get_close_matches(key, (*_NAMES, *TAGS), n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(_NAMES)}"
             raise InputError(f"columns: no shape has a column {key!r}: {hint}")
-        if not own:
+        if not user_name:
             raise InputError(f"columns: {key} has no name: write {key}: and your column's name")
-    names = {key: own for key, own in given.items() if key not in TAGS}
-    found = ColumnNames(names, {key: own for key, own in given.items() if key in TAGS})
-    if not found.shapes():
+    names = {key: user_name for key, user_name in mapping.items() if key not in TAGS}
+    columns = ColumnNames(
+        names, {key: user_name for key, user_name in mapping.items() if key in TAGS}
+    )
+    if not columns.shapes():
         raise InputError(
-            f"columns: {', '.join(given)} don't belong to one shape; see the shapes in the "
+            f"columns: {', '.join(mapping)} don't belong to one shape; see the shapes in the "
             "quick start"
         )
-    return found
+    return columns

@@ -94,9 +94,9 @@ def stdlib_corpus(root: Path | None = None) -> Corpus:
 
 
 def _files(root: Path) -> Iterator[Path]:
-    found = (path.relative_to(root) for path in root.rglob("*.py"))
-    kept = (path for path in found if not _SKIPPED & {*path.parts})
-    yield from (root / path for path in sorted(kept, key=lambda path: path.as_posix()))
+    relative_paths = (path.relative_to(root) for path in root.rglob("*.py"))
+    source_paths = (path for path in relative_paths if not _SKIPPED & {*path.parts})
+    yield from (root / path for path in sorted(source_paths, key=lambda path: path.as_posix()))
 
 
 def _source(path: Path) -> str | None:
@@ -159,11 +159,13 @@ def _parts(node: _Documented, lines: list[str]) -> tuple[str, str] | None:
 
 def _dedent(lines: list[str], columns: int) -> str:
     """Lines moved left; lines inside strings may have less to give."""
-    kept = (line[columns:] if not line[:columns].strip() else line for line in lines)
-    return "\n".join(kept).strip("\n")
+    dedented = (line[columns:] if not line[:columns].strip() else line for line in lines)
+    return "\n".join(dedented).strip("\n")
 
 
 def _unseen(eval_data: SplitSide, train: SplitSide) -> SplitSide:
-    seen = {pair.messages[-1].content for pair in train.pairs}
-    kept = (pair for pair in eval_data.pairs if pair.messages[-1].content not in seen)
-    return eval_data._replace(pairs=tuple(kept))
+    train_answers = {pair.messages[-1].content for pair in train.pairs}
+    unseen_pairs = (
+        pair for pair in eval_data.pairs if pair.messages[-1].content not in train_answers
+    )
+    return eval_data._replace(pairs=tuple(unseen_pairs))

@@ -5,8 +5,8 @@ A damaged example costs itself and nothing more, so neither file is handed to `j
   (1) bytes become text with `surrogateescape`: a byte that isn't UTF-8 stays visible in its example
   (2) lines are split at newline bytes only (str.splitlines also splits at U+2028, legal in JSON);
       a list is read example by example with `raw_decode`
-  (3) what JSON readers disagree about is a fault: NaN, infinity, integers beyond 64 bits, NUL, a
-      byte order mark inside the file
+  (3) what JSON readers disagree about is a fault: a key twice, NaN, infinity, integers beyond 64
+      bits, NUL, a byte order mark inside the file
   (4) after a syntax error in a list, reading goes on at the next object that looks like an example
 """
 
@@ -22,6 +22,7 @@ from typing import IO, Any, NamedTuple
 
 from hasten.data.containers import DamagedStreamError
 from hasten.errors import InputError
+from hasten.foreign_files import duplicate_reason
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _BAD_BYTE = re.compile("[\udc80-\udcff]")
@@ -135,7 +136,10 @@ class Decoder:
     def __init__(self) -> None:
         self._dubious: str | None = None
         self._json = json.JSONDecoder(
-            parse_constant=self._constant, parse_int=self._int, parse_float=self._float
+            parse_constant=self._constant,
+            parse_int=self._int,
+            parse_float=self._float,
+            object_pairs_hook=self._object,
         )
 
     def decode(self, text: str, at: int, before: int = 0) -> tuple[Any, int]:
@@ -152,8 +156,8 @@ class Decoder:
             reason = "truncated JSON" if cut else "not JSON"
             line = text.rfind("\n", 0, error.pos)
             column = error.pos - line + (before if line < 0 else 0)
-            said = f"{reason}: {error.msg} (column {column})"
-            raise FaultError(said, error.pos, unterminated) from None
+            message = f"{reason}: {error.msg} (column {column})"
+            raise FaultError(message, error.pos, unterminated) from None
         except RecursionError:
             raise FaultError("nested too deeply") from None
 
@@ -161,6 +165,12 @@ class Decoder:
         """Raise FaultError if the value decoded last, or its text, holds what isn't allowed."""
         if reason := damage(raw) or self._dubious:
             raise FaultError(reason)
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) < len(pairs):
+            self._dubious = duplicate_reason(pairs)
+        return values
 
     def _constant(self, name: str) -> float:
         self._dubious = f"{name}, which is not JSON"
@@ -209,8 +219,8 @@ def scan_json(file: IO[bytes]) -> Iterator[JsonValue]:
     head, fault = b"", None
     with file:
         try:
-            while not head.strip(b" \t\r\n").removeprefix(_BOM) and (piece := file.read(_READ)):
-                head += piece
+            while not head.strip(b" \t\r\n").removeprefix(_BOM) and (chunk := file.read(_READ)):
+                head += chunk
         except DamagedStreamError as error:
             fault = str(error)
         head = head.removeprefix(_BOM)
@@ -237,13 +247,13 @@ def _single(head: bytes, file: IO[bytes], fault: str | None) -> tuple[Any, bytes
             return None, bytes(data), None  # one example a line
         searched = len(data)
         try:
-            piece = file.read(_READ)
+            chunk = file.read(_READ)
         except DamagedStreamError as error:
             fault = str(error)
             break
-        if not piece:
+        if not chunk:
             return _object(data), bytes(data), None
-        data += piece
+        data += chunk
     return None, bytes(data), fault
 
 
@@ -282,9 +292,9 @@ def _scan_list(window: _Window) -> Iterator[JsonValue]:  # noqa: C901  # each wa
             if window.may_help(at, fault) and window.grow():
                 continue
             line = window.line(at)
-            found, at = _next_example(window, at, window.after(at, fault), usual)
+            reason, at = _next_example(window, at, window.after(at, fault), usual)
             over = at == len(window.text)
-            yield JsonValue(line, None, found or str(fault), lost=over and window.last != "]")
+            yield JsonValue(line, None, reason or str(fault), lost=over and window.last != "]")
             if over:
                 return
             continue
@@ -299,8 +309,8 @@ def _scan_list(window: _Window) -> Iterator[JsonValue]:  # noqa: C901  # each wa
         if isinstance(value, dict):
             usual |= value.keys()
         yield JsonValue(line, value, None)
-    words = "the list isn't closed: the file may be truncated"
-    yield JsonValue(window.line(len(window.text)), None, words, lost=True)
+    message = "the list isn't closed: the file may be truncated"
+    yield JsonValue(window.line(len(window.text)), None, message, lost=True)
 
 
 def _next_example(window: _Window, start: int, at: int, usual: set[str]) -> tuple[str | None, int]:
@@ -431,11 +441,11 @@ class _Rejoined(io.RawIOBase):
 def _deep_end(text: str, at: int) -> int:
     """Where a value that is nested too deeply for the reader has about got there."""
     depth = 0
-    for found in _LEVEL.finditer(text, at):
-        mark = text[found.start()]
+    for bracket in _LEVEL.finditer(text, at):
+        mark = text[bracket.start()]
         depth += (mark in "[{") - (mark in "]}")
         if depth >= _DEEP:
-            return found.end()
+            return bracket.end()
     return len(text)
 
 
@@ -450,53 +460,53 @@ _LISTS = (
 
 
 def examples_of(  # noqa: C901  # a clause for each shape of file
-    whole: dict[str, Any],
+    document: dict[str, Any],
     shaped: Callable[[Any], object],
     reads: Callable[[Any], bool],
 ) -> list[Any] | None:
     """The examples of an object that is a whole file; None if it is an example, or nothing known.
 
     Args:
-        whole: the object.
+        document: the object.
         shaped: if an object has the columns of a known shape.
         reads: if an object is a sound example.
 
     Raises:
         InputError: it has several lists of examples.
     """
-    columns = list(whole.values())
-    if shaped(whole):
-        if reads(whole):
+    columns = list(document.values())
+    if shaped(document):
+        if reads(document):
             return None
         if all(isinstance(column, dict) for column in columns):  # pandas: {column: {row: value}}
             rows = columns[0].keys()
             if any(column.keys() != rows for column in columns):
                 return None
-            found = [{key: column[row] for key, column in whole.items()} for row in rows]
-            return found if any(map(reads, found[:_LOOK])) else None
+            examples = [{key: column[row] for key, column in document.items()} for row in rows]
+            return examples if any(map(reads, examples[:_LOOK])) else None
         if not all(isinstance(column, list) for column in columns):
             return None
-        found = [dict(zip(whole, row, strict=True)) for row in zip(*columns, strict=False)]
-        if not any(map(reads, found[:_LOOK])):
+        examples = [dict(zip(document, row, strict=True)) for row in zip(*columns, strict=False)]
+        if not any(map(reads, examples[:_LOOK])):
             return None  # one damaged example with lists in it
         if len({*map(len, columns)}) != 1:
-            sizes = ", ".join(f"{key} {len(column)}" for key, column in whole.items())
+            sizes = ", ".join(f"{key} {len(column)}" for key, column in document.items())
             raise InputError(
                 f"its columns have different numbers of values ({sizes}): write a list of examples"
             )
-        return found
-    names, data = whole.get("columns", ()), whole.get("data", ())
+        return examples
+    names, data = document.get("columns", ()), document.get("data", ())
     if _all(names, str) and _all(data, list):  # pandas: orient="split"
         return [dict(zip(names, row, strict=False)) for row in data]
-    parts = [key for key in _LISTS if _holds_examples(whole.get(key))]
+    parts = [key for key in _LISTS if _holds_examples(document.get(key))]
     if len(parts) > 1:
         raise InputError(
             f"has several lists of examples ({', '.join(parts)}): write each to a file of its own"
         )
-    if parts and isinstance(inner := whole[parts[0]], dict):
+    if parts and isinstance(inner := document[parts[0]], dict):
         return examples_of(inner, shaped, reads) or ([inner] if reads(inner) else None)
     if parts:
-        return list(whole[parts[0]])
+        return list(document[parts[0]])
     if columns and all(isinstance(example, dict) for example in columns) and shaped(columns[0]):
         return columns  # pandas: orient="index"
     return None

@@ -83,30 +83,30 @@ def _batches(
     examples: StoredRecords, rows: list[list[int]], on_progress: Callable[[int, int], None]
 ) -> Iterator[Any]:
     """Record batches of rows, about ``BATCH_TOKENS`` tokens in each."""
-    held: list[dict[str, NDArray[np.int32]]] = []
+    pending: list[dict[str, NDArray[np.int32]]] = []
     tokens = 0
     for done, row in enumerate(rows, start=1):
-        held.append(_row(examples, row))
-        tokens += len(held[-1]["input_ids"])
+        pending.append(_row(examples, row))
+        tokens += len(pending[-1]["input_ids"])
         if tokens >= BATCH_TOKENS or done == len(rows):
-            columns = [_lists([one[name] for one in held]) for name in COLUMNS]
+            columns = [_lists([one[name] for one in pending]) for name in COLUMNS]
             yield pa.record_batch(columns, schema=SCHEMA)
             on_progress(done, len(rows))
-            held, tokens = [], 0
+            pending, tokens = [], 0
 
 
 def _row(examples: StoredRecords, row: list[int]) -> dict[str, NDArray[np.int32]]:
-    found = [examples[index] for index in row]
+    row_examples = [examples[index] for index in row]
     labels = []
-    for example in found:
+    for example in row_examples:
         trained = example.trained.copy()
         trained[0] = False  # nothing of the example stands before it
         labels.append(np.where(trained, example.input_ids, IGNORED))
     columns = (
-        np.concatenate([example.input_ids for example in found]),
+        np.concatenate([example.input_ids for example in row_examples]),
         np.concatenate(labels),
-        np.concatenate([np.arange(example.length) for example in found]),
-        np.array([example.length for example in found]),
+        np.concatenate([np.arange(example.length) for example in row_examples]),
+        np.array([example.length for example in row_examples]),
     )
     return {n: c.astype(np.int32) for n, c in zip(COLUMNS, columns, strict=True)}
 

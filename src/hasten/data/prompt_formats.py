@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from hasten.data import renderer
 from hasten.data.template_sandbox import check_syntax
 from hasten.errors import InputError
-from hasten.formatting import open_regular
+from hasten.foreign_files import read_bounded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,7 +58,7 @@ def _literal(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_literal, value))}]"
     if isinstance(value, str):
-        pieces = [piece for piece in re.split(r"({bos}|{eos})", value) if piece] or [""]
+        pieces = [part for part in re.split(r"({bos}|{eos})", value) if part] or [""]
         names = {"{bos}": "bos_token", "{eos}": "eos_token"}
         return " ~ ".join(names.get(p) or json.dumps(p, ensure_ascii=False) for p in pieces)
     return json.dumps(value)
@@ -96,8 +96,8 @@ def choose_chat_template(tokenizer: PreTrainedTokenizerBase, choice: str) -> str
 
 def missing_tokens(tokenizer: PreTrainedTokenizerBase, choice: str) -> list[str]:
     """The special tokens of a format that the tokenizer splits into ordinary text."""
-    known = tokenizer.get_added_vocab()
-    return [token for token in _TOKENS.get(choice, ()) if token not in known]
+    vocabulary = tokenizer.get_added_vocab()
+    return [token for token in _TOKENS.get(choice, ()) if token not in vocabulary]
 
 
 def template_file(path: Path) -> str:
@@ -109,14 +109,10 @@ def template_file(path: Path) -> str:
             "docs/recipe.md, auto, or a .jinja file"
         )
     try:
-        with open_regular(path) as file:
-            data = file.read(_LARGEST_FILE + 1)
-        text = data.decode("utf-8")
-    except OSError as error:
-        raise InputError(f"chat_template: {path}: {error.strerror or error}") from error
+        text = read_bounded(path, _LARGEST_FILE, "template").decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(f"chat_template: {path} is not UTF-8: save it as UTF-8") from error
-    if len(data) > _LARGEST_FILE:
-        raise InputError(f"chat_template: {path} is larger than 1 MiB; that is not a template")
+    except InputError as error:
+        raise InputError(f"chat_template: {error}") from error
     renderer.ask(str(path), 0, check_syntax, text, str(path))  # constants are computed there
     return text

@@ -48,6 +48,7 @@ __all__ = [
 _LOOK = 200  # examples that decide a file's shape
 _SHOWN = 8  # names of columns that are not read
 _REASONS = 3  # for which examples can't be used
+_SHOWN_KEYS = 20  # of an example, in a message
 
 
 class Rejected(NamedTuple):
@@ -76,14 +77,14 @@ def read_examples(paths: Sequence[Path], max_rejected: float = 0.001) -> ReadRec
     more are rejected, nothing is left, a file is missing or has no known shape.
     """
     conversations: list[Conversation] = []
-    whole = ReadRecords(conversations, [], {})
+    combined = ReadRecords(conversations, [], {})
     for reading in read_sources([Source(Path(path)) for path in paths], max_rejected):
         conversations.extend(reading.conversations)
-        whole.rejected.extend(reading.rejected)
-        whole.shapes.update(reading.shapes)
-        whole.containers.update(reading.containers)
-        whole.unread.update(reading.unread)
-    return whole
+        combined.rejected.extend(reading.rejected)
+        combined.shapes.update(reading.shapes)
+        combined.containers.update(reading.containers)
+        combined.unread.update(reading.unread)
+    return combined
 
 
 def read_sources(
@@ -125,16 +126,16 @@ def check_rejected(rejected: Sequence[Rejected], total: int, max_rejected: float
         return
     reasons = Counter(row.reason for row in rejected)
     first = {row.reason: row for row in reversed(rejected)}
-    words = [
+    causes = [
         f"{first[reason].file}:{first[reason].line}: {reason}"
         + (f" ({count} of them)" if count > 1 else "")
         for reason, count in reasons.most_common(_REASONS)
     ]
-    more = "; ..." if len(reasons) > len(words) else ""
+    more = "; ..." if len(reasons) > len(causes) else ""
     without = f", or write max_rejected: {len(rejected)} to train without them"
     raise InputError(
         f"{len(rejected)} of {total} examples can't be used and max_rejected={max_rejected:g} "
-        f"allows {allowed:g}: {'; '.join(words)}{more} "
+        f"allows {allowed:g}: {'; '.join(causes)}{more} "
         f"(correct these examples{without if len(rejected) < total else ''})"
     )
 
@@ -196,33 +197,39 @@ def _read_file(path: Path, columns: ColumnNames, reading: ReadRecords) -> None:
     if len(head) == 1 and (rows := _rows(path, head[0].value, columns)) is not None:
         head = [JsonValue(number, row, None) for number, row in enumerate(rows, start=1)]
     named = {*columns.names.values()}
-    for found in head:  # before a shape is looked for, which they have not
-        with _at(path, found):
-            refuse_other_stage(found.value, named)
+    for json_value in head:  # before a shape is looked for, which they have not
+        with _at(path, json_value):
+            refuse_other_stage(json_value.value, named)
     shape = _detect(path, head, columns)
     reading.shapes[str(path)] = shape
     reading.containers[str(path)] = str(container)
     takes = () if columns.shape or shape not in SHAPES else SHAPES[shape].takes
-    known = {*named, *columns.names, *(SHAPES[shape].needs if shape in SHAPES else ()), *takes}
+    read_columns = {
+        *named,
+        *columns.names,
+        *(SHAPES[shape].needs if shape in SHAPES else ()),
+        *takes,
+    }
     unknown = reading.unread.setdefault(str(path), set())
-    for found in chain(head, examples):
-        if found.lost:
+    for json_value in chain(head, examples):
+        if json_value.lost:
             raise InputError(
-                f"{path}:{found.line}: {found.reason}; {len(reading.conversations):,} examples "
+                f"{path}:{json_value.line}: {json_value.reason}; {len(reading.conversations):,} "
+                f"examples "
                 f"were "
                 "read before it and all that follow are lost, whatever max_rejected allows: fetch "
                 "or write the file anew"
             )
         try:
-            if found.reason is not None:
-                raise NoConversationError(found.reason)
-            with _at(path, found):
-                refuse_other_stage(found.value, named)
-                example = columns.renamed(found.value, shape)
-                made = conversation(example, shape, f"{path}:{found.line}")
-                unknown |= unread(found.value | example, shape, known)
+            if json_value.reason is not None:
+                raise NoConversationError(json_value.reason)
+            with _at(path, json_value):
+                refuse_other_stage(json_value.value, named)
+                example = columns.renamed(json_value.value, shape)
+                made = conversation(example, shape, f"{path}:{json_value.line}")
+                unknown |= unread(json_value.value | example, shape, read_columns)
         except NoConversationError as unfit:
-            reading.rejected.append(Rejected(str(path), found.line, str(unfit)))
+            reading.rejected.append(Rejected(str(path), json_value.line, str(unfit)))
         else:
             reading.conversations.append(made)
 
@@ -251,19 +258,19 @@ def _rows(path: Path, value: Any, columns: ColumnNames) -> list[Any] | None:
 
 
 @contextmanager
-def _at(path: Path, found: JsonValue) -> Iterator[None]:
+def _at(path: Path, json_value: JsonValue) -> Iterator[None]:
     """What is said of an example begins with its place."""
     try:
         yield
     except InputError as error:
-        raise InputError(f"{path}:{found.line}: {error}") from error
+        raise InputError(f"{path}:{json_value.line}: {error}") from error
 
 
 def _detect(path: Path, head: Sequence[JsonValue], columns: ColumnNames) -> str:
     """The shape that most of the first examples have, the earliest of the table where several
     do.
     """
-    objects = [found.value for found in head if isinstance(found.value, dict)]
+    objects = [json_value.value for json_value in head if isinstance(json_value.value, dict)]
     possible = columns.shapes()
     renamed = map(columns.renamed, objects)
     votes = Counter(name for example in renamed if (name := shape_of(example, possible)))
@@ -271,15 +278,18 @@ def _detect(path: Path, head: Sequence[JsonValue], columns: ColumnNames) -> str:
         return votes.most_common(1)[0][0]
     if not objects:
         return "unknown"  # no example is sound: each is rejected with its own reason
-    keys = f"its first example has the keys {', '.join(map(repr, objects[0])) or '(none)'}"
+    names = [repr(name[:40]) for name in objects[0]]
+    more = f" and {len(names) - _SHOWN_KEYS} more" if len(names) > _SHOWN_KEYS else ""
+    shown_names = ", ".join(names[:_SHOWN_KEYS]) or "(none)"
+    keys = f"its first example has the keys {shown_names}{more}"
     if columns.names:
-        own = ", ".join(f"{known} from {name!r}" for known, name in columns.names.items())
+        mapping = ", ".join(f"{expected} from {name!r}" for expected, name in columns.names.items())
         raise InputError(
-            f"{path} has not what columns ask for ({own}, for the shape "
+            f"{path} has not what columns ask for ({mapping}, for the shape "
             f"{' or '.join(possible)}): {keys}"
         )
-    known = "; ".join(" + ".join(SHAPES[name].needs) for name in possible)
+    expected = "; ".join(" + ".join(SHAPES[name].needs) for name in possible)
     raise InputError(
         f"{path} has none of the known shapes: {keys}; "
-        + (advice(objects[0]) or f"name them in columns as those of one of {known}")
+        + (advice(objects[0]) or f"name them in columns as those of one of {expected}")
     )

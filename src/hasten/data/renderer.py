@@ -8,6 +8,8 @@ rendered by a process that the kernel ends or refuses memory:
       of the process
   (2) each question is a function and its arguments, and the processor time that their size explains
   (3) over all questions together it may take `SECONDS` more than that, and `MEMORY` at any time
+  (4) an answer may take `WAIT_SECONDS` by the clock, and `SLOWDOWN` times what its size explains:
+      on a busy machine processor time passes slowly
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from hasten.errors import InputError
 
 Answer = TypeVar("Answer")
 SECONDS = 30  # of processor time
+WAIT_SECONDS = 45.0  # by the clock, the start of the process included
+SLOWDOWN = 20.0
 MEMORY = 2 << 30  # bytes of address space beyond that of the process as it starts
 
 
@@ -44,11 +48,11 @@ _current: _Renderer | None = None
 
 
 def ask(
-    place: str, explained: float, function: Callable[..., Answer], *arguments: object
+    location: str, explained: float, function: Callable[..., Answer], *arguments: object
 ) -> Answer:
     """What a function of a module returns in the process with limits.
 
-    Raises InputError where the function does, and where it takes more than it may; `place` says
+    Raises InputError where the function does, and where it takes more than it may; `location` says
     where that was, and `explained` is the seconds of processor time that the arguments explain.
     """
     if os.name != "posix":
@@ -57,18 +61,25 @@ def ask(
         renderer = _started()
         try:
             renderer.link.send((explained, function, arguments))
-            users, found = renderer.link.recv()
+            wait = WAIT_SECONDS + SLOWDOWN * explained
+            if not renderer.link.poll(wait):
+                stop()
+                raise InputError(
+                    f"the tokenizer's chat template takes over {wait:.0f} s at {location}: correct "
+                    "the template or the example, or try again on a machine that is less busy"
+                )
+            users, reply = renderer.link.recv()
         except (EOFError, ConnectionError):
             code = renderer.process.wait()
             stop()
-            raise InputError(_ended(place, code)) from None
+            raise InputError(_ended(location, code)) from None
         except BaseException:  # an interrupt: what it answers now is to no question
             stop()
             raise
     if users is None:
-        answer: Answer = found
+        answer: Answer = reply
         return answer
-    raise InputError(found) if users else RuntimeError(found)
+    raise InputError(reply) if users else RuntimeError(reply)
 
 
 def stop() -> None:
@@ -100,14 +111,14 @@ def _started() -> _Renderer:
     return _current
 
 
-def _ended(place: str, code: int) -> str:
+def _ended(location: str, code: int) -> str:
     if code == -signal.SIGXCPU:
         return (
             f"the tokenizer's chat template takes over {SECONDS} s of processor time more than the "
-            f"texts explain at {place}: correct the template or the example"
+            f"texts explain at {location}: correct the template or the example"
         )
     how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
-    return f"the process that renders the chat template {how} at {place}: correct the template"
+    return f"the process that renders the chat template {how} at {location}: correct the template"
 
 
 def main(handle: int, seconds: int, memory: int) -> None:

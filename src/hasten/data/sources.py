@@ -8,7 +8,6 @@ seed, once for the run; the order of the epoch is the trainer's business.
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from hasten.data.conversation import TAGS, ColumnNames
 from hasten.data.spool import IndexedConversations, Selection
 from hasten.data.stages import refuse_other_stage
 from hasten.errors import InputError, pip_install
+from hasten.foreign_files import path_inside, read_json_object
 
 # Data sets as LLaMA-Factory's dataset_info.json lists them: `folder/dataset_info.json:NAME`.
 #
@@ -57,75 +57,62 @@ def entry_of(name: str) -> tuple[Path, ColumnNames] | None:
 
     Raises InputError where the list or the entry can't be used.
     """
-    place, colon, wanted = name.rpartition(":")
+    location, colon, wanted = name.rpartition(":")
     if not colon or Path(name).exists():
         return None
-    listing = Path(place) / FILE if Path(place).is_dir() else Path(place)
+    listing = Path(location) / FILE if Path(location).is_dir() else Path(location)
     if listing.name != FILE:
         return None
-    entries = _entries(listing, "data sets by their names", "correct it")
+    entries = read_json_object(listing, "list of data sets by their names", _LARGEST)
     if wanted not in entries:
         close = difflib.get_close_matches(wanted, entries, n=1) or list(entries)[:5]
         raise InputError(f"{listing} has no entry {wanted!r}: it has {', '.join(close) or 'none'}")
     return _read(listing, wanted, entries[wanted])
 
 
-def _entries(listing: Path, what: str, remedy: str) -> dict[str, Any]:
-    try:
-        with listing.open("rb") as file:
-            data = file.read(_LARGEST + 1)
-        found = json.loads(data.decode("utf-8-sig")) if len(data) <= _LARGEST else None
-    except OSError as error:
-        raise InputError(f"{listing} can't be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{listing} is not JSON: {error}; {remedy}") from error
-    if not isinstance(found, dict):
-        raise InputError(f"{listing} must be an object of {what}; {remedy}")
-    return found
-
-
 def _read(listing: Path, name: str, entry: Any) -> tuple[Path, ColumnNames]:
-    place = f"{listing}: {name}"
+    location = f"{listing}: {name}"
     if not isinstance(entry, dict):
-        raise InputError(f"{place} must be an object with a file_name")
+        raise InputError(f"{location} must be an object with a file_name")
     if entry.get("script_url"):
-        raise InputError(f"{place} is a script, which is never run: give the files that it makes")
+        raise InputError(
+            f"{location} is a script, which is never run: give the files that it makes"
+        )
     if elsewhere := [key for key in _ELSEWHERE if entry.get(key)]:
         raise InputError(
-            f"{place} lies elsewhere ({elsewhere[0]}): fetch it and give its file or folder"
+            f"{location} lies elsewhere ({elsewhere[0]}): fetch it and give its file or folder"
         )
     if entry.get("ranking"):
-        raise InputError(f"{place}: {_stage_of('chosen', 'rejected')}")
+        raise InputError(f"{location}: {_stage_of('chosen', 'rejected')}")
     unread = [key for key, value in entry.items() if key not in _READ and value]
     if unread and not (unread == ["split"] and entry["split"] == _SPLIT):
-        raise InputError(f"{place} has {unread[0]!r}, which is not read here: use an entry without")
-    return _file(listing, place, entry.get("file_name")), _columns(place, entry)
+        raise InputError(
+            f"{location} has {unread[0]!r}, which is not read here: use an entry without"
+        )
+    return _file(listing, location, entry.get("file_name")), _columns(location, entry)
 
 
-def _file(listing: Path, place: str, name: Any) -> Path:
+def _file(listing: Path, location: str, name: Any) -> Path:
     if not isinstance(name, str) or not name:
-        raise InputError(f"{place} has no file_name: only local files are read")
-    folder = listing.parent.resolve()
-    if not (folder / name).resolve().is_relative_to(folder):
-        raise InputError(f"{place}: file_name {name!r} leads out of {folder}: name a file in it")
-    return listing.parent / name
+        raise InputError(f"{location} has no file_name: only local files are read")
+    return path_inside(listing.parent, name, f"{location}: file_name")
 
 
-def _columns(place: str, entry: dict[str, Any]) -> ColumnNames:
+def _columns(location: str, entry: dict[str, Any]) -> ColumnNames:
     formatting = entry.get("formatting", "alpaca")
     if not isinstance(formatting, str) or formatting not in _COLUMNS:
-        raise InputError(f"{place}: formatting {formatting!r} is none of {', '.join(_COLUMNS)}")
-    known = _COLUMNS[formatting]
-    given = _texts(place, "columns", entry) or _UNMAPPED[formatting]
-    if unread := [key for key in given if key not in known]:
+        raise InputError(f"{location}: formatting {formatting!r} is none of {', '.join(_COLUMNS)}")
+    standard_names = _COLUMNS[formatting]
+    columns = _texts(location, "columns", entry) or _UNMAPPED[formatting]
+    if unread := [key for key in columns if key not in standard_names]:
         what = _stage_of(*unread) or f"the column {unread[0]!r} is not read here: leave it out"
-        raise InputError(f"{place}: {what}")
-    tags = _texts(place, "tags", entry)
+        raise InputError(f"{location}: {what}")
+    tags = _texts(location, "tags", entry)
     if unread := [key for key in tags if key not in TAGS]:
-        raise InputError(f"{place}: the tag {unread[0]!r} is none of {', '.join(TAGS)}")
-    if formatting == "alpaca" and {*given} == {"prompt"}:
-        return ColumnNames({"text": given["prompt"]}, shape="text")
-    names = {known[key]: own for key, own in given.items()}
+        raise InputError(f"{location}: the tag {unread[0]!r} is none of {', '.join(TAGS)}")
+    if formatting == "alpaca" and {*columns} == {"prompt"}:
+        return ColumnNames({"text": columns["prompt"]}, shape="text")
+    names = {standard_names[key]: column for key, column in columns.items()}
     return ColumnNames(names, tags, _SHAPES[formatting])
 
 
@@ -138,14 +125,14 @@ def _stage_of(*columns: str) -> str:
     return ""
 
 
-def _texts(place: str, key: str, entry: dict[str, Any]) -> dict[str, str]:
-    found = entry.get(key) or {}
-    if not isinstance(found, dict):
-        raise InputError(f"{place}: {key} must be an object of texts")
-    kept = {name: own for name, own in found.items() if own is not None}
-    if wrong := [name for name, own in kept.items() if not isinstance(own, str) or not own]:
-        raise InputError(f"{place}: {key}: {wrong[0]} must be a text")
-    return kept
+def _texts(location: str, key: str, entry: dict[str, Any]) -> dict[str, str]:
+    mapping = entry.get(key) or {}
+    if not isinstance(mapping, dict):
+        raise InputError(f"{location}: {key} must be an object of texts")
+    texts = {name: text for name, text in mapping.items() if text is not None}
+    if wrong := [name for name, text in texts.items() if not isinstance(text, str) or not text]:
+        raise InputError(f"{location}: {key}: {wrong[0]} must be a text")
+    return texts
 
 
 # A source, and its weight.
@@ -181,15 +168,15 @@ def weighted(
 
     A fraction f of n examples is round(f * n) of them, without repetition and in their order.
     """
-    kept: list[NDArray[np.int64]] = [np.zeros(0, np.int64)]
+    selected: list[NDArray[np.int64]] = [np.zeros(0, np.int64)]
     first = 0
     for number, (group, weight) in enumerate(zip(groups, weights, strict=True)):
-        whole, part = divmod(weight, 1)
+        repeats, part = divmod(weight, 1)
         every = np.arange(first, first + len(group), dtype=np.int64)
         order = np.random.default_rng([seed, number]).permutation(len(group))
-        kept += [*[every] * int(whole), every[np.sort(order[: round(part * len(group))])]]
+        selected += [*[every] * int(repeats), every[np.sort(order[: round(part * len(group))])]]
         first += len(group)
-    return Selection(groups, np.concatenate(kept))
+    return Selection(groups, np.concatenate(selected))
 
 
 # Data sets of the `datasets` library: names on the hub, and folders that `save_to_disk` wrote.
@@ -222,15 +209,15 @@ def hub_name(name: str) -> HubName | None:
 
     What lies in an existing folder or ends in letters, as `.txt`, is a path with a mistake in it.
     """
-    found = _NAME.fullmatch(name)
-    if found is None or Path(found["set"]).parent.exists():
+    match = _NAME.fullmatch(name)
+    if match is None or Path(match["set"]).parent.exists():
         return None
-    if Path(found["set"]).suffix[1:].isalpha():
+    if Path(match["set"]).suffix[1:].isalpha():
         return None
-    first, second = found["config"], found["split"]
+    first, second = match["config"], match["split"]
     if second is None:
-        return HubName(found["set"], None, first or "train")
-    return HubName(found["set"], first, second)
+        return HubName(match["set"], None, first or "train")
+    return HubName(match["set"], first, second)
 
 
 def hub_files(name: HubName, load: Load | None = None) -> list[Path]:
@@ -240,11 +227,11 @@ def hub_files(name: HubName, load: Load | None = None) -> list[Path]:
     """
     load = load or _library(name.dataset)
     try:
-        found = load(name.dataset, name.config, split=name.split)
-        files = [Path(file["filename"]) for file in found.cache_files]
+        dataset = load(name.dataset, name.config, split=name.split)
+        files = [Path(file["filename"]) for file in dataset.cache_files]
     except Exception as error:  # the library and those below it raise of every kind
         raise InputError(_said(name, error)) from error
-    if not files or not len(found):
+    if not files or not len(dataset):
         raise InputError(f"dataset {name.dataset}: its split {name.split} has no examples")
     return files
 
@@ -262,8 +249,8 @@ def saved_files(folder: Path) -> list[Path] | None:
     names = [name for name in splits if isinstance(name, str)] if isinstance(splits, list) else []
     if len(names) == 1:
         return _listed(_inside(folder, names[0]))
-    told = ", ".join(str(folder / name) for name in names) or "none"
-    raise InputError(f"{folder} has several splits, name one of them: {told}")
+    split_folders = ", ".join(str(folder / name) for name in names) or "none"
+    raise InputError(f"{folder} has several splits, name one of them: {split_folders}")
 
 
 def _listed(folder: Path) -> list[Path]:
@@ -313,8 +300,8 @@ def _said(name: HubName, error: Exception) -> str:
 
 
 def _inside(folder: Path, name: Any) -> Path:
-    whole = folder.resolve()
-    if not isinstance(name, str) or not (whole / name).resolve().is_relative_to(whole):
+    root = folder.resolve()
+    if not isinstance(name, str) or not (root / name).resolve().is_relative_to(root):
         raise InputError(f"{folder} lists {name!r}, which isn't in it: save the data set anew")
     if not (folder / name).exists():
         raise InputError(f"{folder} lacks {name}, which it lists: copy or save it whole")
@@ -322,4 +309,4 @@ def _inside(folder: Path, name: Any) -> Path:
 
 
 def _saved(path: Path) -> dict[str, Any]:
-    return _entries(path, "a data set's files", "save the data set anew")
+    return read_json_object(path, "list of a data set's files", _LARGEST)

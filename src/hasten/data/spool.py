@@ -136,14 +136,14 @@ def pack(conversation: Conversation) -> bytes:
 
 def unpack(data: bytes) -> Conversation:
     """The conversation that `pack` was given."""
-    turns, text, place = pickle.loads(data)
+    turns, text, location = pickle.loads(data)
     return Conversation(
         tuple(
             Message(role, content, tuple(ToolCall(*call) for call in calls), *more)
             for role, content, calls, *more in turns
         ),
         text,
-        place,
+        location,
     )
 
 
@@ -173,13 +173,13 @@ def spools(folder: Path) -> Iterator[Spools]:
 
     A preparation that was killed leaves the folder behind; the next one begins with removing it.
     """
-    place = folder / "reading"
-    shutil.rmtree(place, ignore_errors=True)
-    place.mkdir(parents=True)
-    found = Spools(place)
+    reading_folder = folder / "reading"
+    shutil.rmtree(reading_folder, ignore_errors=True)
+    reading_folder.mkdir(parents=True)
+    spool_set = Spools(reading_folder)
     try:
-        yield found
+        yield spool_set
     finally:
-        for spool in found.made:
+        for spool in spool_set.made:
             spool.close()
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(reading_folder, ignore_errors=True)

@@ -46,18 +46,27 @@ def refuse_other_stage(example: Any, named: Iterable[str] = ()) -> None:
     if not any(_tells(key, example[key]) for key in _telling(frozenset(example))):
         return  # most examples
     filled = {key for key, value in example.items() if not _is_empty(value)} - {*named}
-    found = _stage(example, filled, {*named}) or _unused(example, filled)
-    if found is not None:
-        raise InputError(found)
+    problem = _stage(example, filled, {*named}) or _unused(example, filled)
+    if problem is not None:
+        raise InputError(problem)
 
 
 @lru_cache(maxsize=256)
 def _telling(keys: frozenset[str]) -> tuple[str, ...]:
     """The columns of these that may be those of another training."""
-    known = {*MEDIA, *LABELS, *RECORD_WEIGHTS, *THOUGHTS, *SOURCES, *_LISTED, *_ALONE, *CONTRASTS}
+    telling_names = {
+        *MEDIA,
+        *LABELS,
+        *RECORD_WEIGHTS,
+        *THOUGHTS,
+        *SOURCES,
+        *_LISTED,
+        *_ALONE,
+        *CONTRASTS,
+    }
     answered = bool(keys & {*ANSWERS, *_OTHER_ANSWERS})
-    found = [key for key in keys if key in known or is_preference(key)]
-    return tuple(found if answered or "prompt" not in keys else (*found, "prompt"))
+    columns = [key for key in keys if key in telling_names or is_preference(key)]
+    return tuple(columns if answered or "prompt" not in keys else (*columns, "prompt"))
 
 
 def _tells(key: str, value: Any) -> bool:
@@ -199,9 +208,9 @@ def advice(example: Mapping[str, Any]) -> str:
     """The way out for an example of no known shape, as the end of a sentence; empty if none
     fits.
     """
-    words = next((words for key, words in _ELSEWHERE.items() if example.get(key)), None)
-    if words and not isinstance(example.get("chat"), list):
-        return words
+    hint = next((hint for key, hint in _ELSEWHERE.items() if example.get(key)), None)
+    if hint and not isinstance(example.get("chat"), list):
+        return hint
     keys = [key for key, value in example.items() if not _is_empty(value)]
     lower = {key.lower(): key for key in reversed(keys)}
 

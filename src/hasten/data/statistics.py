@@ -63,7 +63,7 @@ def layouts(lengths: NDArray[np.int32], batch: int, row_tokens: int) -> list[Bat
     """
     batches = -(-len(lengths) // batch)
     grouped = 1 - GroupedOrder(lengths, window=WINDOW, examples=batch).padding_share()
-    found = [
+    batch_layouts = [
         BatchLayout(f"padded, {batch} at random", "-", 1 - padding_share(lengths, batch), batches),
         BatchLayout(f"padded, {batch} of like length", "length_grouped", grouped, batches),
     ]
@@ -71,10 +71,10 @@ def layouts(lengths: NDArray[np.int32], batch: int, row_tokens: int) -> list[Bat
     for row in _rows(shortest):
         made = plan_rows(lengths, row).efficiency
         name = f"packed, rows of {row:,}"
-        found.append(
+        batch_layouts.append(
             BatchLayout(name, "packed_epoch", made.fullness, made.rows, made.lower_bound, row)
         )
-    return found
+    return batch_layouts
 
 
 def useful_row(lengths: NDArray[np.int32], row_tokens: int) -> int:
@@ -88,12 +88,12 @@ def layout_advice(lengths: NDArray[np.int32], batch: int, row_tokens: int) -> st
     """Which of packed rows and grouped examples fills positions better, with the figures."""
     row = useful_row(lengths, row_tokens)
     choice = choose_method(lengths, row, batch)
-    words = {
+    methods = {
         "pack": f"packed_epoch with row_tokens: {row}, and packed",
         "group": "length_grouped",
         "both": f"packed_epoch with row_tokens: {row} and packed, or length_grouped",
     }
-    return f"{words[choice.method]} ({choice.reason})"
+    return f"{methods[choice.method]} ({choice.reason})"
 
 
 def _rows(shortest: int) -> list[int]:
@@ -103,7 +103,7 @@ def _rows(shortest: int) -> list[int]:
 def statistics_of(examples: StoredRecords) -> DataStatistics:
     """Count a data set's examples, tokens and duplicates; every example is read once."""
     lengths = np.asarray(examples.lengths, np.int64)
-    seen = Counter(_digests(examples))
+    digest_counts = Counter(_digests(examples))
     return DataStatistics(
         examples=len(lengths),
         tokens=int(lengths.sum()),
@@ -111,7 +111,7 @@ def statistics_of(examples: StoredRecords) -> DataStatistics:
         shortest=int(lengths.min()),
         longest=int(lengths.max()),
         quantiles={q: int(np.percentile(lengths, q)) for q in QUANTILES},
-        duplicates=sum(seen.values()) - len(seen),
+        duplicates=sum(digest_counts.values()) - len(digest_counts),
         bins=tuple(_bins(lengths)),
     )
 

@@ -65,11 +65,11 @@ def parquet_batches(path: Path) -> tuple[list[str], Iterator[Any]]:
     limit = growth_limit(path)
     file = pq.ParquetFile(path)
     groups = [file.metadata.row_group(at) for at in range(file.metadata.num_row_groups)]
-    whole = sum(chunk.total_uncompressed_size for group in groups for chunk in _chunks(group))
+    total_bytes = sum(chunk.total_uncompressed_size for group in groups for chunk in _chunks(group))
     values = sum(chunk.num_values for group in groups for chunk in _chunks(group))
-    if max(whole, _ROW * file.metadata.num_rows, _VALUE * values) > limit:
+    if max(total_bytes, _ROW * file.metadata.num_rows, _VALUE * values) > limit:
         raise too_large(path, limit)
-    rows = max(1, min(ROWS, HELD // max(1, whole // max(1, file.metadata.num_rows))))
+    rows = max(1, min(ROWS, HELD // max(1, total_bytes // max(1, file.metadata.num_rows))))
     repeated: set[str] = set()
     for number, group in enumerate(groups):
         for chunk in _chunks(group):
@@ -101,7 +101,7 @@ def arrow_batches(path: Path) -> tuple[list[str], Iterator[Any]]:
         source.seek(8)  # a file is a stream between its marks
     start = source.tell()
     sizes = _declared(source)
-    left, batches, fault = growth_limit(path), 0, None
+    remaining_bytes, batches, fault = growth_limit(path), 0, None
     while True:
         try:
             kind, size = next(sizes)
@@ -110,8 +110,8 @@ def arrow_batches(path: Path) -> tuple[list[str], Iterator[Any]]:
         except (pa.ArrowException, OSError, ValueError, struct.error) as error:
             fault = ValueError(str(error))
             break
-        left -= size
-        if left < 0:
+        remaining_bytes -= size
+        if remaining_bytes < 0:
             raise too_large(path, growth_limit(path))
         batches += kind == _BATCH
     source.seek(start)
@@ -138,27 +138,27 @@ def _halved(rows: Any) -> Iterator[tuple[Any, int]]:
 
 def decoded_bytes(array: Any) -> int:
     """About what an array takes as Python objects; no less than its texts."""
-    kind, own = array.type, _VALUE * len(array)
+    kind, base_bytes = array.type, _VALUE * len(array)
     if pa.types.is_dictionary(kind):
-        return own + _repeated(array)
+        return base_bytes + _repeated(array)
     if pa.types.is_struct(kind):
         return _STRUCT * len(array) + sum(decoded_bytes(child) for child in array.flatten())
     if pa.types.is_map(kind):
         first, last = (array.offsets[at].as_py() for at in (0, len(array)))
         parts = (part.slice(first, last - first) for part in (array.keys, array.items))
-        return own + _VALUE * int(last - first) + sum(map(decoded_bytes, parts))
+        return base_bytes + _VALUE * int(last - first) + sum(map(decoded_bytes, parts))
     if isinstance(array, _LISTS):
-        return own + decoded_bytes(array.flatten())
+        return base_bytes + decoded_bytes(array.flatten())
     if isinstance(array, pa.ExtensionArray):
-        return own + decoded_bytes(array.storage)
+        return base_bytes + decoded_bytes(array.storage)
     if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
         views = np.frombuffer(array.buffers()[1], np.int32)[4 * array.offset :]  # (4 x values,)
-        return own + int(views[: 4 * len(array) : 4].sum(dtype=np.int64))
+        return base_bytes + int(views[: 4 * len(array) : 4].sum(dtype=np.int64))
     if pa.types.is_nested(kind) or pa.types.is_run_end_encoded(kind):
         raise InputError(
             f"values of type {kind} are not read: cast the table's column to lists or texts"
         )
-    return own + int(array.nbytes)
+    return base_bytes + int(array.nbytes)
 
 
 def _chunks(group: Any) -> Iterator[Any]:
@@ -213,7 +213,7 @@ def _declared(source: Any) -> Iterator[tuple[int, int]]:
             yield kind, 0
             continue
         packed = batch.table(3) is not None
-        yield kind, sum(_size(body, *place, packed) for place in batch.pairs(2))
+        yield kind, sum(_size(body, *buffer, packed) for buffer in batch.pairs(2))
 
 
 def _size(body: Any, offset: int, length: int, packed: bool) -> int:
@@ -335,7 +335,7 @@ def _csv_example(
     number: int, header: list[str], cells: list[str], reason: str | None, lost: bool
 ) -> JsonValue:
     if reason is None:
-        reason = next((found for cell in cells if (found := damage(cell))), None)
+        reason = next((fault for cell in cells if (fault := damage(cell))), None)
     if reason is None and len(cells) != len(header):
         reason = f"has {len(cells)} columns, the header {len(header)} (commas in texts need quotes)"
     example = dict(zip(header, cells, strict=False)) if reason is None else None
@@ -344,13 +344,13 @@ def _csv_example(
 
 def scan_table(path: Path, container: Container) -> Iterator[JsonValue]:
     """The rows of a Parquet or Arrow file; raises InputError where there is no such file in it."""
-    number, left = 1, growth_limit(path)
+    number, remaining_bytes = 1, growth_limit(path)
     pieces = _pieces(_opened(path, container.kind), container.kind)
     while True:
         try:
             rows, size = next(pieces)
-            left -= size
-            if left < 0:
+            remaining_bytes -= size
+            if remaining_bytes < 0:
                 raise too_large(path, growth_limit(path))
             if size > FLOOR:
                 raise InputError(
@@ -362,15 +362,17 @@ def scan_table(path: Path, container: Container) -> Iterator[JsonValue]:
         except StopIteration:
             return
         except InputError as error:
-            place = "" if str(path) in str(error) else f"{path}:{number}: "
-            raise InputError(f"{place}{error}") from error
+            prefix = "" if str(path) in str(error) else f"{path}:{number}: "
+            raise InputError(f"{prefix}{error}") from error
         except _FAULTS as error:
-            words = f"the {container.kind} file is damaged here: {_line(error)}"
-            yield JsonValue(number, None, words, lost=True)
+            message = f"the {container.kind} file is damaged here: {_line(error)}"
+            yield JsonValue(number, None, message, lost=True)
             return
         yield from (
-            found if not isinstance(found.value, str) else JsonValue(found.line, None, found.value)
-            for found in values
+            json_value
+            if not isinstance(json_value.value, str)
+            else JsonValue(json_value.line, None, json_value.value)
+            for json_value in values
         )
         number += len(values)
 

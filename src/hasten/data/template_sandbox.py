@@ -45,7 +45,7 @@ class UnrenderedError(Exception):
     """Why a template, which works by itself, has no text for some values."""
 
 
-def render(source: str, place: str, values: Mapping[str, Any]) -> str:
+def render(source: str, location: str, values: Mapping[str, Any]) -> str:
     """The text of a template.
 
     Raises:
@@ -56,19 +56,19 @@ def render(source: str, place: str, values: Mapping[str, Any]) -> str:
         environment, template = _compiled(source)
         environment.left = STEPS
         size, pieces = 0, []
-        for piece in template.generate(dict(values)):
-            size += len(piece)
+        for chunk in template.generate(dict(values)):
+            size += len(chunk)
             if size > CHARS:
                 raise RunawayError(f"writes more than {CHARS:,} characters")
-            pieces.append(piece)
+            pieces.append(chunk)
     except MemoryError as error:
         raise InputError(
-            f"the tokenizer's chat template takes more memory than it may have on {place}: "
+            f"the tokenizer's chat template takes more memory than it may have on {location}: "
             "correct the template or the example"
         ) from error
     except (SecurityError, RunawayError, TemplateSyntaxError, RecursionError) as error:
         raise InputError(
-            f"the tokenizer's chat template fails on {place} ({_words(error)}): "
+            f"the tokenizer's chat template fails on {location} ({_words(error)}): "
             "correct the template or the example"
         ) from error
     except Exception as error:  # a foreign program: it may raise anything
@@ -85,14 +85,16 @@ def _words(error: Exception) -> str:
     return f"its line {lines[-1]} fails: {what}" if lines else what
 
 
-def check_syntax(source: str, place: str) -> None:
+def check_syntax(source: str, location: str) -> None:
     """Raise InputError where a template can't be read."""
     try:
         _compiled(source)
     except TemplateSyntaxError as error:
-        raise InputError(f"{place}:{error.lineno}: {error.message}; correct the template") from None
+        raise InputError(
+            f"{location}:{error.lineno}: {error.message}; correct the template"
+        ) from None
     except (TemplateError, RecursionError, MemoryError, SyntaxError) as error:
-        raise InputError(f"{place} can't be compiled: {type(error).__name__}") from error
+        raise InputError(f"{location} can't be compiled: {type(error).__name__}") from error
 
 
 @lru_cache(maxsize=8)
@@ -163,9 +165,9 @@ class _Environment(ImmutableSandboxedEnvironment):
         return str(d).join(texts)
 
     def _replace(self, text: Any, old: str, new: str, count: int | None = None) -> str:
-        whole = str(text)
-        self._fits(len(whole) + whole.count(str(old)) * len(str(new)))
-        return whole.replace(str(old), str(new), -1 if count is None else count)
+        full_text = str(text)
+        self._fits(len(full_text) + full_text.count(str(old)) * len(str(new)))
+        return full_text.replace(str(old), str(new), -1 if count is None else count)
 
     def _fits(self, size: int) -> None:
         if size > CHARS:
@@ -181,10 +183,10 @@ class _Environment(ImmutableSandboxedEnvironment):
                 return self._replace(owner, *args)
             if name == "join":
                 return self._join(args[0] if args else (), owner)
-        found = super().call(context, obj, *args, **kwargs)
-        if isinstance(found, range):
-            self.spend(len(found))
-        return found
+        returned = super().call(context, obj, *args, **kwargs)
+        if isinstance(returned, range):
+            self.spend(len(returned))
+        return returned
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
         # Jinja's own is an empty text until something is asked of it.

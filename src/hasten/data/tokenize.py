@@ -84,14 +84,14 @@ def run(  # noqa: C901  # one loop over all that workers answer
         finally:
             renderer.stop()
         return
-    left, given = iter(tasks), pickle.dumps(work)
+    remaining, payload = iter(tasks), pickle.dumps(work)
     with ExitStack() as stack:
         idle = [stack.enter_context(_started()) for _ in range(workers)]
-        _tell_all(idle, given)
+        _tell_all(idle, payload)
         busy: dict[Connection, tuple[_Worker, TokenizeTask]] = {}
         once_more: set[str] = set()  # chunks whose worker has died
         while True:
-            for task in islice(left, len(idle)):
+            for task in islice(remaining, len(idle)):
                 worker = idle.pop()
                 busy[worker.link] = worker, task
                 with suppress(ConnectionError):  # dead: there will be no answer
@@ -107,9 +107,9 @@ def run(  # noqa: C901  # one loop over all that workers answer
                     if task.name in once_more:
                         raise _died(task, str(how)) from None
                     once_more.add(task.name)
-                    left = chain([task], left)
+                    remaining = chain([task], remaining)
                     idle.append(stack.enter_context(_started()))
-                    _tell_all(idle[-1:], given)
+                    _tell_all(idle[-1:], payload)
                     continue
                 idle.append(worker)
                 yield task.examples
@@ -197,13 +197,13 @@ def prepare(
     folder = path.with_suffix(".parts")
     folder.mkdir(exist_ok=True)
     spans = list(_spans(conversations, folder))
-    left = [span for span in spans if not arrow_file.is_whole(span.part)]
+    pending = [span for span in spans if not arrow_file.is_whole(span.part)]
     total = len(conversations)
-    done = total - sum(span.last - span.first for span in left)
+    done = total - sum(span.last - span.first for span in pending)
     if on_progress and done:
         on_progress(done, total)
-    tasks = (_task(conversations, span) for span in left)
-    workers = min(workers, max(len(left) // _WORTH_A_WORKER, 1))
+    tasks = (_task(conversations, span) for span in pending)
+    workers = min(workers, max(len(pending) // _WORTH_A_WORKER, 1))
     with closing(run(work, tasks, workers)) as finished:
         for size in finished:
             done += size
@@ -219,8 +219,8 @@ def sweep(folder: Path) -> None:
     Each key's lock tells whether its preparation lives. What can't be removed stays.
     """
     try:
-        left = [path for path in folder.iterdir() if path.suffix in (".parts", ".part")]
-        for path in left:
+        leftovers = [path for path in folder.iterdir() if path.suffix in (".parts", ".part")]
+        for path in leftovers:
             with if_free(folder / f"{path.name.lstrip('.').partition('.')[0]}.lock") as free:
                 if free and path.suffix == ".parts":
                     shutil.rmtree(path, ignore_errors=True)

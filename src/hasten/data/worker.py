@@ -80,12 +80,12 @@ def main(handle: int) -> None:
     os.putenv("TOKENIZERS_PARALLELISM", "false")
     with Connection(handle) as parent:
         try:
-            given = parent.recv_bytes()
+            payload = parent.recv_bytes()
             work: TokenizeWork | None = None
             while True:
                 chunk: RecordChunk = parent.recv()
                 try:
-                    work = work or pickle.loads(given)
+                    work = work or pickle.loads(payload)
                 except Exception as error:  # a class that only the parent's main module has
                     parent.send((False, f"{error} in a new process; set data_workers to 1"))
                 else:

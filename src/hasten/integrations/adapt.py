@@ -114,8 +114,8 @@ def prepare_host(
     reasons = unsupported_reasons(plan, context)
     if reasons:
         raise InputError("; ".join(reasons))
-    whole = plan.with_(DDP()) if context.world.size > 1 and Slot.LAYOUT not in plan else plan
-    setup = prepare(_job(model, host_run, context), whole, context, host_run.folder)
+    full_plan = plan.with_(DDP()) if context.world.size > 1 and Slot.LAYOUT not in plan else plan
+    setup = prepare(_job(model, host_run, context), full_plan, context, host_run.folder)
     if (
         Slot.COMMUNICATION in plan
         and context.world.size > 1
@@ -157,13 +157,13 @@ def plain_forward(model: Any) -> Iterator[None]:
 
     Hooks of hasten's own, which count tokens, are off inside.
     """
-    own = vars(model)
-    wrapped, original = own.get("forward"), own.get("_original_forward")
-    pairs = [(own[name], dict(own[name])) for name in HOOKS]
+    attributes = vars(model)
+    wrapped, original = attributes.get("forward"), attributes.get("_original_forward")
+    pairs = [(attributes[name], dict(attributes[name])) for name in HOOKS]
     if wrapped is not None and original is not None:
-        del own["forward"]
+        del attributes["forward"]
         if getattr(original, "__func__", None) is not type(model).forward:
-            own["forward"] = original
+            attributes["forward"] = original
     for hooks, _ in pairs:
         for key in [k for k, hook in hooks.items() if _library_of(hook) == "hasten"]:
             del hooks[key]
@@ -171,7 +171,7 @@ def plain_forward(model: Any) -> Iterator[None]:
         yield
     finally:
         if wrapped is not None:
-            own["forward"] = wrapped
+            attributes["forward"] = wrapped
         for hooks, before in pairs:
             hooks.clear()
             hooks.update(before)
@@ -257,8 +257,8 @@ def _foreign(module: nn.Module) -> str:
     if "forward" in vars(module):
         return f"the forward of a {kind.__name__} was replaced by somebody"
     library = kind.__module__.partition(".")[0]
-    own = getattr(kind.forward, "__module__", None) or kind.__module__
-    if library not in LIBRARIES or own.partition(".")[0] not in LIBRARIES:
+    forward_module = getattr(kind.forward, "__module__", None) or kind.__module__
+    if library not in LIBRARIES or forward_module.partition(".")[0] not in LIBRARIES:
         return f"{kind.__name__} of {kind.__module__} is no class of the libraries it knows"
     return ""
 
@@ -310,22 +310,22 @@ def bind_loss(
     rebind.bind(causal_lm(model), _loss_forward, (loss, context))
 
 
-def _loss_forward(module: Any, usual: Callable[..., Any], *args: Any, **given: Any) -> Any:
-    asks = [key for key in (*MORE_OUTPUTS, *OTHER_LOSS) if given.get(key)]
+def _loss_forward(module: Any, usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    asks = [key for key in (*MORE_OUTPUTS, *OTHER_LOSS) if kwargs.get(key)]
     state = rebind.state_of(module, _loss_forward)
     if (
         state is None
         or not module.training
-        or given.get("labels") is None
+        or kwargs.get("labels") is None
         or asks
         or len(args) > 1
-        or given.get("return_dict") is False
+        or kwargs.get("return_dict") is False
     ):
-        return usual(*args, **given)
+        return usual(*args, **kwargs)
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     loss, context = state
-    inputs = dict(zip(("input_ids",), args, strict=False)) | given
+    inputs = dict(zip(("input_ids",), args, strict=False)) | kwargs
     labels, aligned = inputs.pop("labels"), inputs.pop("shift_labels", None)
     items = inputs.pop("num_items_in_batch", None)
     for name in ("use_cache", "return_dict", *MORE_OUTPUTS, *OTHER_LOSS):

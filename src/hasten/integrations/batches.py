@@ -36,16 +36,16 @@ def example_of(row: Any) -> TokenizedExample:
         keys = ", ".join(row) if isinstance(row, Mapping) else type(row).__name__
         raise InputError(f"a row of the data needs input_ids (and labels); it has {keys}")
     ids = np.asarray(row["input_ids"])
-    given = row.get("labels")
-    labels = ids if given is None else np.asarray(given)
+    row_labels = row.get("labels")
+    labels = ids if row_labels is None else np.asarray(row_labels)
     mask = row.get("attention_mask")
-    kept = np.ones(ids.shape, bool) if mask is None else np.asarray(mask).astype(bool)
-    if not (ids.ndim == 1 and ids.shape == labels.shape == kept.shape):
+    attended = np.ones(ids.shape, bool) if mask is None else np.asarray(mask).astype(bool)
+    if not (ids.ndim == 1 and ids.shape == labels.shape == attended.shape):
         raise InputError(
             f"a row's input_ids, labels and attention_mask have shapes {ids.shape}, "
-            f"{labels.shape} and {kept.shape}; they must be rows of one length"
+            f"{labels.shape} and {attended.shape}; they must be rows of one length"
         )
-    if not kept.any():
+    if not attended.any():
         raise InputError("a row of the data holds no token; leave empty rows out")
     trained = labels != -100
     if (labels[trained] != ids[trained]).any():
@@ -53,7 +53,7 @@ def example_of(row: Any) -> TokenizedExample:
             "a row's labels are other tokens than its input_ids; hasten trains a model to predict "
             "its own tokens, so give labels that are input_ids or -100, not shifted"
         )
-    return tokenized_example(ids[kept], trained[kept])
+    return tokenized_example(ids[attended], trained[attended])
 
 
 def row_sizes(rows: Any) -> tuple[list[int], list[int]]:
@@ -75,8 +75,8 @@ def padded_rows(rows: Sequence[Any]) -> dict[str, Any]:
     examples = [example_of(row) for row in rows]
     ids = [torch.from_numpy(r.input_ids.astype(np.int64)) for r in examples]
     labels = [
-        own.masked_fill(~torch.from_numpy(r.trained), IGNORED)
-        for own, r in zip(ids, examples, strict=True)
+        tokens.masked_fill(~torch.from_numpy(r.trained), IGNORED)
+        for tokens, r in zip(ids, examples, strict=True)
     ]
     batch = {
         "input_ids": pad_sequence(ids, batch_first=True),
@@ -92,10 +92,11 @@ def _weighted(batch: Any, rows: Pass) -> dict[str, Any]:
         InputError: a collator that labels other tokens than the rows do.
     """
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    found = int((labels[..., 1:] != IGNORED).sum()) if isinstance(labels, Tensor) else 0
-    if found != rows.trained:
+    label_count = int((labels[..., 1:] != IGNORED).sum()) if isinstance(labels, Tensor) else 0
+    if label_count != rows.trained:
         raise InputError(
-            f"the data collator labels {found} tokens of a batch whose rows label {rows.trained}; "
+            f"the data collator labels {label_count} tokens of a batch whose rows label "
+            f"{rows.trained}; "
             "with a sampler, give the loader a collator that only pads"
         )
     return {**batch, "num_items_in_batch": rows.items}
@@ -142,14 +143,14 @@ def packed_batch(batch: Any) -> dict[str, Any] | str:  # noqa: C901  # a clause 
             return "the data collator's attention_mask has gaps"
         if bool((mask.bool() != mask).any()) or bool((labels[mask == 0] != IGNORED).any()):
             return "the data collator's attention_mask is more than a mark on filler"
-    kept = [(row, at, end) for row, (at, end) in enumerate(spans) if end > at]
-    if not kept:
+    filled_spans = [(row, at, end) for row, (at, end) in enumerate(spans) if end > at]
+    if not filled_spans:
         return "a batch has no token to train"
-    kept.sort(key=lambda span: span[1] - span[2])
-    documents = [labels[row, at:end].clone() for row, at, end in kept]
+    filled_spans.sort(key=lambda span: span[1] - span[2])
+    documents = [labels[row, at:end].clone() for row, at, end in filled_spans]
     for document in documents:
         document[0] = IGNORED  # nothing predicts it; the token before it is another document's
-    laid_out = end_to_end([ids[row, at:end] for row, at, end in kept], documents)
+    laid_out = end_to_end([ids[row, at:end] for row, at, end in filled_spans], documents)
     items = batch.get("num_items_in_batch")
     return {
         **laid_out,
@@ -318,24 +319,26 @@ class StepBatches:
         of_ranks = (self.order.local_steps(epoch, r, self.ranks) for r in range(self.ranks))
         steps = list(zip(*of_ranks, strict=True))
         for number, shares in enumerate(steps, start=1):
-            found = [spread([list(p) for p in share if len(p)], self.passes) for share in shares]
-            least = min(len(batches) for batches in found)
+            rank_batches = [
+                spread([list(p) for p in share if len(p)], self.passes) for share in shares
+            ]
+            least = min(len(batches) for batches in rank_batches)
             if least < self.passes and number < len(steps):
                 raise InputError(
                     f"a step can't be cut into {self.passes} passes on each rank, one of them has "
                     f"{least} record(s); accumulate fewer passes"
                 )
             if least == self.passes or self.ranks == 1:
-                yield from self._weighed(found)
+                yield from self._weighed(rank_batches)
 
     def _weighed(self, of_ranks: Sequence[list[list[int]]]) -> list[list[int]]:
         """This rank's passes of a step."""
-        mine, trained = of_ranks[self.rank], self._trained
+        passes, trained = of_ranks[self.rank], self._trained
         if trained is None:
-            return mine
+            return passes
         total = sum(trained[i] for batches in of_ranks for batch in batches for i in batch)
         items = max(total, 1) / (self.passes * self.ranks)
-        return [Pass(batch, items, sum(trained[i] for i in batch)) for batch in mine]
+        return [Pass(batch, items, sum(trained[i] for i in batch)) for batch in passes]
 
 
 def spread(pieces: list[list[int]], passes: int) -> list[list[int]]:

@@ -96,10 +96,10 @@ def keep_communication(setup: Setup, folder: Path) -> None:
     if not has_communication_memory(setup):
         return
     communication: Any = setup.communication
-    found = communication.state_dict()  # brings all ranks' together on the first
+    state = communication.state_dict()  # brings all ranks' together on the first
     if setup.context.world.is_main:
         with replacing(folder / COMMUNICATION_FILE) as file:
-            torch.save(found, file)
+            torch.save(state, file)
 
 
 def take_communication(setup: Setup, folder: Path) -> None:
@@ -147,13 +147,13 @@ class TokenCount:
         self._positions += ids.numel()
         mask = batch.get("attention_mask")
         if isinstance(mask, Tensor) and mask.shape == ids.shape:
-            own: Tensor | int = mask.detach().sum()
+            token_count: Tensor | int = mask.detach().sum()
         elif mask is None and any(batch.get(key) is not None for key in PACKED):
-            own = ids.numel()
+            token_count = ids.numel()
         else:
             self._tokens = None
         if self._tokens is not None:
-            self._tokens = self._tokens + own
+            self._tokens = self._tokens + token_count
 
     def take(self) -> tuple[int | None, int]:
         """Tokens (None: not known) and positions since the last call; waits for the device."""
@@ -212,15 +212,15 @@ class MetricsFile:
         seconds = time.perf_counter() - self._last
         tokens, positions = count.take()
         self.flush()
-        known = tokens is not None and seconds > 0
+        measurable = tokens is not None and seconds > 0
         self._waiting = {
             "step": step,
             "loss": loss if loss is not None and math.isfinite(loss) else None,
             "tokens": tokens,
             "positions": positions or None,
             "step_seconds": seconds,
-            "tokens_per_second": tokens / seconds if known and tokens is not None else None,
-            "padding_share": 1 - tokens / positions if known and tokens is not None else None,
+            "tokens_per_second": tokens / seconds if measurable and tokens is not None else None,
+            "padding_share": 1 - tokens / positions if measurable and tokens is not None else None,
             "peak_memory_bytes": host.memory_peak(self._device),
         }
         self.begin()
@@ -243,7 +243,7 @@ class MetricsFile:
             self._file.close()
 
 
-def step_log(place: str | Path | StepLog) -> StepLog | None:
+def step_log(destination: str | Path | StepLog) -> StepLog | None:
     """Where the first rank's callback tells of its steps; None on the others.
 
     Raises:
@@ -251,4 +251,4 @@ def step_log(place: str | Path | StepLog) -> StepLog | None:
     """
     if not environment.world().is_main:
         return None
-    return MetricsFile(place) if isinstance(place, str | Path) else place
+    return MetricsFile(destination) if isinstance(destination, str | Path) else destination

@@ -108,8 +108,8 @@ class GivenLoader:
                 count = done.pop(0)
                 ahead += itertools.islice(batches, count - len(ahead))
             else:
-                mine = _fitting(growing, ahead, batches)
-                count = min(_of_all(mine)) if self._world.size > 1 else mine
+                local_count = _fitting(growing, ahead, batches)
+                count = min(_of_all(local_count)) if self._world.size > 1 else local_count
             if not count:
                 break
             growing.takes(count)
@@ -168,8 +168,8 @@ class GivenLoader:
         if not self._alike:
             return
         self._alike = False
-        found = [mark for rank in _of_all([*map(_digest, first)]) for mark in rank]
-        if len(set(found)) < len(found):
+        digests = [mark for rank in _of_all([*map(_digest, first)]) for mark in rank]
+        if len(set(digests)) < len(digests):
             raise InputError(
                 "every rank gets the same examples from this loader; give it a DistributedSampler "
                 "(or DynamicBatchSampler(rank=, world_size=)), or say deal=False to train them all "
@@ -209,19 +209,23 @@ def _alike(one: list[BatchRow], other: list[BatchRow]) -> bool:
     return bool(_form(one[0].batch, one[0].rows) == _form(other[0].batch, other[0].rows))
 
 
-def _form(value: Any, whole: int) -> Any:
+def _form(value: Any, batch_size: int) -> Any:
     if isinstance(value, Tensor):
         return value.dtype, value.device, value.ndim > 0, tuple(value.shape[1:])
     if isinstance(value, Mapping):
-        return {name: _form(column, whole) for name, column in value.items()}
+        return {name: _form(column, batch_size) for name, column in value.items()}
     if isinstance(value, tuple | list):
-        return list if _is_list_of_examples(value, whole) else [_form(v, whole) for v in value]
+        return (
+            list
+            if _is_list_of_examples(value, batch_size)
+            else [_form(v, batch_size) for v in value]
+        )
     return value
 
 
-def _is_list_of_examples(value: Sequence[Any], whole: int) -> bool:
+def _is_list_of_examples(value: Sequence[Any], batch_size: int) -> bool:
     """Texts, of which ``DataLoader`` makes a list."""
-    return len(value) == whole and not any(isinstance(v, COLUMNS) for v in value)
+    return len(value) == batch_size and not any(isinstance(v, COLUMNS) for v in value)
 
 
 def _is_plain(loader: DataLoader[Any]) -> bool:
@@ -229,10 +233,10 @@ def _is_plain(loader: DataLoader[Any]) -> bool:
     if type(loader) is not DataLoader or type(loader.batch_sampler) is not BatchSampler:
         return False
     sampler = loader.batch_sampler.sampler
-    whole = type(sampler) is RandomSampler and not sampler.replacement
-    if whole and sampler.num_samples != len(sampler.data_source):
+    shuffled = type(sampler) is RandomSampler and not sampler.replacement
+    if shuffled and sampler.num_samples != len(sampler.data_source):
         return False
-    return (whole or type(sampler) is SequentialSampler) and not _with_set_epoch(loader)
+    return (shuffled or type(sampler) is SequentialSampler) and not _with_set_epoch(loader)
 
 
 def _with_set_epoch(loader: Iterable[Any]) -> list[Any]:
@@ -240,8 +244,8 @@ def _with_set_epoch(loader: Iterable[Any]) -> list[Any]:
     batches = getattr(loader, "batch_sampler", None)
     places = [loader, batches, getattr(loader, "sampler", None), getattr(batches, "sampler", None)]
     places.append(getattr(loader, "dataset", None))
-    found = {id(one): one for one in places if callable(getattr(one, "set_epoch", None))}
-    return list(found.values())
+    by_id = {id(one): one for one in places if callable(getattr(one, "set_epoch", None))}
+    return list(by_id.values())
 
 
 def _fingerprint(data: Any) -> str:
@@ -256,21 +260,21 @@ def _fingerprint(data: Any) -> str:
 
 def _digest(batch: Any) -> str:
     """The same for batches whose tensors are equal."""
-    found = hashlib.blake2b()
+    hasher = hashlib.blake2b()
 
     def add(tensor: Tensor) -> Tensor:
         plain = tensor.detach().cpu().contiguous().reshape(-1)
-        found.update(plain.view(torch.uint8).numpy().tobytes())
+        hasher.update(plain.view(torch.uint8).numpy().tobytes())
         return tensor
 
     each_tensor(batch, add)
-    return found.hexdigest()
+    return hasher.hexdigest()
 
 
-def _of_all(mine: Any) -> list[Any]:
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
+def _of_all(local_object: Any) -> list[Any]:
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, local_object)
+    return gathered
 
 
 def examples_in(batch: Any) -> int:
@@ -288,16 +292,16 @@ def micro_batch(rows: Sequence[BatchRow], count: Callable[[Any], int] | None) ->
     parts, sizes = [], []
     for _, group in itertools.groupby(rows, key=lambda row: row.number):
         taken = list(group)
-        part, whole = taken[0].batch, taken[0].rows
-        if len(taken) < whole:
-            part = _select(part, torch.tensor([row.row for row in taken]), whole)
+        part, batch_size = taken[0].batch, taken[0].rows
+        if len(taken) < batch_size:
+            part = _select(part, torch.tensor([row.row for row in taken]), batch_size)
         parts.append(part)
         sizes.append(len(taken))
     batch = parts[0] if len(parts) == 1 else _join(parts, sizes)
     weight = len(rows) if count is None else int(count(batch))
     inputs, named, target = split_batch(batch)
-    given = {"inputs": inputs, "named": named, "target": target, "weight": weight}
-    return MicroBatch(given, WorkCounts(len(rows), len(rows), len(rows), weight))
+    arguments = {"inputs": inputs, "named": named, "target": target, "weight": weight}
+    return MicroBatch(arguments, WorkCounts(len(rows), len(rows), len(rows), weight))
 
 
 def by_batch(rows: Sequence[BatchRow]) -> list[list[BatchRow]]:
@@ -305,16 +309,16 @@ def by_batch(rows: Sequence[BatchRow]) -> list[list[BatchRow]]:
     return [list(group) for _, group in itertools.groupby(rows, key=lambda row: row.number)]
 
 
-def _select(value: Any, rows: Tensor, whole: int) -> Any:
-    """These rows of all that has one for each of the ``whole`` batch's examples."""
+def _select(value: Any, rows: Tensor, batch_size: int) -> Any:
+    """These rows of all that has one for each of the ``batch_size`` batch's examples."""
     if isinstance(value, Tensor):
         return value.index_select(0, rows.to(value.device))
     if isinstance(value, Mapping):
-        return {k: _select(v, rows, whole) for k, v in value.items()}
+        return {k: _select(v, rows, batch_size) for k, v in value.items()}
     if isinstance(value, tuple | list):
-        if _is_list_of_examples(value, whole):
+        if _is_list_of_examples(value, batch_size):
             return [value[row] for row in rows.tolist()]
-        return [_select(v, rows, whole) for v in value]
+        return [_select(v, rows, batch_size) for v in value]
     return value
 
 

@@ -115,7 +115,7 @@ def _of_model(
     loader: Iterable[Any],
     optimizer: Optimizer | None,
     loss_fn: Loss | None,
-    asked: Sequence[Technique] | None,
+    techniques: Sequence[Technique] | None,
     order: str,
     rounds: int,
     steps: int,
@@ -128,7 +128,7 @@ def _of_model(
         optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
     with process_group(context.world, context.device), torch.random.fork_rng():
         measure = _Comparison(model, optimizer, loader, loss_fn, rounds, steps, context)
-        candidates, skipped = _usable(asked, context)
+        candidates, skipped = _usable(techniques, context)
 
         def singles() -> list[Variant]:
             return [
@@ -136,20 +136,22 @@ def _of_model(
                 *(measure(Plan(), Plan([t]))[1] for t in candidates),
             ]
 
-        found = greedy_search(candidates, measure, singles if order == "gain" else None)
-        rungs = [replace(r, why=r.why.replace(" tokens", " examples")) for r in found.rungs]
-        kept: dict[str, Any] = {SWITCHES[t.slot]: t for t in found.plan}
-        trainer = OptimizedTrainer(model, optimizer, measure.loss_fn, **kept)
+        search = greedy_search(candidates, measure, singles if order == "gain" else None)
+        rungs = [replace(r, why=r.why.replace(" tokens", " examples")) for r in search.rungs]
+        chosen: dict[str, Any] = {SWITCHES[t.slot]: t for t in search.plan}
+        trainer = OptimizedTrainer(model, optimizer, measure.loss_fn, **chosen)
         summary = trainer.train(loader, epochs=1)
-        return GradualResult(replace(found, rungs=(*rungs, *skipped)), trainer, summary)
+        return GradualResult(replace(search, rungs=(*rungs, *skipped)), trainer, summary)
 
 
 def _usable(
-    asked: Sequence[Technique] | None, context: JobContext
+    techniques: Sequence[Technique] | None, context: JobContext
 ) -> tuple[list[Technique], list[CumulativeStep]]:
     """The techniques in question that can work here, and why the others can't."""
     candidates, skipped = [], []
-    for technique in [USUAL[name] for name in SWITCHES.values()] if asked is None else asked:
+    for technique in (
+        [USUAL[name] for name in SWITCHES.values()] if techniques is None else techniques
+    ):
         if technique.slot not in SWITCHES:
             raise InputError(
                 f"{technique} decides {technique.slot.name}; a trainer of your own model takes "
@@ -179,16 +181,16 @@ class _Comparison:
         context: JobContext,
     ) -> None:
         self.known, self._model, self._optimizer = context, model, optimizer
-        given = GivenLoader(loader, context.world, deal=True)
+        rank_loader = GivenLoader(loader, context.world, deal=True)
         most = int((rounds + 1) * steps / (1 - EVAL_DATA)) + 1
-        drawn = [rows[0].batch for rows in itertools.islice(given.epoch(0), most)]
-        held = max(1, int(len(drawn) * EVAL_DATA))
+        drawn = [rows[0].batch for rows in itertools.islice(rank_loader.epoch(0), most)]
+        eval_count = max(1, int(len(drawn) * EVAL_DATA))
         if len(drawn) < 2:
             raise InputError(
                 f"the loader gives {len(drawn)} batch(es); one to train on and one to hold out "
                 "are the least"
             )
-        self._trained, self._eval_data = drawn[:-held], drawn[-held:]
+        self._trained, self._eval_data = drawn[:-eval_count], drawn[-eval_count:]
         self._rounds = rounds
         self._batches = _Rounds(self._trained, steps)
         self.loss_fn = loss_fn or self._usual()
@@ -200,7 +202,7 @@ class _Comparison:
         for number in range(self._rounds + 1):  # the first warms up
             for side in (0, 1) if number % 2 else (1, 0):
                 rates[side].append(copies[side].round(self._batches.examples(number)))
-        found = [
+        variants = [
             Variant(
                 "so far" if plan is before else "wider",
                 plan,
@@ -213,8 +215,8 @@ class _Comparison:
         for trained in copies:
             trained.close()
         if self.known.world.size > 1:  # what the first rank measured: all decide alike
-            dist.broadcast_object_list(found, src=0)
-        return found[0], found[1]
+            dist.broadcast_object_list(variants, src=0)
+        return variants[0], variants[1]
 
     def _usual(self) -> Loss:
         _, named, target = split_batch(self._trained[0])
@@ -279,9 +281,9 @@ class _Copy:
         model.eval()
         with torch.no_grad():
             for batch in batches:
-                found: Any = loss_of(model, moved(batch, device), loss_fn)
+                loss: Any = loss_of(model, moved(batch, device), loss_fn)
                 size = examples_in(batch)
-                pair = found if isinstance(found, tuple) else (found * size, size)
+                pair = loss if isinstance(loss, tuple) else (loss * size, size)
                 sums += torch.tensor([float(value) for value in pair], dtype=torch.float64)
         model.train(was_training)
         total, count = self.session.setup.layout.all_reduce_data(sums).tolist()
@@ -295,6 +297,6 @@ class _Copy:
         self.session.finish()
 
 
-def _say(context: JobContext, words: str) -> None:
+def _say(context: JobContext, message: str) -> None:
     if context.world.is_main:
-        print(f"gradual_optimize: {words}")
+        print(f"gradual_optimize: {message}")

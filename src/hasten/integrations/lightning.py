@@ -309,13 +309,13 @@ class ModulePasses:
         return bool(torch.is_autocast_enabled(self._trainer.strategy.root_device.type))
 
     def loss(self, batch: Any) -> Tensor:
-        own = {name: vars(self._module).get(name) for name in ("log", "log_dict")}
-        for name in own:  # the passes of the proof are no steps of the training
+        log_methods = {name: vars(self._module).get(name) for name in ("log", "log_dict")}
+        for name in log_methods:  # the passes of the proof are no steps of the training
             vars(self._module)[name] = lambda *args, **kwargs: None
         try:
             returned = self._usual(batch, *self._index)
         finally:
-            for name, value in own.items():
+            for name, value in log_methods.items():
                 if value is None:
                     del vars(self._module)[name]
                 else:
@@ -427,13 +427,13 @@ def _loader(
     )
 
 
-def _optimizers(setup: Setup, model: nn.Module, given: Any) -> Any:
-    if not isinstance(given, Optimizer):
+def _optimizers(setup: Setup, model: nn.Module, optimizer: Any) -> Any:
+    if not isinstance(optimizer, Optimizer):
         raise InputError(
             "an optimizer technique takes the place of the one optimizer that "
-            f"configure_optimizers returns; this one returns {type(given).__name__}"
+            f"configure_optimizers returns; this one returns {type(optimizer).__name__}"
         )
-    return optimizer_of(setup, model, given)
+    return optimizer_of(setup, model, optimizer)
 
 
 def step_evidence(folder: str | Path | StepLog) -> Any:  # noqa: C901  # a class within: its methods count

@@ -86,21 +86,21 @@ class GradScaler(torch.amp.GradScaler):
 @functools.cache
 def format_of(kind: str) -> tuple[torch.dtype | None, str]:
     """The 16-bit format that pays on a kind of device, or None and why there is none."""
-    known = facts.seen_at_start()
-    found: list[str] = []
+    context = facts.seen_at_start()
+    problems: list[str] = []
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        reasons = Autocast(name).unsupported_reasons(replace(known, device=kind))
+        reasons = Autocast(name).unsupported_reasons(replace(context, device=kind))
         if not reasons:
             return dtype, ""
-        found.append(reasons[0])
-    return None, found[0]
+        problems.append(reasons[0])
+    return None, problems[0]
 
 
-def _device_kind(given: str | None) -> str:
-    found: str = torch.device(facts.seen_at_start().device if given is None else given).type
-    return found
+def _device_kind(device: str | None) -> str:
+    kind: str = torch.device(facts.seen_at_start().device if device is None else device).type
+    return kind
 
 
 @functools.cache  # once for each text
-def _say(words: str) -> None:
-    warnings.warn(words, stacklevel=3)
+def _say(message: str) -> None:
+    warnings.warn(message, stacklevel=3)

@@ -77,7 +77,9 @@ class ModuleEdits:
     @property
     def fits(self) -> bool:
         """False if a place holds another value than the one that the edits replaced."""
-        covered = any(vars(owner).get("forward") is not own for owner, own in self._forwards)
+        covered = any(
+            vars(owner).get("forward") is not forward for owner, forward in self._forwards
+        )
         return not covered and all(edit.current() is edit.before for edit in self.edits)
 
     @property
@@ -103,21 +105,21 @@ class ModuleEdits:
 
 def _places(model: nn.Module) -> list[tuple[Any, Any, MutableMapping[str, Any] | None, Any]]:
     """(owner, class, mapping, copy of the mapping) for all that an edit may change."""
-    found: list[tuple[Any, Any, MutableMapping[str, Any] | None, Any]] = []
+    places: list[tuple[Any, Any, MutableMapping[str, Any] | None, Any]] = []
     configs: dict[int, Any] = {}
     for module in model.modules():
-        own = vars(module)
-        found.append((module, type(module), None, None))
-        found.append((module, None, own, dict(own)))
-        found += [
+        attributes = vars(module)
+        places.append((module, type(module), None, None))
+        places.append((module, None, attributes, dict(attributes)))
+        places += [
             (module, None, registry, dict(registry))
-            for registry in own.values()
+            for registry in attributes.values()
             if isinstance(registry, dict)
         ]
-        for config in _configs_of(own.get("config")):
+        for config in _configs_of(attributes.get("config")):
             configs[id(config)] = config
-    found += [(config, None, vars(config), dict(vars(config))) for config in configs.values()]
-    return found
+    places += [(config, None, vars(config), dict(vars(config))) for config in configs.values()]
+    return places
 
 
 def _configs_of(config: Any) -> Iterator[Any]:
@@ -132,12 +134,12 @@ def _configs_of(config: Any) -> Iterator[Any]:
 def _differences(
     before: list[tuple[Any, Any, MutableMapping[str, Any] | None, Any]],
 ) -> Iterator[Edit]:
-    for owner, kind, place, copy in before:
-        if place is None:
+    for owner, kind, mapping, copy in before:
+        if mapping is None:
             if type(owner) is not kind:
                 yield Edit(owner, None, "__class__", kind, type(owner))
             continue
-        for key in [*copy, *(key for key in place if key not in copy)]:
-            old, new = copy.get(key, _MISSING), place.get(key, _MISSING)
+        for key in [*copy, *(key for key in mapping if key not in copy)]:
+            old, new = copy.get(key, _MISSING), mapping.get(key, _MISSING)
             if old is not new and key not in _VOLATILE:
-                yield Edit(owner, place, key, old, new)
+                yield Edit(owner, mapping, key, old, new)

@@ -106,12 +106,12 @@ class OptimizedTrainer:
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self.count, self.max_grad_norm, self.progress = count, max_grad_norm, progress
         self.replicated = DDP(bucket_cap_mb)
-        asked = {
+        settings = {
             "compress_gradients": compress_gradients,
             "mixed_precision": mixed_precision,
             "dynamic_batch": dynamic_batch,
         }
-        self.techniques = {name: _resolve(name, switch) for name, switch in asked.items()}
+        self.techniques = {name: _resolve(name, switch) for name, switch in settings.items()}
         self.live_settings = {
             name: str(technique or "off") for name, technique in self.techniques.items()
         }
@@ -191,11 +191,11 @@ class OptimizedTrainer:
 
     def _train(self, setup: Setup, loader: GivenLoader, resume: bool) -> dict[str, Any]:
         session = assemble(setup)
-        found = session.resume() if resume else None
-        if resume and found is None:
+        checkpoint = session.resume() if resume else None
+        if resume and checkpoint is None:
             print(f"{setup.folder}: no checkpoint yet, starting from the beginning")
         if session.changes and setup.context.world.is_main:
-            print(f"going on from {found}: {'; '.join(session.changes)}")
+            print(f"going on from {checkpoint}: {'; '.join(session.changes)}")
         steps: list[StepMetrics] = []
         before = replace(session.progress)  # of the run that is resumed
         shows = self.progress and setup.context.world.is_main
@@ -220,14 +220,15 @@ class OptimizedTrainer:
         now = session.progress
         examples = loader.of_the_data(now.examples - before.examples, now.epoch - before.epoch)
         if loader.growing is not None and setup.context.world.is_main:
-            given = loader.first_size * setup.context.world.size
+            first_examples = loader.first_size * setup.context.world.size
             most = max((step.examples for step in steps), default=0)
-            if most > given:
+            if most > first_examples:
                 print(
-                    f"dynamic_batch: {given} -> {most} examples a step; the learning rate stays as "
+                    f"dynamic_batch: {first_examples} -> {most} examples a step; the learning rate "
+                    f"stays as "
                     "it is"
                 )
-        summary = self._summary(outcome, examples, steps, found, setup)
+        summary = self._summary(outcome, examples, steps, checkpoint, setup)
         return {**summary, "epoch_losses": epochs.losses, "effective": effective}
 
     def _weighs_by_examples(self, session: Session) -> bool:
@@ -303,7 +304,7 @@ class OptimizedTrainer:
         outcome: Outcome,
         examples: int,
         steps: Sequence[StepMetrics],
-        found: Path | None,
+        checkpoint: Path | None,
         setup: Setup,
     ) -> dict[str, Any]:
         trained = sum(outcome.step_seconds)
@@ -321,7 +322,7 @@ class OptimizedTrainer:
             "peak_memory_bytes": outcome.peak_memory_bytes,
             "switches": dict(self.live_settings),
             "plan": setup.plan.to_list(),
-            "resumed_from": str(found) if found else None,
+            "resumed_from": str(checkpoint) if checkpoint else None,
             "world_size": setup.context.world.size,
         }
 
@@ -330,13 +331,13 @@ def context_of(model: nn.Module) -> JobContext:
     """What is known before such a model trains here."""
     parameters = sum(p.numel() for p in model.parameters())
     device = next((str(p.device) for p in model.parameters()), "cpu")
-    here = ModelFacts(type(model).__name__, parameters)
-    known = replace(facts.seen_at_start(), device=device, model=here)
+    model_facts = ModelFacts(type(model).__name__, parameters)
+    context = replace(facts.seen_at_start(), device=device, model=model_facts)
     if not (dist.is_available() and dist.is_initialized()):
-        return known
+        return context
     # A group that stands already decides: a script may have numbered its ranks by itself.
-    joined = replace(known.world, rank=dist.get_rank(), size=dist.get_world_size())
-    return replace(known, world=joined)
+    joined = replace(context.world, rank=dist.get_rank(), size=dist.get_world_size())
+    return replace(context, world=joined)
 
 
 def _terms(optimizer: Optimizer) -> dict[str, Any]:
@@ -389,12 +390,13 @@ def _say_how_means_are_weighted(loss_fn: Any) -> None:
 
 
 def _say_what_is_here(cloud: CloudConfig | None, context: JobContext) -> None:
-    here = max(context.world.size, len(context.hardware.accelerators), 1)
+    device_count = max(context.world.size, len(context.hardware.accelerators), 1)
     if cloud is None or not context.world.is_main:
         return
-    if cloud.devices > here:
+    if cloud.devices > device_count:
         print(
-            f"cloud_config asks for {cloud.devices} devices and this machine has {here}: training "
+            f"cloud_config asks for {cloud.devices} devices and this machine has {device_count}: "
+            f"training "
             "on what is here. `hasten launch` writes the files that start a recipe on a cluster"
         )
     print(

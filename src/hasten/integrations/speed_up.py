@@ -64,10 +64,10 @@ def speed_up(trainer: AnyTrainer, plan: Iterable[Any] | None = None) -> AnyTrain
     Raises:
         InputError: a trainer of another kind, or a technique of the plan that can't work here.
     """
-    own = None if plan is None else list(_techniques(plan))
+    techniques = None if plan is None else list(_techniques(plan))
     kinds = [kind for kind in type(trainer).__mro__ if kind.__name__ == "Trainer"]
     if any(kind.__module__.partition(".")[0].endswith("lightning") for kind in kinds):
-        _at_fit(trainer, own)
+        _at_fit(trainer, techniques)
         return trainer
     from transformers import Trainer
 
@@ -78,12 +78,12 @@ def speed_up(trainer: AnyTrainer, plan: Iterable[Any] | None = None) -> AnyTrain
         )
     from hasten.integrations import transformers as host
 
-    if own is not None:
-        return host.with_techniques(trainer, own)
+    if techniques is not None:
+        return host.with_techniques(trainer, techniques)
     model: Any = trainer.model
-    known, rows = context_of(model, str(trainer.args.device)), trainer.train_dataset
+    context, rows = context_of(model, str(trainer.args.device)), trainer.train_dataset
     chosen, note = _chosen(
-        known,
+        context,
         rows,
         lambda some: host.check(trainer, some),
         lambda technique: host.has_already(trainer, technique),
@@ -109,16 +109,16 @@ def _chosen(  # noqa: C901  # a clause for each reason
 ) -> tuple[list[Technique], SpeedNote]:
     """The techniques that a trainer can carry together; a warning names them and the others."""
     agreeing = context.world.size == 1 or dist.is_initialized()  # else each rank is by itself
-    kept = _kept(context, rows) if agreeing else None
-    if kept is None:
+    kept_choice = _kept(context, rows) if agreeing else None
+    if kept_choice is None:
         wanted = [kind() for kind in CATALOGUE if kind.auto == "usual"]
     else:
-        raced = Plan.from_list(kept.choice.entries, CATALOGUE)
+        raced = Plan.from_list(kept_choice.choice.entries, CATALOGUE)
         wanted = [technique for technique in raced if technique.auto != "no"]
-    found: list[Technique] = []
-    left: dict[Technique, str] = {}
+    chosen: list[Technique] = []
+    left_out: dict[Technique, str] = {}
     for technique in Plan(wanted):
-        packs = any(isinstance(t, Packed) for t in found) or has_already(Packed())
+        packs = any(isinstance(t, Packed) for t in chosen) or has_already(Packed())
         if isinstance(technique, DocumentAttention) and not packs:
             continue  # rows that aren't packed have one document each
         if has_already(technique):
@@ -126,45 +126,45 @@ def _chosen(  # noqa: C901  # a clause for each reason
         if technique.slot is Slot.EXPERTS and not context.model.experts:
             continue  # nothing to gain
         try:
-            check([*found, technique])
+            check([*chosen, technique])
         except InputError as error:
-            left[technique] = f"{error}{_more(technique, context, kept)}"
+            left_out[technique] = f"{error}{_more(technique, context, kept_choice)}"
             continue
         gain = technique.gain(context) if agreeing else None
-        if kept is None and gain is not None and gain.lost:
-            left[technique] = f"{technique.name()}: measured on this machine: {gain} the speed"
+        if kept_choice is None and gain is not None and gain.lost:
+            left_out[technique] = f"{technique.name()}: measured on this machine: {gain} the speed"
         else:
-            found.append(technique)
-    note = SpeedNote(kept, _expected(kept, left), context)
+            chosen.append(technique)
+    note = SpeedNote(kept_choice, _expected(kept_choice, left_out), context)
     if context.world.size > 1 and agreeing:
-        told = [[technique.to_dict() for technique in found]]
-        dist.broadcast_object_list(told, src=0)
-        found = list(Plan.from_list(told[0], CATALOGUE))
+        entries = [[technique.to_dict() for technique in chosen]]
+        dist.broadcast_object_list(entries, src=0)
+        chosen = list(Plan.from_list(entries[0], CATALOGUE))
     if not context.world.is_main:
-        return found, note
+        return chosen, note
     outside = versions.untested()
     if outside is not None:
         _LOG.warning("speed_up: %s", outside)
-    names = ", ".join(t.name() for t in found) or "no technique"
-    lines = "".join(f"\n  left out: {reason}" for reason in left.values())
+    names = ", ".join(t.name() for t in chosen) or "no technique"
+    lines = "".join(f"\n  left out: {reason}" for reason in left_out.values())
     _LOG.warning("speed_up: %s joined%s%s", names, note.promise, lines)
-    return found, note
+    return chosen, note
 
 
 def _kept(context: JobContext, rows: Any) -> KeptChoice | None:
     """A choice that was raced on this machine, with this model and data; None without one."""
     from hasten.measure.choose import kept_choices
 
-    found = kept_choices(context)
-    if not found or not hasattr(rows, "__len__"):
+    choices = kept_choices(context)
+    if not choices or not hasattr(rows, "__len__"):
         return None
     try:
         lengths, trained = row_sizes(rows)
     except InputError:  # rows that the trainer makes tokens of by itself
         return None
     count, tokens = len(lengths), sum(lengths)
-    here = ExampleStats(count, tokens, max(lengths, default=0), sum(trained) / max(tokens, 1))
-    return next((kept for kept in found if _alike(kept.examples, here)), None)
+    stats = ExampleStats(count, tokens, max(lengths, default=0), sum(trained) / max(tokens, 1))
+    return next((choice for choice in choices if _alike(choice.examples, stats)), None)
 
 
 def _alike(one: ExampleStats, other: ExampleStats) -> bool:
@@ -173,28 +173,34 @@ def _alike(one: ExampleStats, other: ExampleStats) -> bool:
     return all(a and b and abs(math.log(a / b)) <= math.log(1 + ALIKE) for a, b in pairs)
 
 
-def _without(kept: KeptChoice, technique: Technique) -> float | None:
+def _without(kept_choice: KeptChoice, technique: Technique) -> float | None:
     """The speed of the chosen plan without one of its techniques, over the plan's."""
-    rows = {row.name: row.ratio for row in kept.choice.rows}
+    rows = {row.name: row.ratio for row in kept_choice.choice.rows}
     ratio = rows.get(f"without {technique.name()}")
     return None if ratio is None else ratio["median"]
 
 
-def _expected(kept: KeptChoice | None, left: Iterable[Technique]) -> float | None:
+def _expected(kept_choice: KeptChoice | None, left_out: Iterable[Technique]) -> float | None:
     """What is left of the measured gain without the techniques that a trainer can't carry."""
-    if kept is None or kept.choice.gain is None or kept.choice.gain["median"] is None:
+    if (
+        kept_choice is None
+        or kept_choice.choice.gain is None
+        or kept_choice.choice.gain["median"] is None
+    ):
         return None
-    gain = kept.choice.gain["median"]
-    for technique in left:
-        gain *= min(_without(kept, technique) or 1.0, 1.0)
+    gain = kept_choice.choice.gain["median"]
+    for technique in left_out:
+        gain *= min(_without(kept_choice, technique) or 1.0, 1.0)
     return gain
 
 
-def _more(technique: Technique, context: JobContext, kept: KeptChoice | None) -> str:
+def _more(technique: Technique, context: JobContext, kept_choice: KeptChoice | None) -> str:
     """What ``hasten train`` would gain by it, where that was measured."""
-    ratio = None if kept is None else _without(kept, technique)
-    if kept is not None and ratio is not None and ratio < 1:
-        return f" (hasten train: {1 / ratio:.2f} times the speed by it, raced on {kept.date})"
+    ratio = None if kept_choice is None else _without(kept_choice, technique)
+    if kept_choice is not None and ratio is not None and ratio < 1:
+        return (
+            f" (hasten train: {1 / ratio:.2f} times the speed by it, raced on {kept_choice.date})"
+        )
     if technique.unsupported_reasons(context):
         return ""
     gain = technique.gain(context)
@@ -211,16 +217,16 @@ class SpeedNote:
     """
 
     def __init__(
-        self, kept: KeptChoice | None, expected: float | None, context: JobContext
+        self, kept_choice: KeptChoice | None, expected: float | None, context: JobContext
     ) -> None:
         self._expected, self._known, self._date = (
             expected,
             context,
-            "" if kept is None else kept.date,
+            "" if kept_choice is None else kept_choice.date,
         )
         self._plain: float | None = None  # tokens per second without techniques
-        speed = None if kept is None else kept.choice.tokens_per_second
-        gain = None if kept is None else kept.choice.gain
+        speed = None if kept_choice is None else kept_choice.choice.tokens_per_second
+        gain = None if kept_choice is None else kept_choice.choice.gain
         if speed is not None and gain is not None and gain["median"]:
             self._plain = speed / gain["median"]
         self._speeds: list[float] = []
@@ -253,17 +259,18 @@ class SpeedNote:
         self.begin()
 
     def _told(self, speed: float) -> str:
-        words = f"speed_up: steps {WARM_UP + 1} to {WATCHED_STEPS} ran at {speed:,.0f} tokens/s"
+        sentence = f"speed_up: steps {WARM_UP + 1} to {WATCHED_STEPS} ran at {speed:,.0f} tokens/s"
         if self._plain is None:
             return (
-                f"{words}; what that gains isn't known, since no race of this model and data is "
+                f"{sentence}; what that gains isn't known, since no race of this model and data is "
                 "kept: hasten train --choose-only RECIPE does one"
             )
         if self._known.world.size > 1:
-            return f"{words} on this rank"
+            return f"{sentence} on this rank"
         hoped = "" if self._expected is None else f" (about {self._expected:.2f} was expected)"
         return (
-            f"{words}, {speed / self._plain:.2f} times{hoped} the {self._plain:,.0f} tokens/s that "
+            f"{sentence}, {speed / self._plain:.2f} times{hoped} the {self._plain:,.0f} tokens/s "
+            f"that "
             f"plan: auto measured on {self._date} without techniques, in hasten's own loop"
         )
 
@@ -274,18 +281,18 @@ class SpeedNote:
         return None
 
 
-def _at_fit(trainer: Any, own: list[Technique] | None) -> None:
+def _at_fit(trainer: Any, techniques: list[Technique] | None) -> None:
     """Lightning's trainer meets model and loader in ``fit`` alone."""
     usual = trainer.fit
 
-    def fit(model: nn.Module, train_dataloaders: Any = None, *rest: Any, **more: Any) -> Any:
+    def fit(model: nn.Module, train_dataloaders: Any = None, *args: Any, **more: Any) -> Any:
         from torch.utils.data import DataLoader
 
         from hasten.integrations import lightning as host
 
         trainer.fit = usual  # a second fit finds the module as it is
         loader: Any = train_dataloaders
-        chosen = own
+        chosen = techniques
         try:
             if not isinstance(loader, DataLoader):
                 raise InputError(
@@ -298,13 +305,13 @@ def _at_fit(trainer: Any, own: list[Technique] | None) -> None:
                     context, loader.dataset, lambda some: host.check(trainer, model, loader, some)
                 )
         except InputError as error:
-            if own is not None:
+            if techniques is not None:
                 raise InputError(f"speed_up: {error}") from error
             _LOG.info("speed_up: nothing joined: %s", error)
-            return usual(model, train_dataloaders, *rest, **more)
-        if own is None:
+            return usual(model, train_dataloaders, *args, **more)
+        if techniques is None:
             trainer.callbacks.append(host.step_evidence(note))
         module, loader = host.with_techniques(trainer, model, loader, chosen)
-        return usual(module, loader, *rest, **more)
+        return usual(module, loader, *args, **more)
 
     trainer.fit = fit  # this instance alone

@@ -70,10 +70,10 @@ def loss_of(model: nn.Module, batch: Any, loss_fn: Callable[[Any, Any], Tensor] 
     """The mean loss of a batch on the model's device."""
     inputs, named, target = split_batch(batch)
     if loss_fn is None and named:
-        found = getattr(model(*inputs, **named, labels=target), "loss", None)
-        if not isinstance(found, Tensor):
+        loss = getattr(model(*inputs, **named, labels=target), "loss", None)
+        if not isinstance(loss, Tensor):
             raise InputError("the model returns no loss for a batch with labels; give loss_fn=")
-        return found
+        return loss
     output = model(*inputs, **named)
     return (loss_fn or usual_loss(target)[0])(output, target)
 
@@ -102,23 +102,23 @@ def _told(samples: list[int], seconds: list[float]) -> float:
     size = max(len(samples) // BLOCKS, 1)
     starts = range(0, len(samples) - size + 1, size)
     blocks = [sum(samples[i : i + size]) / sum(seconds[i : i + size]) for i in starts]
-    mine = (sum(samples) / sum(seconds), blocks)
-    ranks: list[Any] = [mine]
+    local_rate = (sum(samples) / sum(seconds), blocks)
+    ranks: list[Any] = [local_rate]
     if dist.is_available() and dist.is_initialized():
         ranks = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, mine)
+        dist.all_gather_object(ranks, local_rate)
     rate = float(sum(one for one, _ in ranks))
-    found = spread([float(sum(block)) for block in zip(*(b for _, b in ranks), strict=False)])
+    interval = spread([float(sum(block)) for block in zip(*(b for _, b in ranks), strict=False)])
     if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
         among = f" on {len(ranks)} ranks" if len(ranks) > 1 else ""
-        print(f"throughput: {rate:.2f} samples/sec{among}{_doubt(found, rate)}")
+        print(f"throughput: {rate:.2f} samples/sec{among}{_doubt(interval, rate)}")
     return rate
 
 
-def _doubt(found: Interval, rate: float) -> str:
-    if found.rounds < 2:
+def _doubt(interval: Interval, rate: float) -> str:
+    if interval.rounds < 2:
         return " (one step: nothing is known of its spread)"
-    low, high = min(found.low, rate), max(found.high, rate)
+    low, high = min(interval.low, rate), max(interval.high, rate)
     return f" (95 %: {low:.2f} to {high:.2f})"
 
 

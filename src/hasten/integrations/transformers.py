@@ -366,8 +366,8 @@ class TrainerTechniques(TrainerCallback):
                     self._report(f"packed: left out for some batches: {reason}")
             batches = [batch for batch, _ in chosen]
         # A loss is divided by the number of labels that the trainer counts in its own batches.
-        own = [{"labels": b.labels} if isinstance(b, PackedBatch) else b for b in batches]
-        counted, items = self._usual["get_batch_samples"](iter(own), count, device)
+        label_batches = [{"labels": b.labels} if isinstance(b, PackedBatch) else b for b in batches]
+        counted, items = self._usual["get_batch_samples"](iter(label_batches), count, device)
         return batches[: len(counted)], items
 
     # Passes.
@@ -422,9 +422,9 @@ class TrainerTechniques(TrainerCallback):
         """Read the trainer's own AdamW; the technique's has the same groups and rates."""
         trainer = self._trainer
         if trainer.optimizer is None:
-            own: Any = self._usual["create_optimizer"](model)
+            optimizer: Any = self._usual["create_optimizer"](model)
             trained: Any = trainer.model if model is None else model
-            trainer.optimizer = self.built = optimizer_of(self.setup, trained, own)
+            trainer.optimizer = self.built = optimizer_of(self.setup, trained, optimizer)
         return trainer.optimizer
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
@@ -434,7 +434,7 @@ class TrainerTechniques(TrainerCallback):
 
     # Moments of a training.
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         module: Any = self._trainer.model_wrapped
         if module is not self._attached:  # DDP takes one hook in its life
             attach_communication(self.setup, module)
@@ -444,7 +444,9 @@ class TrainerTechniques(TrainerCallback):
             self.resumed = None
         if self._saves is not None:
             self._saves.begin(
-                model=given["model"], optimizer=given["optimizer"], schedule=given["lr_scheduler"]
+                model=kwargs["model"],
+                optimizer=kwargs["optimizer"],
+                schedule=kwargs["lr_scheduler"],
             )
         self._begin_passes()
 
@@ -475,7 +477,7 @@ class TrainerTechniques(TrainerCallback):
         if self._packing is not None:
             self._packing.decide_by(self._techniques)
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.proof is not None:  # the first step's passes are done
             if self.proof.batches:
                 _LOG.info("%s", self.proof)
@@ -488,23 +490,23 @@ class TrainerTechniques(TrainerCallback):
             self._decide()
         self.setup.communication.before_update(self._parameters())
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.setup.communication.after_update(self._parameters())
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._saves is not None:
             self._saves.after_step(state.global_step)
 
-    def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not args.save_only_model:
             folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
             keep_communication(self.setup, folder)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._saves is not None:
             self._saves.after_epoch(state.global_step)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._saves is not None:
             self._saves.close()
 
@@ -579,8 +581,8 @@ class StepEvidence(TrainerCallback):
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module.training:  # an evaluation's tokens are nobody's step
-            given = {"input_ids": args[0]} if args else {}
-            self.count.add({**given, **kwargs})
+            first_input = {"input_ids": args[0]} if args else {}
+            self.count.add({**first_input, **kwargs})
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._file is not None:

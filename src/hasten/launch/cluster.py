@@ -48,9 +48,9 @@ class CloudConfig:
         return self.nodes * self.gpus_per_node
 
 
-def _check(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        hint = did_you_mean(value, known)
+def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        hint = did_you_mean(value, allowed)
         raise InputError(
-            f"CloudConfig: {name} is {value!r}{hint}; it must be one of {', '.join(known)}"
+            f"CloudConfig: {name} is {value!r}{hint}; it must be one of {', '.join(allowed)}"
         )

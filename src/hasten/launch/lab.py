@@ -237,7 +237,7 @@ def _run(
     if shutil.which(command[0]) is None:
         raise OSError(f"the command {command[0]} is missing: install iproute2")
     try:
-        found = subprocess.run(
+        completed = subprocess.run(
             command,
             input=text,
             capture_output=True,
@@ -247,9 +247,9 @@ def _run(
         )
     except subprocess.TimeoutExpired:
         raise OSError(f"{' '.join(command[:2])} did not end within {TOOL_SECONDS} s") from None
-    if found.returncode and not may_fail:
-        words = found.stderr.strip().splitlines() or ["no reason given"]
-        raise OSError(f"{' '.join(command[:2])}: {words[0].removeprefix('Error: ')}")
+    if completed.returncode and not may_fail:
+        error_lines = completed.stderr.strip().splitlines() or ["no reason given"]
+        raise OSError(f"{' '.join(command[:2])}: {error_lines[0].removeprefix('Error: ')}")
 
 
 # Rates as people write them: ``100mbit``, ``2.5gbit``, none for no limit; bits a second.
@@ -264,10 +264,10 @@ def bits_per_second(rate: str | float | None) -> float:
     if rate is None or rate == "none":
         return 0.0
     if isinstance(rate, str):
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]bit)", rate.strip().lower())
-        if found is None:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]bit)", rate.strip().lower())
+        if match is None:
             raise InputError(f"{rate!r} is no rate: write 100mbit, 1gbit, 500kbit or none")
-        rate = float(found[1]) * UNITS[found[2]]
+        rate = float(match[1]) * UNITS[match[2]]
     if not LOWEST <= rate <= HIGHEST:
         raise InputError(f"a link of {rate:g} bit/s can't be made: 8kbit to 400gbit can")
     return float(rate)
@@ -388,8 +388,8 @@ class LabJob:
 
 def _start(command: list[str], rank: LabRank, cwd: str) -> subprocess.Popen[bytes]:
     alone = rank.namespace is None
-    place = contextlib.nullcontext() if rank.namespace is None else inside(rank.namespace)
-    with place, rank.log.open("wb") as log:
+    namespace = contextlib.nullcontext() if rank.namespace is None else inside(rank.namespace)
+    with namespace, rank.log.open("wb") as log:
         return subprocess.Popen(
             command,
             env=dict(rank.environment),
@@ -443,8 +443,8 @@ class Keeper:
         grace: float,
     ) -> dict[str, Any]:
         """Start a command on every rank; a lab's own variables win over inherited ones."""
-        place = self.folder / f"job-{len(self.jobs)}"
-        place.mkdir()
+        job_folder = self.folder / f"job-{len(self.jobs)}"
+        job_folder.mkdir()
         if self.apart:
             master = address(0), PORT
         else:
@@ -455,13 +455,13 @@ class Keeper:
         started = []
         for rank in range(self.spec["hosts"] * ranks):
             namespace = self.network.namespace(rank // ranks)
-            own = self.rank_environment(rank, place, master)
-            log = place / f"rank-{rank}.log"
-            started.append(LabRank(namespace, {**inherited, **own, **env}, log))
+            lab_variables = self.rank_environment(rank, job_folder, master)
+            log = job_folder / f"rank-{rank}.log"
+            started.append(LabRank(namespace, {**inherited, **lab_variables, **env}, log))
         self.jobs.append(LabJob(command, started, cwd, limit, grace))
-        return {"job": len(self.jobs) - 1, "place": str(place)}
+        return {"job": len(self.jobs) - 1, "place": str(job_folder)}
 
-    def rank_environment(self, rank: int, place: Path, master: tuple[str, int]) -> dict[str, str]:
+    def rank_environment(self, rank: int, folder: Path, master: tuple[str, int]) -> dict[str, str]:
         """What torch.distributed, gloo and hasten look at; the ranks of a host follow each other.
 
         They meet in a file, or at ``master``. Cores are shared out among all ranks.
@@ -478,7 +478,7 @@ class Keeper:
             "NODE_RANK": str(rank // ranks),
             "MASTER_ADDR": master[0],
             "MASTER_PORT": str(master[1]),
-            "HASTEN_RENDEZVOUS": str(place / "rendezvous"),
+            "HASTEN_RENDEZVOUS": str(folder / "rendezvous"),
             "GLOO_SOCKET_IFNAME": nic,
             "TP_SOCKET_IFNAME": nic,
             "NCCL_SOCKET_IFNAME": nic,
@@ -487,9 +487,14 @@ class Keeper:
 
     def poll(self, job: int, seconds: float) -> dict[str, Any]:
         """Wait a while for a job and say how it stands."""
-        found = self.jobs[job]
-        done = found.done.wait(min(seconds, 5.0))
-        return {"done": done, "codes": found.codes, "first": found.first, "reason": found.reason}
+        lab_job = self.jobs[job]
+        done = lab_job.done.wait(min(seconds, 5.0))
+        return {
+            "done": done,
+            "codes": lab_job.codes,
+            "first": lab_job.first,
+            "reason": lab_job.reason,
+        }
 
     def end(self, job: int) -> dict[str, Any]:
         """End a job's ranks."""
@@ -504,11 +509,11 @@ class Keeper:
     def answer(self, line: bytes) -> dict[str, Any]:
         """One request; what went wrong is part of the answer."""
         try:
-            asked = json.loads(line)
-            verb = asked.pop("verb")
+            request = json.loads(line)
+            verb = request.pop("verb")
             if verb not in self.VERBS:
                 raise KeyError(verb)
-            answer: dict[str, Any] = getattr(self, verb)(**asked)
+            answer: dict[str, Any] = getattr(self, verb)(**request)
         except (OSError, KeyError, IndexError, ValueError, TypeError) as error:
             return {"error": words(error)}
         return answer
@@ -549,15 +554,15 @@ def verification(folder: Path, kind: type[Keeper] = Keeper) -> None:  # noqa: C9
     """Be the verification: leave for new namespaces, start the keeper, and clean up after it."""
     spec = json.loads((folder / "spec.json").read_text())
 
-    def tell(words: dict[str, Any]) -> None:
+    def tell(message: dict[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):
-            os.write(1, json.dumps(words).encode() + b"\n")
+            os.write(1, json.dumps(message).encode() + b"\n")
 
     process = os.getpid()
     noted = {"kind": KIND, "name": folder.name, "process": process, "born": born(process), **spec}
-    beside = folder / "manifest.writing"  # whole or not there at all
-    beside.write_text(json.dumps(noted, indent=1))
-    os.replace(beside, folder / "manifest.json")
+    temporary_path = folder / "manifest.writing"  # whole or not there at all
+    temporary_path.write_text(json.dumps(noted, indent=1))
+    os.replace(temporary_path, folder / "manifest.json")
     try:
         user, group = os.geteuid(), os.getegid()
         if spec["mode"] == "user":
@@ -599,10 +604,10 @@ def verification(folder: Path, kind: type[Keeper] = Keeper) -> None:  # noqa: C9
     # Without a namespace of process numbers, what the ranks had started falls to this process.
     children = Path(f"/proc/{process}/task/{process}/children")
     for _ in range(100):
-        left = children.read_text().split() if children.exists() else []
-        if not left:
+        child_ids = children.read_text().split() if children.exists() else []
+        if not child_ids:
             break
-        for orphan in map(int, left):
+        for orphan in map(int, child_ids):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(orphan, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
@@ -704,11 +709,11 @@ class Lab:
             )
         answer = _first_line(verification)
         if not answer.get("ready"):
-            words = (folder / "keeper.log").read_text() if folder.exists() else ""
+            log_text = (folder / "keeper.log").read_text() if folder.exists() else ""
             verification.terminate()
             verification.wait()
             shutil.rmtree(folder, ignore_errors=True)
-            last = (words.strip().splitlines() or ["its keeper ended without a word"])[-1]
+            last = (log_text.strip().splitlines() or ["its keeper ended without a word"])[-1]
             return str(answer.get("error", last))
         self.mode, self._guard = mode, verification
         self.called(folder)
@@ -746,7 +751,7 @@ class Lab:
         cwd: Path | None,
     ) -> tuple[int, Path]:
         """The number and the folder of a command that now runs on every rank."""
-        found = self.ask(
+        reply = self.ask(
             "start",
             command=list(command),
             inherited=environment.child_environment({}),
@@ -755,17 +760,17 @@ class Lab:
             limit=seconds,
             grace=grace,
         )
-        return found["job"], Path(found["place"])
+        return reply["job"], Path(reply["place"])
 
-    def results(self, job: int, place: Path) -> list[Result]:
+    def results(self, job: int, folder: Path) -> list[Result]:
         """The results, by rank, once all have ended; a job that hangs is ended at its limit."""
-        while not (found := self.ask("poll", job=job, seconds=2.0))["done"]:
+        while not (status := self.ask("poll", job=job, seconds=2.0))["done"]:
             pass
-        logs = [place / f"rank-{rank}.log" for rank in range(len(found["codes"]))]
+        logs = [folder / f"rank-{rank}.log" for rank in range(len(status["codes"]))]
         texts = [log.read_text(errors="replace") if log.exists() else "" for log in logs]
         return [
-            Result(rank, rank // self.ranks, code, texts[rank], found["reason"])
-            for rank, code in enumerate(found["codes"])
+            Result(rank, rank // self.ranks, code, texts[rank], status["reason"])
+            for rank, code in enumerate(status["codes"])
         ]
 
     def run(
@@ -784,8 +789,8 @@ class Lab:
 
     def bytes(self, host: int) -> tuple[int, int]:
         """Bytes a host's interface has (sent, received) since the lab began."""
-        found = self.ask("counted", host=self.host(host))
-        return int(found["sent"]), int(found["received"])
+        counters = self.ask("counted", host=self.host(host))
+        return int(counters["sent"]), int(counters["received"])
 
     def host(self, host: int) -> int:
         """The host's number; InputError where there is no such host."""
@@ -823,8 +828,8 @@ def _first_line(verification: subprocess.Popen[bytes]) -> dict[str, Any]:
         waiting.register(lines, selectors.EVENT_READ)
         if waiting.select(START_SECONDS):
             with contextlib.suppress(ValueError):
-                found: dict[str, Any] = json.loads(lines.readline())
-                return found
+                message: dict[str, Any] = json.loads(lines.readline())
+                return message
     return {}
 
 

@@ -24,8 +24,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from hasten.core.loop import HASTE
-from hasten.errors import InputError, SameOnAllRanksError, StoppedError
+from hasten.core.loop import HASTE, ignore_stop_signals
+from hasten.errors import LEFT, InputError, SameOnAllRanksError, StoppedError
 from hasten.machine import environment
 from hasten.machine import environment as environment_
 from hasten.machine.environment import World
@@ -71,20 +71,22 @@ def naming_ranks(world: World) -> Iterator[None]:
     except RuntimeError as error:
         if isinstance(error, StoppedError) or not of_an_exchange(error):
             raise
-        known = _known_hosts(hosts, world.size)
+        host_names = _known_hosts(hosts, world.size)
         what = "an exchange between ranks"
-        raise LinkError(str(error_of_ranks(what, error, subject, known, ANSWER_SECONDS))) from error
+        raise LinkError(
+            str(error_of_ranks(what, error, subject, host_names, ANSWER_SECONDS))
+        ) from error
 
 
 def _known_hosts(store: object, size: int) -> list[str]:
-    found = []
+    host_names = []
     for rank in range(size):
         try:
-            known = store.check([str(rank)])  # type: ignore[attr-defined]
-            found.append(store.get(str(rank)).decode() if known else "never met")  # type: ignore[attr-defined]
+            registered = store.check([str(rank)])  # type: ignore[attr-defined]
+            host_names.append(store.get(str(rank)).decode() if registered else "never met")  # type: ignore[attr-defined]
         except RuntimeError:  # the meeting place is gone
-            found.append("host not known")
-    return found
+            host_names.append("host not known")
+    return host_names
 
 
 # Ranks join: they meet, and make sure before training that they are about to do the same.
@@ -140,7 +142,7 @@ def join_process_group(
     """
     import torch.distributed as dist
 
-    method, place = environment.meeting()
+    method, address = environment.meeting()
     bound = torch.device(device) if backend == NCCL else None
     if torch.device(device).type == "cuda":
         torch.cuda.set_device(device)
@@ -155,32 +157,32 @@ def join_process_group(
         )
     except (dist.DistError, TimeoutError, OSError) as error:
         kind = InputError if attempt_number() == 1 else LinkError
-        raise kind(_no_meeting(world, place, timeout, error)) from error
+        raise kind(_no_meeting(world, address, timeout, error)) from error
 
 
-def _no_meeting(world: World, place: str, timeout: datetime.timedelta, error: Exception) -> str:
+def _no_meeting(world: World, address: str, timeout: datetime.timedelta, error: Exception) -> str:
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if "Duplicate GPU" in str(error):
         return f"rank {world.rank} has the GPU of another rank: {ONE_EACH}"
     if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
         return (
-            f"rank {world.rank} can't listen at {place}, as another program does: end it, or set "
+            f"rank {world.rank} can't listen at {address}, as another program does: end it, or set "
             "MASTER_PORT to a free port on all ranks"
         )
     return (
-        f"rank {world.rank} of {world.size} didn't meet the others at {place} within "
+        f"rank {world.rank} of {world.size} didn't meet the others at {address} within "
         f"{timeout.total_seconds():g} s: {first[:200]}; see whether rank 0 runs there, and whether "
         "the port is free and open between the machines (MASTER_ADDR, MASTER_PORT)"
     )
 
 
 def check_agreement(
-    world: World, said: Mapping[str, Mapping[str, Any]], subject: str = "start"
+    world: World, settings: Mapping[str, Mapping[str, Any]], subject: str = "start"
 ) -> None:
     """Make sure that all ranks are about to do the same; inside a process group.
 
     Args:
-        said: by topic (recipe, version, examples), names and plain values.
+        settings: by topic (recipe, version, examples), names and plain values.
         subject: names this comparison; another for each in a run.
 
     Raises:
@@ -192,8 +194,10 @@ def check_agreement(
     from torch.distributed.distributed_c10d import _get_default_store
 
     store = dist.PrefixStore(f"hasten/agree/{subject}", _get_default_store())
-    mine = json.dumps({"host": socket.gethostname(), "said": said}, sort_keys=True, default=str)
-    store.set(str(world.rank), mine)
+    local_settings = json.dumps(
+        {"host": socket.gethostname(), "said": settings}, sort_keys=True, default=str
+    )
+    store.set(str(world.rank), local_settings)
     if world.is_main:
         everyone = [json.loads(store.get(str(rank))) for rank in range(world.size)]
         store.set("verdict", _difference(everyone))
@@ -291,14 +295,14 @@ def start_ranks(
     ``environ`` gives the variables that a rank's plan wants before it starts.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".ranks-") as place:
-        logs = [Path(place) / f"rank-{rank}.log" for rank in range(count)]
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".ranks-") as scratch:
+        logs = [Path(scratch) / f"rank-{rank}.log" for rank in range(count)]
         processes = [
             _start_rank(
                 arguments,
                 rank,
                 {
-                    **rank_environment(rank, count, Path(place), max(1, cores // count)),
+                    **rank_environment(rank, count, Path(scratch), max(1, cores // count)),
                     **environ(rank),
                     PARENT: str(os.getpid()),  # a rank doesn't outlive this process
                     environment_.STARTED_FOR_PLAN: "1",
@@ -307,29 +311,31 @@ def start_ranks(
             )
             for rank in range(count)
         ]
-        with _forwarding(processes):
+        with _forwarding(processes) as received:
             failed = _wait(processes)
         if failed is None:
             return 0
         code = processes[failed].returncode
+        if code < 0 and -code in received:
+            return LEFT  # the signal was passed on before there was anything to save
         if code < 0:
             print(f"rank {failed} failed: {ended_by(code)}", file=sys.stderr)
         elif failed:
-            words = logs[failed].read_text(errors="replace").strip().splitlines()
-            if words or code != ADVICE:  # rank 0 has said what holds for all
-                print(f"rank {failed} failed: {words[-1] if words else ''}", file=sys.stderr)
-        return code if code > 0 else 1
+            lines = logs[failed].read_text(errors="replace").strip().splitlines()
+            if lines or code != ADVICE:  # rank 0 has said what holds for all
+                print(f"rank {failed} failed: {lines[-1] if lines else ''}", file=sys.stderr)
+        return code if code > 0 else LinkError.code
 
 
-def rank_environment(rank: int, count: int, place: Path, threads: int) -> dict[str, str]:
-    """This process's environment with a rank's place in it; ranks meet in the folder ``place``."""
+def rank_environment(rank: int, count: int, folder: Path, threads: int) -> dict[str, str]:
+    """This process's environment with a rank's place in it; ranks meet in the folder ``folder``."""
     return environment_.child_environment(
         {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(count),
             # Absolute: in file://a/b torch takes a for the name of a host, and waits for it.
-            "HASTEN_RENDEZVOUS": str(place.absolute() / "rendezvous"),
+            "HASTEN_RENDEZVOUS": str(folder.absolute() / "rendezvous"),
             "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
             "OMP_NUM_THREADS": str(threads),
         }
@@ -391,10 +397,16 @@ def _signal(processes: Sequence[subprocess.Popen[bytes]], number: signal.Signals
 
 
 @contextlib.contextmanager
-def _forwarding(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """A terminal sends Ctrl-C to the ranks itself; SIGTERM reaches this process alone."""
+def _forwarding(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[set[int]]:
+    """Passes signals on to the ranks, and collects them.
+
+    A terminal sends Ctrl-C to the ranks itself; SIGTERM reaches this process alone. Once one was
+    passed on, this process ends with its ranks, and further ones are ignored until then.
+    """
+    received: set[int] = set()
 
     def forward(number: int, frame: object) -> None:
+        received.add(signal.SIGTERM)
         _signal(processes, signal.SIGTERM)
 
     before = [
@@ -402,8 +414,10 @@ def _forwarding(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
         *((n, signal.signal(n, forward)) for n in HASTE),
     ]
     try:
-        yield
+        yield received
     finally:
         for number, handler in before:
             signal.signal(number, handler)
+        if received:
+            ignore_stop_signals()
         _signal(processes, signal.SIGKILL)

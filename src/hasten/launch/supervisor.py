@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import psutil
 
 from hasten.core.health import append_line
+from hasten.core.loop import HASTE, ignore_stop_signals
 from hasten.launch.ranks import rank_environment
 from hasten.machine import environment as environment_
 from hasten.machine.processes import (
@@ -87,8 +88,8 @@ class SpareRanks:
             _end(process)
             return None
         assert process.stdin is not None  # it was started with a pipe
-        told = {name: variables[name] for name in CHANGING if name in variables}
-        line = json.dumps({"variables": told, "arguments": list(arguments)}) + "\n"
+        changing = {name: variables[name] for name in CHANGING if name in variables}
+        line = json.dumps({"variables": changing, "arguments": list(arguments)}) + "\n"
         try:
             process.stdin.write(line.encode())
             process.stdin.close()
@@ -242,16 +243,16 @@ class Attempt:
         killed = [r for r, c in enumerate(codes) if c is not None and c < 0 and c != CONSEQUENCE]
         if killed:
             return self._killed(killed[0], codes[killed[0]] or 0)
-        told = {r: w for r in range(len(codes)) if (w := self._words(r)) is not None}
-        if told:
-            rank = min(told, key=lambda r: told[r]["time"])
-            found = told[rank]
-            code, line = found["code"], found["line"]
-            return replace(self._with(code, rank, line, found["traceback"]), told=True)
-        rank, left = next((r, c) for r, c in enumerate(codes) if c)
-        if left < 0:
-            return self._killed(rank, left)
-        return self._with(left, rank, f"it ended with code {left}")
+        reports = {r: w for r in range(len(codes)) if (w := self._words(r)) is not None}
+        if reports:
+            rank = min(reports, key=lambda r: reports[r]["time"])
+            report = reports[rank]
+            code, line = report["code"], report["line"]
+            return replace(self._with(code, rank, line, report["traceback"]), told=True)
+        rank, exit_code = next((r, c) for r, c in enumerate(codes) if c)
+        if exit_code < 0:
+            return self._killed(rank, exit_code)
+        return self._with(exit_code, rank, f"it ended with code {exit_code}")
 
     def _killed(self, rank: int, code: int) -> AttemptResult:
         return self._with(code, rank, ended_by(code))
@@ -296,12 +297,12 @@ class Attempt:
         code: int,
         rank: int | None = None,
         cause: str = "",
-        words: str = "",
+        details: str = "",
         hung: bool = False,
     ) -> AttemptResult:
         beats = [read_heartbeat(self.folder, r) for r in range(len(self.processes))]
         step, count = max(b.step for b in beats), max(b.count for b in beats)
-        return AttemptResult(code, rank, cause, step, count > 1, words, hung)
+        return AttemptResult(code, rank, cause, step, count > 1, details, hung)
 
     def kill(self) -> None:
         """End all ranks that run, with what they started, at once; wait until they are gone."""
@@ -320,8 +321,8 @@ def _children(process: RankProcess) -> list[psutil.Process]:
     if process.poll() is not None:
         return []
     with contextlib.suppress(psutil.Error):
-        found: list[psutil.Process] = psutil.Process(process.pid).children(recursive=True)
-        return found
+        children: list[psutil.Process] = psutil.Process(process.pid).children(recursive=True)
+        return children
     return []
 
 
@@ -382,17 +383,17 @@ def supervise(
 ) -> int:
     """Run until the run is over; the exit code."""
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".ranks-") as place:
-        return _Supervisor(ranks, supervision, Path(place), log).run()
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".ranks-") as scratch:
+        return _Supervisor(ranks, supervision, Path(scratch), log).run()
 
 
 class _Supervisor:
     """The attempts of one run, one after the other."""
 
     def __init__(
-        self, ranks: SupervisedRanks, supervision: Supervision, place: Path, log: Path | None
+        self, ranks: SupervisedRanks, supervision: Supervision, folder: Path, log: Path | None
     ):
-        self._ranks, self._supervision, self._place, self._log = ranks, supervision, place, log
+        self._ranks, self._supervision, self._place, self._log = ranks, supervision, folder, log
         self._seats = list(range(ranks.count))  # local ranks, and so devices, that are in use
         self._running: Attempt | None = None
         self._asked: signal.Signals | None = None
@@ -510,8 +511,8 @@ class _Supervisor:
 
     def _note(self, ending: AttemptResult, number: int, began: float) -> None:
         if self._log is not None:
-            found = asdict(ending) | {"attempt": number, "began": began, "ended": time.time()}
-            append_line(self._log, found)
+            entry = asdict(ending) | {"attempt": number, "began": began, "ended": time.time()}
+            append_line(self._log, entry)
 
     def _tell_final(self, ending: AttemptResult) -> None:
         """What a rank has to say, once for all; it doesn't say it itself."""
@@ -539,6 +540,8 @@ class _Supervisor:
         finally:
             for number, handler in before:
                 signal.signal(number, handler)
+            if self._asked in HASTE:  # this process ends with its ranks
+                ignore_stop_signals()
             if self._spares is not None:
                 self._spares.end()
 

@@ -41,7 +41,7 @@ def checked(values: Mapping[object, object]) -> dict[str, str]:
         ValueError: a name that doesn't belong to a transport, or loads code; a value that is no
             text, number or switch.
     """
-    found = {}
+    variables = {}
     for name, value in values.items():
         if not isinstance(name, str) or not re.fullmatch(r"[A-Z][A-Z0-9_]*", name):
             raise ValueError(f"{name!r} is no variable's name: write it like NCCL_DEBUG")
@@ -57,16 +57,16 @@ def checked(values: Mapping[object, object]) -> dict[str, str]:
             value = int(value)
         if not isinstance(value, str | int | float) or not re.fullmatch(r"[ -~]*", str(value)):
             raise ValueError(f"{name} is {value!r}; give a text or a number on one line")
-        found[name] = str(value)
-    return found
+        variables[name] = str(value)
+    return variables
 
 
 def shown(wanted: Mapping[str, str]) -> str:
     """The variables that count, those of the recipe over those of the shell."""
     present = {name: (environment.variable(name), "shell") for name in SHOWN}
     present |= {name: (value, "recipe") for name, value in wanted.items()}
-    words = [f"{name}={value} ({place})" for name, (value, place) in present.items() if value]
-    return ", ".join(words) or "nothing set: gloo and NCCL choose"
+    settings = [f"{name}={value} ({source})" for name, (value, source) in present.items() if value]
+    return ", ".join(settings) or "nothing set: gloo and NCCL choose"
 
 
 def hints(
@@ -83,25 +83,25 @@ def hints(
 
     name = "NCCL_SOCKET_IFNAME" if on_gpu else "GLOO_SOCKET_IFNAME"
     up = interface_speeds(net)
-    found = _about_interface(name, value(name), up, net)
+    suggestions = _about_interface(name, value(name), up, net)
     cards = _cards(infiniband)
     roce = [card for card, layer in cards.items() if layer == "Ethernet"]
     if on_gpu and cards and value("NCCL_IB_DISABLE") == "1":
-        found.append(
+        suggestions.append(
             f"NCCL_IB_DISABLE=1 while {', '.join(cards)} is there: without it NCCL uses RDMA"
         )
     if on_gpu and roce and not value("NCCL_IB_GID_INDEX"):
-        found.append(
+        suggestions.append(
             f"{', '.join(roce)} is RoCE: if NCCL finds no path, NCCL_IB_GID_INDEX names the port's "
             "address of RoCE v2 (often 3; show_gids lists them)"
         )
     if on_gpu and value("NCCL_P2P_DISABLE") == "1":
-        found.append("NCCL_P2P_DISABLE=1 sends what NVLink could carry through host memory")
+        suggestions.append("NCCL_P2P_DISABLE=1 sends what NVLink could carry through host memory")
     if value("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0":
-        found.append("TORCH_NCCL_ASYNC_ERROR_HANDLING=0 makes a hang of every lost rank")
+        suggestions.append("TORCH_NCCL_ASYNC_ERROR_HANDLING=0 makes a hang of every lost rank")
     if on_gpu and not value("NCCL_DEBUG"):
-        found.append("NCCL_DEBUG=INFO would show which interface and transport NCCL takes")
-    return found
+        suggestions.append("NCCL_DEBUG=INFO would show which interface and transport NCCL takes")
+    return suggestions
 
 
 def _about_interface(
@@ -109,10 +109,12 @@ def _about_interface(
 ) -> list[str]:
     if chosen.startswith("^"):  # names what isn't to be taken, there or not
         return []
-    there = sorted(path.name for path in net.iterdir()) if net.is_dir() else []
+    interfaces = sorted(path.name for path in net.iterdir()) if net.is_dir() else []
     first = chosen.lstrip("=").split(",")[0]
-    if chosen and there and not any(interface.startswith(first) for interface in there):
-        return [f"{name}={chosen}, and there is no such interface; there are {', '.join(there)}"]
+    if chosen and interfaces and not any(interface.startswith(first) for interface in interfaces):
+        return [
+            f"{name}={chosen}, and there is no such interface; there are {', '.join(interfaces)}"
+        ]
     if chosen or len(up) < 2:
         return []
     listed = ", ".join(
@@ -123,10 +125,10 @@ def _about_interface(
 
 def _cards(infiniband: Path) -> dict[str, str]:
     """RDMA devices and the link layer of their first port: InfiniBand or Ethernet."""
-    found = {}
+    link_layers = {}
     for path in sorted(infiniband.iterdir()) if infiniband.is_dir() else []:
         try:
-            found[path.name] = (path / "ports" / "1" / "link_layer").read_text().strip()
+            link_layers[path.name] = (path / "ports" / "1" / "link_layer").read_text().strip()
         except OSError:
-            found[path.name] = "unknown"
-    return found
+            link_layers[path.name] = "unknown"
+    return link_layers

@@ -290,9 +290,9 @@ def device(name: str) -> Device:
     """
     plain = _plain(name)
     by_plain = {_plain(key): value for key, value in DEVICES.items()}
-    found = by_plain.get(_plain(_ALIASES.get(plain, name))) or _of_memory(name, by_plain)
-    if found is not None:
-        return found
+    preset = by_plain.get(_plain(_ALIASES.get(plain, name))) or _of_memory(name, by_plain)
+    if preset is not None:
+        return preset
     near = difflib.get_close_matches(plain, [*by_plain, *_ALIASES], n=3, cutoff=0.5)
     names = [by_plain[n].name if n in by_plain else n for n in near] or list(DEVICES)
     raise InputError(
@@ -303,13 +303,13 @@ def device(name: str) -> Device:
 
 def _of_memory(name: str, by_plain: Mapping[str, Device]) -> Device | None:
     """The device of a name that says its memory too: ``H100 80GB HBM3``, ``A100 80GB PCIe``."""
-    said = re.fullmatch(r"(.*?)[-_ ](\d+) ?gb(.*)", name.strip().lower())
-    if said is None or _plain(said[3]) not in _PLAIN_ENDS:
+    match = re.fullmatch(r"(.*?)[-_ ](\d+) ?gb(.*)", name.strip().lower())
+    if match is None or _plain(match[3]) not in _PLAIN_ENDS:
         return None
-    family, wired = _plain(said[1]), "pcie" * ("pcie" in said[3])
-    keys = [family + wired] if wired else [family, f"{family}{said[2]}gb"]
+    family, wired = _plain(match[1]), "pcie" * ("pcie" in match[3])
+    keys = [family + wired] if wired else [family, f"{family}{match[2]}gb"]
     chips = [by_plain[key] for key in keys if key in by_plain]
-    return next((c for c in chips if abs(float(said[2]) * _G / c.memory_bytes - 1) < 0.1), None)
+    return next((c for c in chips if abs(float(match[2]) * _G / c.memory_bytes - 1) < 0.1), None)
 
 
 def _plain(name: str) -> str:

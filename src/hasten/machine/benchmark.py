@@ -86,21 +86,21 @@ class MachineRates:
 
     def best(self, dtypes: Sequence[str] = CEILING_DTYPES) -> ProductRate | None:
         """The fastest product in any of these formats."""
-        found = [p for p in self.products if p.dtype in dtypes]
-        return max(found, key=lambda p: p.best, default=None)
+        products = [p for p in self.products if p.dtype in dtypes]
+        return max(products, key=lambda p: p.best, default=None)
 
     def to_dict(self) -> dict[str, Any]:
         return {"kind": "hasten machine rates", **asdict(self)}
 
     @classmethod
-    def from_dict(cls, found: Any) -> MachineRates:
+    def from_dict(cls, entry: Any) -> MachineRates:
         """What ``to_dict`` gave, also by way of JSON.
 
         Raises:
             ValueError: it is something else, or was edited into nonsense.
         """
         try:
-            values = {k: v for k, v in found.items() if k != "kind"}
+            values = {k: v for k, v in entry.items() if k != "kind"}
             values["products"] = tuple(ProductRate(**p) for p in values["products"])
             values["copies"] = tuple(CopyRate(**c) for c in values["copies"])
             values["skipped"] = tuple(values["skipped"])
@@ -172,13 +172,13 @@ def core_flops() -> float:
 
 def checked_dtypes(device: str, dtypes: Sequence[str] | None) -> tuple[str, ...]:
     """The formats to measure; all that the device may have where none is named."""
-    known = ON_CPU if device == "cpu" else tuple(DTYPES)
+    supported = ON_CPU if device == "cpu" else tuple(DTYPES)
     for name in dtypes or ():
         if name not in DTYPES:
             raise ValueError(f"{name!r} is no number format; give {', '.join(DTYPES)}")
-        if name not in known:
-            raise ValueError(f"{name} isn't measured on a processor, only {', '.join(known)}")
-    return tuple(dict.fromkeys(dtypes or known))
+        if name not in supported:
+            raise ValueError(f"{name} isn't measured on a processor, only {', '.join(supported)}")
+    return tuple(dict.fromkeys(dtypes or supported))
 
 
 def _products(
@@ -195,17 +195,17 @@ def _products(
         return
     for number, (m, n, k) in enumerate(shapes):
         name = f"{dtype} {m}x{k} by {k}x{n}"
-        left = until - time.perf_counter()
+        remaining = until - time.perf_counter()
         expected = 2 * m * n * k / rate
         if (m * k + k * n + m * n) * 4 > memory:
             skipped.append(f"{name}: it takes more than a quarter of the memory")
-        elif (FEWEST + 1) * expected > left:
+        elif (FEWEST + 1) * expected > remaining:
             skipped.append(f"{name}: no time")
         else:
             try:
                 with _precision(dtype):
                     act = _product(device, dtype, (m, n, k))
-                    spent = _samples(act, device, left / (len(shapes) - number), expected)
+                    spent = _samples(act, device, remaining / (len(shapes) - number), expected)
             except torch.OutOfMemoryError:
                 skipped.append(f"{name}: out of memory")
                 continue
@@ -248,31 +248,31 @@ def _samples(
     act()
     wait()
     together = min(math.ceil(SAMPLE_SECONDS / expected), 1000) if expected else 1
-    found: list[float] = []
+    samples: list[float] = []
     until = clock() + seconds
-    while len(found) < FEWEST or (clock() < until and len(found) < MOST):
+    while len(samples) < FEWEST or (clock() < until and len(samples) < MOST):
         began = clock()
         for _ in range(together):
             act()
         wait()
-        found.append((clock() - began) / together)
-    return found
+        samples.append((clock() - began) / together)
+    return samples
 
 
 def _ways(device: str, memory: int) -> dict[str, tuple[int, Callable[[], Any]]]:
     """Name -> (bytes that move, the act); a copy reads and writes."""
     size = min(COPIED, memory // 2) // 4 * 4
     one, other = (torch.ones(size // 4, device=device) for _ in range(2))
-    found: dict[str, tuple[int, Callable[[], Any]]] = {
+    transfers: dict[str, tuple[int, Callable[[], Any]]] = {
         "read": (size, one.sum),
         "write": (size, lambda: one.fill_(1.0)),
         "copy": (2 * size, lambda: other.copy_(one)),
     }
     if device != "cpu":
         host: Tensor = torch.ones(size // 4, pin_memory=True)
-        found["host to device"] = (size, lambda: one.copy_(host, non_blocking=True))
-        found["device to host"] = (size, lambda: host.copy_(one, non_blocking=True))
-    return found
+        transfers["host to device"] = (size, lambda: one.copy_(host, non_blocking=True))
+        transfers["device to host"] = (size, lambda: host.copy_(one, non_blocking=True))
+    return transfers
 
 
 # How fast a folder's disk writes and reads, measured with a file that is gone afterwards.

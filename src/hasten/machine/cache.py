@@ -31,12 +31,12 @@ def key_of(parts: Mapping[str, Any]) -> str:
 
 def source_digest(package: Path = PACKAGE, *patterns: str) -> str:
     """One value for the sources of a package, or for those that the patterns name in it."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted({path for each in patterns or ("**/*",) for path in package.glob(each)}):
         if path.suffix in SOURCES and path.is_file():
-            found.update(path.relative_to(package).as_posix().encode() + b"\0")
-            found.update(hashlib.sha256(path.read_bytes()).digest())
-    return found.hexdigest()[:16]
+            digest.update(path.relative_to(package).as_posix().encode() + b"\0")
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:16]
 
 
 def at_home(folder: Path) -> Path:

@@ -63,21 +63,23 @@ def place_of(environ: Mapping[str, str]) -> RankPlace | None:
     Raises:
         InputError: a variable isn't a number, or the rank isn't one of the ranks.
     """
-    for launcher, (rank, size, local, here) in LAUNCHERS.items():
+    for launcher, (rank, size, local, local_size) in LAUNCHERS.items():
         if rank not in environ or size not in environ or _is_batch_script(launcher, environ):
             continue
         count = environ.get("SLURM_STEP_NUM_TASKS", environ[size])
         ranks = _number(size, count if launcher == "Slurm" else environ[size])
-        found = RankPlace(
+        rank_place = RankPlace(
             launcher,
             _number(rank, environ[rank]),
             ranks,
             _number(local, environ.get(local, environ[rank])),
-            _local_size(launcher, environ.get(here), ranks),
+            _local_size(launcher, environ.get(local_size), ranks),
         )
-        if not 0 <= found.rank < found.size:
-            raise InputError(f"{rank} is {found.rank} and {size} is {found.size}: no such rank")
-        return found
+        if not 0 <= rank_place.rank < rank_place.size:
+            raise InputError(
+                f"{rank} is {rank_place.rank} and {size} is {rank_place.size}: no such rank"
+            )
+        return rank_place
     return None
 
 
@@ -110,23 +112,28 @@ def meeting_place(environ: Mapping[str, str]) -> tuple[str, int]:
     Raises:
         InputError: nothing says where the first rank runs.
     """
-    found = place_of(environ)
+    rank_place = place_of(environ)
     port = environ.get("MASTER_PORT")
     if port is not None:
         number = _number("MASTER_PORT", port)
+        if not 0 < number < 1 << 16:
+            raise InputError(f"MASTER_PORT is {number}; it must be from 1 to 65535")
     else:
-        job = environ.get("SLURM_JOB_ID", "") if found and found.launcher == "Slurm" else ""
+        job = (
+            environ.get("SLURM_JOB_ID", "") if rank_place and rank_place.launcher == "Slurm" else ""
+        )
         first, count = JOB_PORTS
         number = first + int(job) % count if job.isdigit() else PORT
     if "MASTER_ADDR" in environ:
         return environ["MASTER_ADDR"], number
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
-    if found is not None and found.launcher == "Slurm" and nodes:
+    if rank_place is not None and rank_place.launcher == "Slurm" and nodes:
         return first_node(nodes), number
-    if found is None or found.local_size in (None, found.size):
+    if rank_place is None or rank_place.local_size in (None, rank_place.size):
         return LOOPBACK, number
     raise InputError(
-        f"{found.launcher} started {found.size} ranks, {found.local_size} of them here, and says "
+        f"{rank_place.launcher} started {rank_place.size} ranks, {rank_place.local_size} of them "
+        f"here, and says "
         "nothing of where the first one is: set MASTER_ADDR to its machine"
     )
 
@@ -139,16 +146,16 @@ def meeting_method(environ: Mapping[str, str]) -> tuple[str, str]:
     host, port = meeting_place(environ)
     both = f"{host}:{port}"
     # Under torchrun the place may be kept by its agent already, which env:// knows.
-    known = "MASTER_ADDR" in environ and "MASTER_PORT" in environ
-    return ("env://" if known else f"tcp://{both}"), both
+    from_environment = "MASTER_ADDR" in environ and "MASTER_PORT" in environ
+    return ("env://" if from_environment else f"tcp://{both}"), both
 
 
 def first_node(nodes: str) -> str:
     """The first host of Slurm's list: ``gpu[07-12,15],login1`` begins with ``gpu07``."""
-    found = re.match(r"([^,\[]+)(?:\[([^\]]+)\]([^,]*))?", nodes.strip())
-    if found is None:
+    match = re.match(r"([^,\[]+)(?:\[([^\]]+)\]([^,]*))?", nodes.strip())
+    if match is None:
         raise InputError(f"SLURM_JOB_NODELIST is {nodes!r}; set MASTER_ADDR to the first machine")
-    before, numbers, after = found.groups()
+    before, numbers, after = match.groups()
     return before + (re.split(r"[,-]", numbers)[0] if numbers else "") + (after or "")
 
 
@@ -172,8 +179,8 @@ class World:
 
 def world() -> World:
     """The rank that torchrun, Slurm, MPI or hasten's own starter gave this process."""
-    found = place_of(os.environ)
-    return World(found.rank, found.local_rank, found.size) if found else World()
+    rank_place = place_of(os.environ)
+    return World(rank_place.rank, rank_place.local_rank, rank_place.size) if rank_place else World()
 
 
 def meeting() -> tuple[str, str]:
@@ -220,6 +227,20 @@ def variable(name: str) -> str | None:
     return os.environ.get(name)
 
 
+def positive_number(name: str, advice: str) -> int | None:
+    """A variable as a whole number above 0; None if it is absent or empty.
+
+    Raises:
+        InputError: the variable is something else; ``advice`` ends the message.
+    """
+    text = os.environ.get(name)
+    if not text:
+        return None
+    if not re.fullmatch(r"[0-9]{1,18}", text, re.ASCII) or int(text) == 0:
+        raise InputError(f"{name} is {text[:60]!r}, expected a whole number above 0; {advice}")
+    return int(text)
+
+
 def not_yet_so(wanted: Mapping[str, str]) -> dict[str, str]:
     """Those of the variables that this process wasn't started with.
 
@@ -238,5 +259,5 @@ def is_shown_some_gpus() -> bool:
 
 def ranks_here(world: World) -> int:
     """Ranks on this machine: launchers say how many; all of them, where nobody does."""
-    found = place_of(os.environ)
-    return max(1, found.local_size or found.size) if found else world.size
+    rank_place = place_of(os.environ)
+    return max(1, rank_place.local_size or rank_place.size) if rank_place else world.size

@@ -40,6 +40,6 @@ def sync(path: Path) -> None:
 
 
 def write_atomic(path: Path, text: str, durable: bool = True) -> None:
-    """Writes a text file whole or not at all, in UTF-8."""
+    """Writes a text file whole or not at all, in UTF-8; what it lacks becomes ``\\udcff``."""
     with replacing(path, durable) as file:
-        file.write(text.encode())
+        file.write(text.encode(errors="backslashreplace"))

@@ -89,13 +89,13 @@ def default_device() -> str:
 
 def versions() -> dict[str, str]:
     """Versions of what decides speed and numbers."""
-    found = {"python": platform.python_version()}
+    by_package = {"python": platform.python_version()}
     for package in ("hasten", "torch", "transformers", "peft", "numpy", "deepspeed"):
         try:
-            found[package] = metadata.version(package)
+            by_package[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return by_package
 
 
 def reset_memory_peak(device: str) -> None:
@@ -135,10 +135,10 @@ def pins_for(device: str | torch.device) -> bool:
 
 def accelerator_words(device: str) -> str:
     """Name and compute capability of a GPU, as far as its library knows them."""
-    found = torch.device(device)
-    if found.type != "cuda":
-        return str(found.type)
-    gpu = torch.cuda.get_device_properties(found)
+    torch_device = torch.device(device)
+    if torch_device.type != "cuda":
+        return str(torch_device.type)
+    gpu = torch.cuda.get_device_properties(torch_device)
     return f"{gpu.name} ({gpu.major}.{gpu.minor})"
 
 
@@ -146,9 +146,9 @@ def accelerator_uuids(device: str, count: int) -> list[str]:
     """Names by which the driver knows the first so many GPUs of this process; empty without one."""
     if not device.startswith("cuda"):
         return []
-    known = range(min(count, torch.cuda.device_count()))
+    indices = range(min(count, torch.cuda.device_count()))
     first = int(device.partition(":")[2] or 0) if count == 1 else 0
-    return [str(torch.cuda.get_device_properties(first + index).uuid) for index in known]
+    return [str(torch.cuda.get_device_properties(first + index).uuid) for index in indices]
 
 
 def _cpu_name() -> str:
@@ -169,11 +169,11 @@ def _instruction_sets() -> tuple[str, ...]:
 def _accelerators() -> tuple[Accelerator, ...]:
     if not torch.cuda.is_available():
         return ()
-    found = []
+    accelerators = []
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
-        found.append(Accelerator(gpu.name, gpu.total_memory, f"{gpu.major}.{gpu.minor}"))
-    return tuple(found)
+        accelerators.append(Accelerator(gpu.name, gpu.total_memory, f"{gpu.major}.{gpu.minor}"))
+    return tuple(accelerators)
 
 
 # What a machine has besides its processor's name: NUMA nodes, disks, network cards, limits.
@@ -242,26 +242,26 @@ class SystemLimits:
 
 def numa_nodes(root: Path = Path("/")) -> list[NumaNode]:
     """The machine's nodes; a machine of one has one."""
-    found = []
+    nodes = []
     for path in sorted((root / "sys/devices/system/node").glob("node[0-9]*"), key=_number_at_end):
         memory = None
         for line in _read(path / "meminfo").splitlines():
             if "MemTotal:" in line:
                 memory = int(line.split()[-2]) * 1024
         distances = tuple(int(word) for word in _read(path / "distance").split())
-        found.append(NumaNode(_number_at_end(path), _read(path / "cpulist"), memory, distances))
-    return found
+        nodes.append(NumaNode(_number_at_end(path), _read(path / "cpulist"), memory, distances))
+    return nodes
 
 
 def mounts(root: Path = Path("/")) -> list[Mount]:
     """File systems that could hold a run, each device once, under its shortest path."""
-    found: dict[str, Mount] = {}
+    by_device: dict[str, Mount] = {}
     for line in _read(root / "proc/self/mounts").splitlines():
         device, path, kind = (*line.split(" "), "", "", "")[:3]
-        path = ESCAPED.sub(lambda found: chr(int(found[1], 8)), path)
+        path = ESCAPED.sub(lambda match: chr(int(match[1], 8)), path)
         if kind not in REAL or path.startswith(("/proc", "/sys", "/etc/")):
             continue
-        if device in found and len(found[device].path) <= len(path) and kind != "tmpfs":
+        if device in by_device and len(by_device[device].path) <= len(path) and kind != "tmpfs":
             continue
         try:
             size = os.statvfs(root / path.lstrip("/"))
@@ -272,13 +272,13 @@ def mounts(root: Path = Path("/")) -> list[Mount]:
             key = path if kind in ("tmpfs", "overlay") else device
             spins = _spins(root, device)
             free = size.f_frsize * size.f_bavail
-            found[key] = Mount(path, kind, device, total, free, spins)
-    return sorted(found.values(), key=lambda mount: mount.path)
+            by_device[key] = Mount(path, kind, device, total, free, spins)
+    return sorted(by_device.values(), key=lambda mount: mount.path)
 
 
 def cards(root: Path = Path("/")) -> list[NetworkCard]:
     """Network interfaces that are up, the loopback left out, and RDMA devices."""
-    found = []
+    network_cards = []
     for path in _entries(root / "sys/class/net"):
         state = path / "operstate"
         if path.name == "lo" or not state.exists() or _read(state) in DOWN:
@@ -287,14 +287,14 @@ def cards(root: Path = Path("/")) -> list[NetworkCard]:
         kind = "wireless" if (path / "wireless").exists() else "ethernet" if real else "virtual"
         megabits = _integer(_read(path / "speed"))  # -1 where unknown, an error for a virtual one
         rate = megabits * 1e6 if megabits is not None and megabits > 0 else None
-        found.append(NetworkCard(path.name, kind, rate, _driver(path), _node(path)))
+        network_cards.append(NetworkCard(path.name, kind, rate, _driver(path), _node(path)))
     for path in _entries(root / "sys/class/infiniband"):
         port = path / "ports" / "1"
         kind = "roce" if _read(port / "link_layer") == "Ethernet" else "infiniband"
-        words = _read(port / "rate").split()  # 400 Gb/sec (4X NDR)
-        rate = float(words[0]) * 1e9 if words else None
-        found.append(NetworkCard(path.name, kind, rate, _driver(path), _node(path)))
-    return found
+        rate_fields = _read(port / "rate").split()  # 400 Gb/sec (4X NDR)
+        rate = float(rate_fields[0]) * 1e9 if rate_fields else None
+        network_cards.append(NetworkCard(path.name, kind, rate, _driver(path), _node(path)))
+    return network_cards
 
 
 def limits(root: Path = Path("/")) -> SystemLimits:
@@ -312,8 +312,10 @@ def limits(root: Path = Path("/")) -> SystemLimits:
 
 def memory_limit(root: Path = Path("/")) -> int | None:
     """The strictest limit in bytes; None where there is none or nothing says so."""
-    found = (_strictest(root, "memory", f"memory.{name}") for name in ("max", "limit_in_bytes"))
-    return _least([limit for limit in found if limit is not None and limit < HUGE])
+    group_limits = (
+        _strictest(root, "memory", f"memory.{name}") for name in ("max", "limit_in_bytes")
+    )
+    return _least([limit for limit in group_limits if limit is not None and limit < HUGE])
 
 
 def _strictest(root: Path, controller: str, file: str) -> int | None:
@@ -328,7 +330,7 @@ def _groups(root: Path, controller: str) -> list[Path]:
     path with ``..`` is of another view of the tree.
     """
     top = root / "sys/fs/cgroup"
-    found = [top, top / controller]
+    groups = [top, top / controller]
     for line in _read(root / "proc/self/cgroup").splitlines():
         number, controllers, path = (*line.split(":", 2), "", "")[:3]
         inside = Path(path.lstrip("/"))
@@ -336,9 +338,9 @@ def _groups(root: Path, controller: str) -> list[Path]:
         if ".." in inside.parts or (number != "0" and controller not in controllers.split(",")):
             continue
         while inside.name:
-            found.append(tree / inside)
+            groups.append(tree / inside)
             inside = inside.parent
-    return found
+    return groups
 
 
 def _cpus(group: Path) -> float | None:

@@ -200,8 +200,8 @@ def one_measurement(
             try:
                 lock = HeldLock(path, budget_seconds)
             except LockedError:
-                words = f"budget: waiting for {other} took all of it; start again"
-                raise InputError(words) from None
+                message = f"budget: waiting for {other} took all of it; start again"
+                raise InputError(message) from None
     except OSError as error:
         _LOG.debug("no lock for measurements in %s: %s", path.parent, error)
     _measuring = True

@@ -87,8 +87,8 @@ class Headroom:
         if not self.ceiling:
             return larger
         middle = (self.good + self.ceiling) // 2
-        apart = self.ceiling > self.good * REST and middle > self.good
-        return min(middle, larger) if apart else self.size
+        can_grow = self.ceiling > self.good * REST and middle > self.good
+        return min(middle, larger) if can_grow else self.size
 
     def _move(self, size: int) -> None:
         size = max(1, min(size, self.most))
@@ -105,8 +105,8 @@ class Headroom:
 
 def memory_meter(device: str | torch.device = "cpu") -> Meter:
     """The meter of a device: its allocator's, or this process's share of the machine's memory."""
-    found = torch.device(device)
-    return host_meter() if found.type == "cpu" else accelerator_meter(found)
+    torch_device = torch.device(device)
+    return host_meter() if torch_device.type == "cpu" else accelerator_meter(torch_device)
 
 
 def accelerator_meter(device: torch.device) -> Meter:
@@ -126,11 +126,11 @@ def accelerator_meter(device: torch.device) -> Meter:
 
 def device_bytes(device: torch.device | str) -> int:
     """All memory of an accelerator; 0 of a processor, and where the driver can't say."""
-    found = torch.device(device)
-    if found.type in ("cpu", "meta"):
+    torch_device = torch.device(device)
+    if torch_device.type in ("cpu", "meta"):
         return 0
     try:
-        _, total = torch.accelerator.memory.get_memory_info(found)
+        _, total = torch.accelerator.memory.get_memory_info(torch_device)
     except (RuntimeError, NotImplementedError):
         return 0
     return int(total)
@@ -144,15 +144,15 @@ def host_meter() -> Meter:
 
 def free_bytes(device: torch.device | str) -> float:
     """Bytes that this process could still get on a device; infinite if the device doesn't say."""
-    found = torch.device(device)
-    if found.type == "cpu":
+    torch_device = torch.device(device)
+    if torch_device.type == "cpu":
         free = float(psutil.virtual_memory().available)
         with contextlib.suppress(ValueError):  # no limit of a container is known
-            used, there = host_meter()()
-            free = min(free, there - used)
+            used, limit = host_meter()()
+            free = min(free, limit - used)
         return free
     try:
-        free_on_device, _ = torch.accelerator.memory.get_memory_info(found)
+        free_on_device, _ = torch.accelerator.memory.get_memory_info(torch_device)
     except (RuntimeError, NotImplementedError):
         return math.inf
     return float(free_on_device)
@@ -180,8 +180,8 @@ def memory_limit() -> int:
     Raises:
         ValueError: the system doesn't say (only Linux does); give a meter of your own.
     """
-    whole = _kilobytes("meminfo", "MemTotal")
-    return min(whole, host.memory_limit() or whole)
+    total = _kilobytes("meminfo", "MemTotal")
+    return min(total, host.memory_limit() or total)
 
 
 def _status(field: str) -> int:
@@ -261,10 +261,10 @@ def is_glibc() -> bool:
 def library(kind: str) -> str | None:
     """Path of tcmalloc's or jemalloc's shared library on this machine, or its bare name."""
     for name in _NAMES[kind]:
-        for place in _PLACES:
-            found = sorted(glob.glob(f"{place}/lib{name}.so*"))
-            if found:
-                return found[0]
+        for folder in _PLACES:
+            matches = sorted(glob.glob(f"{folder}/lib{name}.so*"))
+            if matches:
+                return matches[0]
         if bare := _on_loaders_path(name):
             return bare
     return None
@@ -293,12 +293,12 @@ def faults_per_block(size: int = BLOCK, times: int = 12) -> int:
 
     One per 4 KiB if memory goes back each time; next to none once the heap holds enough to keep.
     """
-    found = []
+    faults = []
     for _ in range(times):
         before = minor_faults()
         torch.empty(size // 4).fill_(1.0)
-        found.append(minor_faults() - before)
-    return min(found)
+        faults.append(minor_faults() - before)
+    return min(faults)
 
 
 def _text(path: str) -> list[str]:

@@ -38,31 +38,31 @@ def monitor_performance(
     ends = None if seconds is None else time.monotonic() + seconds
     with contextlib.suppress(KeyboardInterrupt):
         while True:
-            left = interval if ends is None else min(interval, ends - time.monotonic())
-            if left <= 0:
+            remaining = interval if ends is None else min(interval, ends - time.monotonic())
+            if remaining <= 0:
                 return
-            time.sleep(left)
+            time.sleep(remaining)
             print(_gpu_line(gpus, totals) if len(gpus) else _cpu_line(), file=file, flush=True)
 
 
 def _gpu_line(gpus: Gpus, totals: Sequence[int | None]) -> str:
-    found = gpus.readings()
-    held = [
+    readings = gpus.readings()
+    used = [
         100 * one.memory_used_bytes / total
-        for one, total in zip(found, totals, strict=True)
+        for one, total in zip(readings, totals, strict=True)
         if one.memory_used_bytes is not None and total
     ]
-    busy = [100 * one.utilisation for one in found if one.utilisation is not None]
-    warm = [one.temperature for one in found if one.temperature is not None]
+    busy = [100 * one.utilisation for one in readings if one.utilisation is not None]
+    warm = [one.temperature for one in readings if one.temperature is not None]
     return (
-        f"GPU utilisation: {_spread(busy, '%')} | memory: {_spread(held, '%')} | "
+        f"GPU utilisation: {_spread(busy, '%')} | memory: {_spread(used, '%')} | "
         f"temperature: {_spread(warm, '°C')}"
     )
 
 
 def _cpu_line() -> str:
-    there = hasattr(psutil, "sensors_temperatures")  # not on every system
-    sensors = psutil.sensors_temperatures() if there else {}
+    has_sensors = hasattr(psutil, "sensors_temperatures")  # not on every system
+    sensors = psutil.sensors_temperatures() if has_sensors else {}
     warm = [one.current for several in sensors.values() for one in several if one.current]
     return (
         f"CPU utilisation: {psutil.cpu_percent():.1f}% | memory: "

@@ -68,9 +68,9 @@ def busy_seconds() -> float:
     total = 0.0
     for core, times in enumerate(psutil.cpu_times(percpu=True)):
         if usable is None or core in usable:
-            known = times._asdict()
-            total += sum(known.get(name, 0.0) for name in ("user", "nice", "system"))
-            total += sum(known.get(name, 0.0) for name in ("irq", "softirq", "steal"))
+            by_kind = times._asdict()
+            total += sum(by_kind.get(name, 0.0) for name in ("user", "nice", "system"))
+            total += sum(by_kind.get(name, 0.0) for name in ("irq", "softirq", "steal"))
     return total
 
 
@@ -187,6 +187,7 @@ class LoadMeter:
 # enough: a rank that hangs is alive; so what counts is that the heartbeat goes on.
 
 FOLDER, ATTEMPT, PARENT = "HASTEN_ATTEMPT_FOLDER", "HASTEN_ATTEMPT", "HASTEN_SUPERVISOR"
+_UNSET = "hasten sets it for the ranks that it starts, so unset it"
 BEAT = struct.Struct("<qqq")
 
 
@@ -239,24 +240,30 @@ def words_file(folder: Path, rank: int) -> Path:
 def read_heartbeat(folder: Path, rank: int) -> HeartbeatState:
     """What the rank last wrote."""
     try:
-        found = heartbeat_file(folder, rank).read_bytes()
+        content = heartbeat_file(folder, rank).read_bytes()
     except OSError:
         return HeartbeatState()
-    return HeartbeatState(*BEAT.unpack(found)) if len(found) == BEAT.size else HeartbeatState()
+    return HeartbeatState(*BEAT.unpack(content)) if len(content) == BEAT.size else HeartbeatState()
 
 
 def read_words(folder: Path, rank: int) -> dict[str, Any] | None:
     """A rank's last words, or None."""
     with contextlib.suppress(OSError, ValueError):
-        found: dict[str, Any] = json.loads(words_file(folder, rank).read_text())
-        return found
+        record: dict[str, Any] = json.loads(words_file(folder, rank).read_text())
+        return record
     return None
 
 
 def attempt_folder() -> Path | None:
-    """Where a supervised rank leaves what its supervisor reads; None where nobody supervises."""
-    found = environment.variable(FOLDER)
-    return Path(found) if found else None
+    """The folder where a supervised rank writes for its supervisor; None without a supervisor.
+
+    Raises:
+        InputError: the variable names no folder.
+    """
+    folder = environment.variable(FOLDER)
+    if folder and not os.path.isdir(folder):
+        raise InputError(f"{FOLDER} is {folder!r}, which is no folder; {_UNSET}")
+    return Path(folder) if folder else None
 
 
 def started_by_hasten() -> bool:
@@ -266,15 +273,18 @@ def started_by_hasten() -> bool:
 
 def attempt_number() -> int:
     """1, or how many times this run was started by its supervisor."""
-    return int(environment.variable(ATTEMPT) or 1)
+    return environment.positive_number(ATTEMPT, _UNSET) or 1
 
 
 def write_exit_reason(error: BaseException) -> bool:
     """Tell the supervisor why this rank ends; False where there is none. The first words count."""
-    folder = attempt_folder()
+    try:
+        folder, rank = attempt_folder(), environment.world().rank
+    except InputError:  # a variable is wrong, which may be the error that is reported
+        return False
     if folder is None:
         return False
-    path = words_file(folder, environment.world().rank)
+    path = words_file(folder, rank)
     if not path.exists():
         with contextlib.suppress(OSError):  # the disk may be why it ends
             write_atomic(path, json.dumps(_words(error)), durable=False)
@@ -308,10 +318,10 @@ def exit_with_parent() -> None:
 
     The kernel sends SIGKILL, which a stopped process can't ignore either (prctl(2)).
     """
-    parent = environment.variable(PARENT)
+    parent = environment.positive_number(PARENT, _UNSET)
     if parent is None or not sys.platform.startswith("linux"):
         return
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(parent):  # it ended before the leash was on
+    if os.getppid() != parent:  # it ended before the leash was on
         os._exit(1)

@@ -44,10 +44,10 @@ def waiting(how: str) -> dict[str, str]:
     if how == "auto":
         return {}
     asleep = how == "asleep"
-    found = {"OMP_WAIT_POLICY": "PASSIVE" if asleep else "ACTIVE"}
+    variables = {"OMP_WAIT_POLICY": "PASSIVE" if asleep else "ACTIVE"}
     if is_loaded("libiomp5"):  # it spins 200 ms after work unless told otherwise
-        found["KMP_BLOCKTIME"] = "0" if asleep else "200"
-    return found
+        variables["KMP_BLOCKTIME"] = "0" if asleep else "200"
+    return variables
 
 
 def own_cores(
@@ -75,21 +75,21 @@ def own_cores(
 
 def memory_nodes(folder: Path = NODES) -> list[frozenset[int]]:
     """The cores of each memory node that has any; empty where the system doesn't say."""
-    found = []
+    nodes = []
     for path in sorted(folder.glob("node[0-9]*/cpulist")):
         cores = cpu_list(path.read_text())
         if cores:
-            found.append(frozenset(cores))
-    return found
+            nodes.append(frozenset(cores))
+    return nodes
 
 
 def cpu_list(text: str) -> list[int]:
     """The kernel's list of processors, ``0-3,8``, as numbers."""
-    found: list[int] = []
-    for piece in filter(None, text.strip().split(",")):
-        first, _, last = piece.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return found
+    cores: list[int] = []
+    for span in filter(None, text.strip().split(",")):
+        first, _, last = span.partition("-")
+        cores += range(int(first), int(last or first) + 1)
+    return cores
 
 
 def usable_cores() -> tuple[int, ...]:
@@ -141,7 +141,7 @@ def started_with() -> dict[str, str]:
     except OSError:
         return {}
     pairs = (entry.partition("=") for entry in text.split("\0"))
-    return {name: value for name, found, value in pairs if found}
+    return {name: value for name, separator, value in pairs if separator}
 
 
 class QuietCollector:

@@ -22,8 +22,8 @@ ALWAYS = ("torch", "transformers")  # the others only where the process has impo
 def tested() -> Mapping[str, Any]:
     """``ranges``: package to its oldest and newest tested release; ``model_types``: since when."""
     text = resources.files("hasten.machine").joinpath("tested_versions.json").read_text()
-    found: dict[str, Any] = json.loads(text)
-    return found
+    table: dict[str, Any] = json.loads(text)
+    return table
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -37,12 +37,12 @@ def untested(installed: Mapping[str, str] | None = None) -> str | None:
 
     A patch of the newest tested release (5.24.1 after 5.24.0) is inside.
     """
-    found = _in_use() if installed is None else installed
+    packages = _in_use() if installed is None else installed
     outside = []
     for name, (oldest, newest) in tested()["ranges"].items():
-        here = release(found.get(name, ""))
-        if here and not (release(oldest) <= here and here[:2] <= release(newest)[:2]):
-            outside.append(f"{name} {found[name]} (tested: {oldest} to {newest})")
+        version = release(packages.get(name, ""))
+        if version and not (release(oldest) <= version and version[:2] <= release(newest)[:2]):
+            outside.append(f"{name} {packages[name]} (tested: {oldest} to {newest})")
     if not outside:
         return None
     return f"hasten wasn't tested with {', '.join(outside)}"
@@ -50,16 +50,16 @@ def untested(installed: Mapping[str, str] | None = None) -> str | None:
 
 def knows_since(model_type: str) -> str | None:
     """The tested release of Transformers that knows a model type which the oldest doesn't."""
-    found: str | None = tested()["model_types"].get(model_type)
-    return found
+    version: str | None = tested()["model_types"].get(model_type)
+    return version
 
 
 def _in_use() -> dict[str, str]:
     names = [name for name in tested()["ranges"] if name in ALWAYS or name in sys.modules]
-    found = {}
+    by_package = {}
     for name in names:
         try:
-            found[name] = importlib.metadata.version(name)
+            by_package[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return by_package

@@ -1,6 +1,6 @@
-"""The nouns of an experiment: its design, the plans it compares by name, what each variant showed.
+"""The design of an experiment, the plans that it compares, and the result per variant.
 
-How variants are measured stands in ``experiment``; how numbers become verdicts in ``findings``.
+The module ``experiment`` measures variants; ``findings`` turns numbers into verdicts.
 """
 
 from __future__ import annotations
@@ -23,34 +23,37 @@ BASELINE, AGAIN = "baseline", "baseline again"
 
 @dataclass(frozen=True)
 class Design:
-    """How an experiment is run.
+    """The settings of an experiment.
 
     Args:
-        rounds: turns of each variant that count; with a budget the most there may be.
+        rounds: turns of each variant that count; with a budget, the maximum.
         steps: steps of a turn.
-        warmup: steps before the first round, at least.
-        evaluations: looks at the eval loss, spread evenly over the rounds; 0: none.
-        seed: of the order of turns.
-        longest_warmup: the warm-up goes on to so many steps while step times still fall or
-            something is still compiled; 0: it has exactly ``warmup`` steps.
+        warmup: minimum of steps before the first round.
+        evaluations: measurements of the eval loss, spread evenly over the rounds; 0: none.
+        seed: seed of the order of turns.
+        longest_warmup: maximum of warm-up steps. The warm-up continues while step times
+            still fall or something is still compiled. 0: exactly ``warmup`` steps.
         builds: fresh builds of every variant, each for its share of the rounds.
         noise: a second process of the baseline takes turns like a variant.
-        foreign_load: a round during which others took more than this share of the machine is done
-            again; None: none is.
-        budget_seconds: what the whole may take; None: as long as the rounds need. Nobody waits
-            longer than that and one round more, which is a quarter of it at most.
-        partial: whatever is measured within the budget counts, be it one round of two variants;
-            else a budget that doesn't hold two rounds is refused.
-        every_variant: with a budget whose partial results count, no variant is left out: there are
-            fewer rounds, then turns of one step. A first round may take a quarter of the budget
-            more. The warm-up has ``warmup`` steps, and ``longest_warmup`` where there is time;
-            no look at the eval loss comes before it.
-        grouping: which variants are alive together; auto: as many as memory holds.
-        eliminate: a race for the fastest: a variant that is surely slower than the first one has no
-            further rounds, there are no more once all are decided, and variants end without a
-            proof.
-        slices: variants of a round run in slices of a quarter of a second where they can, so that
-            all see the same machine; else one after the other.
+        foreign_load: maximum share of the machine that other programs may take during a
+            round. A round above it is repeated; None: no round is repeated.
+        budget_seconds: maximum time of the experiment; None: as long as the rounds need.
+            The experiment ends after this time and one more round, which takes at most a
+            quarter of the budget.
+        partial: every result within the budget counts, even one round of two variants. If
+            False, a budget that is too short for two rounds is refused.
+        every_variant: for a budget with ``partial``: no variant is left out. Instead there
+            are fewer rounds, then turns of one step. A first round may take a quarter of
+            the budget more. The warm-up has ``warmup`` steps, or ``longest_warmup`` if
+            there is time. The eval loss isn't measured before it.
+        grouping: selects the variants that are alive together; auto: as many as memory
+            holds.
+        eliminate: a comparison that searches the fastest variant. A variant that is
+            significantly slower than the first one has no further rounds. The rounds end
+            when all variants are decided, and variants end without an effect check.
+        slices: if possible, the variants of a round run in slices of a quarter of a second.
+            All of them then meet the same state of the machine. If False, they run one
+            after the other.
         samples: the model of each variant writes samples at the end.
     """
 
@@ -83,8 +86,8 @@ class Design:
         if self.foreign_load is not None and not 0 <= self.foreign_load <= 1:
             raise InputError(f"the foreign load is a share from 0 to 1, not {self.foreign_load}")
         if self.grouping not in get_args(Grouping):
-            known = ", ".join(get_args(Grouping))
-            raise InputError(f"grouping: there is no {self.grouping!r}; there are {known}")
+            groupings = ", ".join(get_args(Grouping))
+            raise InputError(f"grouping: there is no {self.grouping!r}; there are {groupings}")
 
     @property
     def most_warmup(self) -> int:
@@ -107,11 +110,12 @@ class Design:
 
 @dataclass
 class Variant:
-    """What was measured of one plan.
+    """Measured results of one plan.
 
-    ``rounds``, ``beside``, ``foreign_load`` and ``builds`` have an element for every round that
-    counts. ``beside`` is the baseline's value in the very same rounds: where variants were measured
-    in groups it differs from the baseline's own ``rounds``. It is empty where there was none.
+    ``rounds``, ``beside``, ``foreign_load`` and ``builds`` have an element for every round
+    that counts. The list ``beside`` has the baseline's value in the same rounds; without a
+    baseline it is empty. If variants were measured in groups, these values differ from the
+    baseline's own ``rounds``.
     """
 
     name: str
@@ -141,13 +145,14 @@ class Variant:
 def plans_of(
     plan: Plan, which: Which, only: Sequence[str] = ()
 ) -> tuple[dict[str, Plan], dict[str, Kind]]:
-    """The plans to compare and what each is, by name; the baseline first, the whole plan last.
+    """The plans to compare and their kinds, by name: baseline first, full plan last.
 
     Args:
-        plan: the techniques in question.
+        plan: the techniques to measure.
         which: see ``hasten speedup --help``.
-        only: techniques by name; of the variants between the first and the last those stay that
-            single one of them out. ``plan`` has none there, so these are then measured alone.
+        only: names of techniques. Between the first and the last variant, only the variants
+            that single out one of these techniques stay. The design ``full`` has no such
+            variants; these techniques are then measured as ``single``.
 
     Raises:
         InputError: an empty plan, or a name that isn't in it.
@@ -178,26 +183,26 @@ def plans_of(
 
 def _between(plan: Plan, name: str, which: Which) -> list[tuple[str, Kind, Plan]]:
     """The variants that single out one technique, less those that equal the whole plan."""
-    place = [t.name() for t in plan].index(name)
-    technique = plan.techniques[place]
-    found: list[tuple[str, Kind, Plan]] = []
+    index = [t.name() for t in plan].index(name)
+    technique = plan.techniques[index]
+    variants: list[tuple[str, Kind, Plan]] = []
     if which in ("single", "all"):
-        found.append((f"only {name}", "single", Plan([technique])))
+        variants.append((f"only {name}", "single", Plan([technique])))
     if which in ("leave-one-out", "all"):
-        found.append((f"without {name}", "leave-one-out", plan.without(technique)))
+        variants.append((f"without {name}", "leave-one-out", plan.without(technique)))
     if which == "cumulative":
-        found.append((f"+ {name}", "cumulative", Plan(plan.techniques[: place + 1])))
-    return [entry for entry in found if 0 < len(entry[2]) < len(plan)]
+        variants.append((f"+ {name}", "cumulative", Plan(plan.techniques[: index + 1])))
+    return [entry for entry in variants if 0 < len(entry[2]) < len(plan)]
 
 
 def with_second_baseline(
     plans: Mapping[str, Plan], kinds: Mapping[str, Kind]
 ) -> tuple[dict[str, Plan], dict[str, Kind]]:
     """The baseline a second time, after the first: what differs between them is noise."""
-    (base, plan), *rest = plans.items()
+    (base, plan), *others = plans.items()
     return (
-        {base: plan, AGAIN: plan, **dict(rest)},
-        {base: "baseline", AGAIN: "again", **{n: kinds.get(n, "other") for n, _ in rest}},
+        {base: plan, AGAIN: plan, **dict(others)},
+        {base: "baseline", AGAIN: "again", **{n: kinds.get(n, "other") for n, _ in others}},
     )
 
 

@@ -1,43 +1,51 @@
-"""A budget of time: what an experiment will take, how many rounds fit, and what is left out first.
+"""Time budget: predicts durations, fits the rounds, and selects the variants to drop.
 
-Nothing is known before the baseline has started and warmed up; then its own start and its own steps
-say what the rest will cost. Of what doesn't fit, this is left out first:
+The estimate starts when the baseline has started and warmed up. Its own start and its
+own steps predict the remaining costs. If not everything fits, this is the order in
+which parts are dropped:
 
-1. variants that leave one technique out
-2. second builds
-3. variants of one technique alone, and rungs of the cumulative, those with the smallest forecast
-first 4. the second process of the baseline
+1. Variants that leave one technique out.
+2. Second builds.
+3. Variants of one technique alone, and steps of the cumulative design. Those with the
+   smallest forecast are dropped first.
+4. The second process of the baseline.
 
-The baseline and the whole plan stay. Where not even two of their rounds fit, the experiment is
-refused.
+The baseline and the full plan stay. If two rounds of these two don't fit, the
+experiment is refused.
 
-`BudgetTracker` asks what is left before every further expense:
+`BudgetTracker` checks the remaining time before every further expense:
 
-  1. the baseline has started and warmed up: is there time for it and the whole plan at all?
-  2. the whole plan has started, too: which variants and builds fit? the rest is dropped, with a
-  word
-  3. all have started: how many rounds fit?
-  4. before every round: does one more fit, with what must follow?
+  1. After the start and warm-up of the baseline: is there time for it and the full
+     plan?
+  2. After the start of the full plan: which variants and builds fit? The others are
+     dropped, and each is recorded.
+  3. After all starts: how many rounds fit?
+  4. Before every round: does one more round fit, with everything that must follow?
 
-What was measured stays: variants that start again, for a second build or after a kill, are neither
-dropped nor refused; where no more fits, the experiment ends with the rounds there are. Time that an
-earlier start took for turns that are kept counts. Without a budget it keeps quiet.
+Results that were measured stay. Variants that start again, for a second build or after
+a kill, are neither dropped nor refused. If no more round fits, the experiment ends with
+the rounds that are complete. The time of an earlier start counts if its turns are
+reused. Without a budget, nothing is checked.
 
-Nobody waits for an answer longer than the budget and one round, which is a quarter of the budget at
-most. Where partial results count (``Design.partial``), nothing is refused: one round is enough, and
-variants are asked about before they start.
+An experiment ends at the latest after the budget and one round; that round takes at
+most a quarter of the budget. With partial results (``Design.partial``), nothing is
+refused and one round is enough. Each variant is then checked before it starts.
 
-Where every variant is wanted (``Design.every_variant``), nothing is dropped either. Then all start
-with the shortest warm-up, and what those steps took says how the rest of the budget is used:
+With ``Design.every_variant``, nothing is dropped either. All variants start with the
+shortest warm-up. The duration of those steps decides the use of the remaining budget:
 
-  1. neither two rounds of the first two variants fit, nor the shortest round of all of them:
-     nothing is measured, which is known after two starts
-  2. there is time for the longest warm-up and for a round after it: all variants do it
-  3. three rounds of whole turns fit: turns have all their steps, else one step each
-  4. rounds go on while one more fits; the first one is done whatever it takes, up to the grace
+  1. If neither two rounds of the first two variants nor the shortest round of all
+     variants fits, nothing is measured. This check happens after two starts.
+  2. If there is time for the longest warm-up and a round after it, all variants do the
+     longest warm-up.
+  3. If three rounds of full turns fit, turns have all their steps; else they have one
+     step.
+  4. Rounds continue while one more fits. The first round always runs, up to the grace
+     time.
 
-Variants that memory doesn't hold together have cohorts one after the other, of which the first has
-its share of the time and decides how many rounds all of them have.
+If memory doesn't hold all variants together, they run in cohorts, one after the other.
+The first cohort has its share of the time and decides the number of rounds of all
+cohorts.
 """
 
 from __future__ import annotations
@@ -78,8 +86,9 @@ class Costs:
     finish: float
 
     def of(self, variants: int, rounds: int, looks: int, to_start: int, builds: int = 1) -> float:
-        """What the rest of an experiment takes; every build but the first starts all variants
-        anew.
+        """Seconds for the remaining experiment.
+
+        Each build after the first starts all variants again.
         """
         again = (builds - 1) * variants * self.start
         work = variants * (builds * looks * self.look + self.finish)
@@ -95,7 +104,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class BudgetPlan:
-    """What a budget allows."""
+    """The variants, rounds and builds that a budget allows."""
 
     names: tuple[str, ...]
     rounds: int
@@ -105,23 +114,23 @@ class BudgetPlan:
 
 
 def rounded_up(seconds: float) -> str:
-    """``42 s``, ``4 min``, ``2 h 10 min``: rounded up, since it is what somebody must have."""
+    """Formats a required time: ``42 s``, ``4 min``, ``2 h 10 min``; always rounded up."""
     if seconds <= 90:
         return f"{math.ceil(seconds)} s"
     minutes = math.ceil(seconds / 60)
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def require_budget(seconds: float, spent: float, rest: float) -> None:
+def require_budget(seconds: float, spent: float, needed_seconds: float) -> None:
     """Refuse a budget in which the least there is doesn't fit.
 
     Raises:
         InputError: two rounds of baseline and plan take longer, and how long.
     """
-    if spent + rest > seconds:
+    if spent + needed_seconds > seconds:
         raise InputError(
             f"budget: {rounded_up(seconds)} is too short: two rounds of the baseline and one more "
-            f"variant take about {rounded_up(spent + rest)} on this job and machine"
+            f"variant take about {rounded_up(spent + needed_seconds)} on this job and machine"
         )
 
 
@@ -132,7 +141,7 @@ def fit_to_budget(
     builds: int,
     most_rounds: int,
     rest_of: Callable[[Sequence[str], int, int], float],
-    left: float,
+    available_seconds: float,
     worth: int = WORTH_ROUNDS,
 ) -> BudgetPlan:
     """The variants, builds and rounds that fit into the seconds that are left.
@@ -144,32 +153,32 @@ def fit_to_budget(
         builds: as the user wished.
         most_rounds: as the user wished.
         rest_of: seconds for (variants, builds, rounds).
-        left: seconds there are.
+        available_seconds: seconds there are.
         worth: with fewer rounds than these, rather fewer variants.
     """
     enough = min(worth, most_rounds)
-    kept = list(names)
+    retained = list(names)
     dropped: list[tuple[str, tuple[str, ...]]] = []
     for what in _in_order(names, kinds, expected):
-        if rest_of(kept, builds, max(enough, builds)) <= left:
+        if rest_of(retained, builds, max(enough, builds)) <= available_seconds:
             break
         if what is None:
             if builds > 1:
                 builds = 1
                 dropped.append(("second builds: no time for them", ()))
             continue
-        kept.remove(what)
+        retained.remove(what)
         dropped.append((f"{what}: no time for it", (what,)))
     rounds = most_rounds
-    while rounds > FEWEST_ROUNDS and rest_of(kept, builds, rounds) > left:
+    while rounds > FEWEST_ROUNDS and rest_of(retained, builds, rounds) > available_seconds:
         rounds -= 1
-    return BudgetPlan(tuple(kept), rounds, builds, tuple(dropped))
+    return BudgetPlan(tuple(retained), rounds, builds, tuple(dropped))
 
 
 def _in_order(
     names: Sequence[str], kinds: Mapping[str, Kind], expected: Mapping[str, float]
 ) -> list[str | None]:
-    """What is left out, first to last; None stands for the second builds."""
+    """The order in which variants are dropped; None is the position of the second builds."""
     left_out = [name for name in names if kinds.get(name) == "leave-one-out"]
     single = [name for name in names if kinds.get(name) in ("single", "cumulative", "other")]
     again = [name for name in names if kinds.get(name) == "again"]
@@ -178,13 +187,13 @@ def _in_order(
 
 
 class BudgetTracker:
-    """What an experiment can still afford.
+    """Decides about further expenses of an experiment from the time that remains.
 
     Args:
-        design: with the budget, or without one.
-        kinds: what each variant is.
-        expected: gains that are forecast.
-        record: tells the time, and is told what was dropped.
+        design: settings, with or without a budget.
+        kinds: the kind of each variant.
+        expected: predicted gains.
+        record: supplies the time, and stores the variants that were dropped.
     """
 
     def __init__(
@@ -213,7 +222,7 @@ class BudgetTracker:
             self._fewest, self._worth = 1, WORTH_IN_PART
 
     def left(self) -> float:
-        """Seconds until nobody waits for an answer any longer."""
+        """Seconds until the experiment must end, grace time included."""
         budget = self._design.budget_seconds
         if budget is None:
             return math.inf
@@ -226,16 +235,16 @@ class BudgetTracker:
         self._cohort_began, self._is_first = self._record.spent, not self._measured()
 
     def allows(self, name: str, variants: Sequence[ArmProcess]) -> bool:
-        """Whether there is time to start one more variant; else it is dropped.
+        """Returns True if there is time to start one more variant; else drops it.
 
-        The first two are started in any case: without them there is nothing to compare.
+        The first two variants always start: without them there is nothing to compare.
         """
         budget = self._design.budget_seconds
         if budget is None or not self._design.partial or self.every_variant or len(variants) < 2:
             return True
         rounds = min(self._worth, self._design.rounds)
-        rest = self._costs(variants).of(len(variants) + 1, rounds, looks=1, to_start=1)
-        if self._record.spent + rest <= budget or name in self._measured():
+        needed_seconds = self._costs(variants).of(len(variants) + 1, rounds, looks=1, to_start=1)
+        if self._record.spent + needed_seconds <= budget or name in self._measured():
             return True
         self._drop(name)
         return False
@@ -284,10 +293,10 @@ class BudgetTracker:
         self._cohorts = math.ceil(max(len(waiting) - 1, 1) / max(len(variants) - 1, 1))
         self._until = self._cohort_began + (budget - self._cohort_began) / self._cohorts
         more = self._design.most_warmup - self._design.warmup
-        rest = self._costs(variants, steps=1).of(
+        needed_seconds = self._costs(variants, steps=1).of(
             len(variants), more + WORTH_IN_PART, looks=1, to_start=0
         )
-        return self._design.most_warmup if self._record.spent + rest <= self._until else 0
+        return self._design.most_warmup if self._record.spent + needed_seconds <= self._until else 0
 
     def plan_rounds(self, waiting: Sequence[str], variants: Sequence[ArmProcess]) -> None:
         """After all have started that are to be alive together: how many rounds there will be."""
@@ -298,17 +307,17 @@ class BudgetTracker:
         if self._design.budget_seconds is None or not variants or len(names) < 2:
             return
         rounds = self._choose(names, len(variants), self._costs(variants))
-        told = [e["rounds"] for e in self._record.events if e["event"] == "rounds"]
+        recorded_rounds = [e["rounds"] for e in self._record.events if e["event"] == "rounds"]
         if self._design.eliminate:
             return  # rounds get cheaper as variants leave
-        if not told and rounds < self._design.rounds:
+        if not recorded_rounds and rounds < self._design.rounds:
             self._record.append("rounds", rounds=rounds)
 
     def out(self, variants: Sequence[ArmProcess], done: int) -> bool:
-        """Whether there is no time for one more round after those that are done.
+        """Returns True if there is no time for one more round after the ``done`` rounds.
 
-        Two rounds are done whatever they take: one says nothing of its own error. Where partial
-        results count it is one.
+        Two rounds always run, because one round contains no estimate of its own error. With
+        partial results it is one round.
         """
         budget = self._design.budget_seconds
         if budget is None or not variants:
@@ -316,14 +325,14 @@ class BudgetTracker:
         costs = self._costs(variants)
         if self.every_variant and done < FEWEST_ROUNDS:  # what techniques did is worth less
             costs = replace(costs, finish=0.0)
-        rest = costs.of(len(variants), rounds=1, looks=1, to_start=0)
-        self._round_seconds = rest
+        round_seconds = costs.of(len(variants), rounds=1, looks=1, to_start=0)
+        self._round_seconds = round_seconds
         if done < self._fewest and self.left() > 0:
             return self.over
         if self.every_variant and not self._is_first:  # as many rounds as the first cohort has
-            self.over = self.over or rest > self.left()
+            self.over = self.over or round_seconds > self.left()
             return self.over
-        if self._record.spent + rest <= min(budget, self._until):
+        if self._record.spent + round_seconds <= min(budget, self._until):
             return self.over
         if self._cohorts > 1:
             self._record.append("rounds", rounds=done)
@@ -335,8 +344,8 @@ class BudgetTracker:
         """Turns of one step, for all cohorts, where not three rounds of whole turns fit."""
         if not variants or not self._is_first:
             return
-        rest = self._costs(variants).of(len(variants), WORTH_IN_PART, looks=1, to_start=0)
-        if self._record.spent + rest > self._until:
+        needed_seconds = self._costs(variants).of(len(variants), WORTH_IN_PART, looks=1, to_start=0)
+        if self._record.spent + needed_seconds > self._until:
             self.steps = 1
             self._record.append("turns", length=1)
 
@@ -398,11 +407,11 @@ class BudgetTracker:
             return self._design.rounds
         kinds = {**self._kinds, **dict.fromkeys(measured, STAYS)}
         ordered = [names[0], *names[2:], names[1]]  # the result started second
-        left = (self._design.budget_seconds or 0.0) - self._record.spent
+        available_seconds = (self._design.budget_seconds or 0.0) - self._record.spent
 
-        def rest_of(kept: Sequence[str], builds: int, rounds: int) -> float:
-            to_start = max(len(kept) - started, 0)
-            return costs.of(len(kept), rounds, self._design.evaluations, to_start, builds)
+        def rest_of(retained: Sequence[str], builds: int, rounds: int) -> float:
+            to_start = max(len(retained) - started, 0)
+            return costs.of(len(retained), rounds, self._design.evaluations, to_start, builds)
 
         choice = fit_to_budget(
             ordered,
@@ -411,7 +420,7 @@ class BudgetTracker:
             self.builds,
             self._design.rounds,
             rest_of,
-            left,
+            available_seconds,
             self._worth,
         )
         for text, variants in choice.dropped:
@@ -428,7 +437,10 @@ class BudgetTracker:
         return {name for name in names if rounds.complete(name)}
 
     def _costs(self, variants: Sequence[ArmProcess], steps: int | None = None) -> Costs:
-        """As these variants have shown; ``steps``: of a turn, if not those of the rounds."""
+        """Costs by the measurements of these variants.
+
+        ``steps``: steps of a turn, if they differ from those of the rounds.
+        """
         paces = [
             variant.pace if self.every_variant else variant.step_seconds for variant in variants
         ]

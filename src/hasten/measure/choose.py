@@ -1,16 +1,20 @@
-"""``plan: auto``: which techniques a job trains with, raced on its own model, data and machine.
+"""``plan: auto``: selects techniques by a comparison on the job itself.
 
-  1. the first plan is what usually helps and has nothing in its way (`hasten.recipe.candidates`)
-  2. a race on the job itself: the first plan beside itself with one change each (a technique left
-     out, one more, another one in its slot). What is surely slower than the first plan ends after
-     three rounds
-  3. what hurts is dropped, and so is what makes no difference; what helps joins. Several changes
-     together are raced once more, against the first plan and the best single
-     change, and what is best then against no technique at all
-  4. of all that was raced, the plan with the highest lower bound of its interval wins
+It uses the job's own model, data and machine:
 
-Where the training is too short for a race, the first plan is taken. A choice is kept for jobs of
-the same model, data, settings, machine and versions.
+  1. The initial plan has the techniques that usually help and that the job supports
+     (`hasten.recipe.candidates`).
+  2. A comparison on the job itself: the initial plan next to variants with one change
+     each. A change leaves a technique out, adds one, or replaces one in its slot.
+     Significantly slower variants are dropped after three rounds.
+  3. Changes that hurt or make no difference are dropped; changes that help join.
+     Several changes together are compared once more with the initial plan and the best
+     single change. The best of these is then compared with no technique at all.
+  4. Of all plans that were compared, the plan with the highest lower bound of its
+     interval wins.
+
+If the training is too short for a comparison, the initial plan is used. A choice is
+stored for jobs of the same model, data, settings, machine and versions.
 """
 
 from __future__ import annotations
@@ -91,18 +95,19 @@ class ChoiceRow:
 
 @dataclass(frozen=True)
 class Choice:
-    """The plan that a job trains with, and how it was found.
+    """The plan that a job trains with, and how it was selected.
 
     Args:
-        entries: the plan's techniques as a recipe writes them, those included that the recipe asks
-            for by other keys.
-        source: how it was found.
+        entries: the plan's techniques as a recipe writes them. They include the techniques
+            that the recipe requires by other keys.
+        source: method of the selection.
         why: one sentence.
-        rows: every candidate, with the reason for which it is in the plan or isn't.
-        gain: speed over the same job without techniques: median, low, high; None: not measured.
-        tokens_per_second: of the plan in the race.
-        next_best: the plan that was nearest, as entries, if one was raced.
-        seconds: that the search took.
+        rows: every candidate, with the reason why it is in the plan or not.
+        gain: speed relative to the same job without techniques: median, low, high; None:
+            not measured.
+        tokens_per_second: speed of the plan in the comparison.
+        next_best: the second-best plan, as entries, if one was compared.
+        seconds: duration of the search.
     """
 
     entries: list[Any]
@@ -116,7 +121,7 @@ class Choice:
 
     @property
     def sentence(self) -> str:
-        """What was chosen, why, and what it gains."""
+        """One sentence: the plan that was selected, the reason, and its gain."""
         names = [entry if isinstance(entry, str) else next(iter(entry)) for entry in self.entries]
         gained = ""
         if self.gain is not None:
@@ -129,13 +134,13 @@ class Choice:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, kept: Mapping[str, Any]) -> Choice:
+    def from_dict(cls, record: Mapping[str, Any]) -> Choice:
         """Read one back. Raises TypeError, KeyError or ValueError for anything else."""
-        rows = [ChoiceRow(**row) for row in kept["rows"]]
-        found = cls(**{**kept, "rows": rows})
-        if not isinstance(found.entries, list) or not isinstance(found.why, str):
+        rows = [ChoiceRow(**row) for row in record["rows"]]
+        choice = cls(**{**record, "rows": rows})
+        if not isinstance(choice.entries, list) or not isinstance(choice.why, str):
             raise ValueError("not a choice")
-        return found
+        return choice
 
 
 def choose(
@@ -147,30 +152,30 @@ def choose(
     folder: Path | None = None,
     job: str = "recipe",
 ) -> Choice:
-    """The plan for a recipe that says ``plan: auto``; its data is prepared on the way.
+    """The plan for a recipe with ``plan: auto``; prepares the recipe's data on the way.
 
     Args:
-        recipe: with ``auto_plan``; techniques of its plan are kept whatever is chosen.
-        audience: is told how it goes on.
-        fresh: race again, whatever was found before.
-        more: techniques beside the catalogue's.
-        folder: where choices are kept; in the user's cache if left out.
-        job: what trains in a worker; of one that knows the techniques of ``more``, see
+        recipe: has ``auto_plan``; techniques of its plan stay in every choice.
+        audience: receives the progress.
+        fresh: compare again, even if a choice is stored.
+        more: techniques in addition to the catalogue's.
+        folder: folder of stored choices; default: in the user's cache.
+        job: the worker's job. For one that imports the techniques of ``more``, see
             `hasten.measure.recipe_experiment.ExperimentSubject`.
 
     Raises:
         InputError: an unusable recipe.
     """
-    asked = recipe.auto_plan or AutoPlan()
+    settings = recipe.auto_plan or AutoPlan()
     subject = prepared(recipe.model_copy(update={"auto_plan": None}), audience, ranks=True)
     subject = replace(subject, job=job)
-    path = _path(subject, asked, folder or FOLDER)
-    if not fresh and (kept := _remembered(path)) is not None:
-        return kept
-    chooser = PlanComparison(subject, asked, audience, tuple(more))
+    path = _path(subject, settings, folder or FOLDER)
+    if not fresh and (cached_choice := _remembered(path)) is not None:
+        return cached_choice
+    chooser = PlanComparison(subject, settings, audience, tuple(more))
     choice = chooser.run()
     if choice.source == "measured":
-        _remember(path, choice, subject.context, asked)
+        _remember(path, choice, subject.context, settings)
     return choice
 
 
@@ -195,35 +200,43 @@ def kept_choices(context: JobContext, folder: Path | None = None) -> list[KeptCh
     """
     about = _about_job(context)
 
-    def build(path: Path, kept: Any) -> KeptChoice | None:
-        told = kept["about"]
-        if kept["fidelity"] == "lossy" or {**told, "examples": None} != {**about, "examples": None}:
+    def build(path: Path, entry: Any) -> KeptChoice | None:
+        saved_job = entry["about"]
+        if entry["fidelity"] == "lossy" or {**saved_job, "examples": None} != {
+            **about,
+            "examples": None,
+        }:
             return None
-        choice, examples = Choice.from_dict(kept["choice"]), ExampleStats(**told["examples"])
-        return KeptChoice(choice, str(kept["date"]), path, examples)
+        choice, examples = Choice.from_dict(entry["choice"]), ExampleStats(**saved_job["examples"])
+        return KeptChoice(choice, str(entry["date"]), path, examples)
 
     paths = sorted(cache.at_home(folder or FOLDER).glob("*.json"))
     read = [cache.read(path, partial(build, path), "it isn't used") for path in paths]
-    found = [kept for kept in read if kept is not None]
-    return sorted(found, key=lambda kept: kept.date, reverse=True)
+    choices = [entry for entry in read if entry is not None]
+    return sorted(choices, key=lambda entry: entry.date, reverse=True)
 
 
 def kept_choice(recipe: Recipe, audience: Audience, folder: Path | None = None) -> Choice | None:
-    """What was chosen before for a job that says ``plan: auto``; None where nothing is kept."""
-    asked = recipe.auto_plan or AutoPlan()
+    """The stored choice for a job with ``plan: auto``; None without a stored choice."""
+    settings = recipe.auto_plan or AutoPlan()
     subject = prepared(recipe.model_copy(update={"auto_plan": None}), audience, ranks=True)
-    return _remembered(_path(subject, asked, folder or FOLDER))
+    return _remembered(_path(subject, settings, folder or FOLDER))
 
 
 def choose_by_forecast(
     recipe: Recipe, context: JobContext, why: str, more: Iterable[type[Technique]] = ()
 ) -> Choice:
     """The first plan, of ranks that a launcher has started, or where there is no time to race."""
-    asked = recipe.auto_plan or AutoPlan()
-    found = candidates(recipe, context, asked.fidelity, more)
-    kept = plan_of(recipe.model_copy(update={"auto_plan": None}), context)
-    plan = first_plan(found, kept, context)
-    return Choice(_entries(plan, context), "forecast", f"{why}, so a forecast chose", _rows(found))
+    settings = recipe.auto_plan or AutoPlan()
+    technique_candidates = candidates(recipe, context, settings.fidelity, more)
+    base_plan = plan_of(recipe.model_copy(update={"auto_plan": None}), context)
+    plan = first_plan(technique_candidates, base_plan, context)
+    return Choice(
+        _entries(plan, context),
+        "forecast",
+        f"{why}, so a forecast chose",
+        _rows(technique_candidates),
+    )
 
 
 class PlanComparison:
@@ -232,14 +245,14 @@ class PlanComparison:
     def __init__(
         self,
         subject: ExperimentSubject,
-        asked: AutoPlan,
+        settings: AutoPlan,
         audience: Audience,
         more: tuple[type[Technique], ...],
     ) -> None:
         self._subject, self._audience = subject, audience
         self._recipe, self._known = subject.recipe, subject.context
         self._began = time.monotonic()
-        self._found = candidates(self._recipe, self._known, asked.fidelity, more)
+        self._found = candidates(self._recipe, self._known, settings.fidelity, more)
         self._plain = Plan(t for t in subject.plan if t.slot is not Slot.CHECKPOINT)
         saving = [t for t in subject.plan if t.slot is Slot.CHECKPOINT]
         self._saving = Plan(saving)  # joins the choice, and isn't raced
@@ -250,10 +263,10 @@ class PlanComparison:
         self._variants: list[Variant] = []  # of the first race
 
     def run(self) -> Choice:
-        """Race, or say why there is none.
+        """Compares the plans; if there is no comparison, the choice contains the reason.
 
-        The machine is this search's from its first race to its last: between two of them another
-        measurement could begin, and end after the budget.
+        The search reserves the machine from its first comparison to its last. Otherwise another
+        measurement could begin between two of them, and end after the budget.
         """
         variants = self._neighbours()
         if not variants and self._first == self._plain:
@@ -324,17 +337,18 @@ class PlanComparison:
         return budget, ""
 
     def _neighbours(self) -> dict[str, Plan]:
-        """The first plan with one change each, as far as memory holds it, the most open one first.
+        """The initial plan with one change each, limited to the plans that memory holds.
 
-        No flag of a processor says what bf16 gains. What may help comes next; then what usually
-        helps, that with the largest forecast last.
+        The order is by uncertainty, the least certain change first: bf16, because no processor
+        flag predicts its gain. Changes that may help come next. Changes that usually help come
+        last, and the one with the largest forecast is the last of all.
         """
-        found: dict[str, Plan] = {}
+        neighbours: dict[str, Plan] = {}
         gains = {technique: expected_gain(technique, self._known) for technique in self._first}
         for technique in sorted(self._first, key=gains.__getitem__):
             if technique.slot in self._plain or self._fitted:
                 continue
-            found[f"without {technique.name()}"] = with_document_attention(
+            neighbours[f"without {technique.name()}"] = with_document_attention(
                 self._first.without(technique)
             )
         for candidate in self._found:
@@ -344,19 +358,19 @@ class PlanComparison:
             if technique.slot in self._plain:
                 continue
             other = next((t for t in self._first if t.slot is technique.slot), None)
-            rest = self._first if other is None else self._first.without(other)
+            base_plan = self._first if other is None else self._first.without(other)
             name = f"with {technique.name()}"
             name = name if other is None else f"{name} for {other.name()}"
-            found[name] = with_document_attention(rest.with_(technique), self._found)
-        self._too_large = [n for n, p in found.items() if not self._fits(p)]
-        fit = [name for name in found if name not in self._too_large]
+            neighbours[name] = with_document_attention(base_plan.with_(technique), self._found)
+        self._too_large = [n for n, p in neighbours.items() if not self._fits(p)]
+        fit = [name for name in neighbours if name not in self._too_large]
 
         def openness(name: str) -> int:
-            changed = set(found[name]) ^ set(self._first)
+            changed = set(neighbours[name]) ^ set(self._first)
             precise = any(technique.slot is Slot.PRECISION for technique in changed)
             return 0 if precise else 1 if name.startswith("with ") else 2
 
-        return {name: found[name] for name in sorted(fit, key=openness)}
+        return {name: neighbours[name] for name in sorted(fit, key=openness)}
 
     def _fits(self, plan: Plan) -> bool:
         return fits_in_memory(plan, self._recipe, self._known, self._slots)
@@ -367,7 +381,9 @@ class PlanComparison:
             self._ratios({FIRST: self._first, **variants}, FIRST_RACE * budget) if variants else {}
         )
         founded = {t.name() for t in self._first if expected_gain(t, self._known) > FORECAST}
-        helped = {n for n, (_, said) in _verdicts(self._variants).items() if said.word == "helped"}
+        helped = {
+            n for n, (_, verdict) in _verdicts(self._variants).items() if verdict.word == "helped"
+        }
         changes, best = _changes(ratios, variants, founded, helped), _best(ratios)
         if len(changes) == 1 and best == FIRST:
             best = changes[0]  # alike without a technique, or likely to help
@@ -380,12 +396,12 @@ class PlanComparison:
             plans[TOGETHER] = together
             finals = [TOGETHER, *dict.fromkeys((best, FIRST)), PLAIN]
         final: list[Variant] = []
-        left = budget - (time.monotonic() - self._began)
-        if left > 0 and plans[best] != self._plain:
-            final = self._race({name: plans[name] for name in dict.fromkeys(finals)}, left)
+        seconds_left = budget - (time.monotonic() - self._began)
+        if seconds_left > 0 and plans[best] != self._plain:
+            final = self._race({name: plans[name] for name in dict.fromkeys(finals)}, seconds_left)
         last = {variant.name: ratio for variant in final if (ratio := _ratio(variant)) is not None}
         if last:
-            best = _best(last, own=finals[0])
+            best = _best(last, reference=finals[0])
         elif not ratios:
             return self._forecast("nothing could be raced within the budget")
         return self._choice(plans, best, ratios, final)
@@ -403,7 +419,7 @@ class PlanComparison:
         kinds: dict[str, Kind] = dict.fromkeys(plans, "cumulative")
         kinds |= {next(iter(plans)): "baseline", list(plans)[-1]: "all"}
         design = replace(RACE, budget_seconds=seconds / (1 + GRACE), partial=True)
-        found = measured(
+        measurement = measured(
             self._subject,
             plans,
             kinds,
@@ -412,9 +428,9 @@ class PlanComparison:
             audience=self._audience,
             pool=self._pool,
             began=time.monotonic(),
-            expected={name: float(-place) for place, name in enumerate(plans)},
+            expected={name: float(-position) for position, name in enumerate(plans)},
         )
-        return found.variants
+        return measurement.variants
 
     def _choice(
         self,
@@ -441,11 +457,11 @@ class PlanComparison:
         nearest = max(others, key=others.__getitem__, default=None)
         verdicts, seconds = _verdicts(self._variants), time.monotonic() - self._began
         raced = len({*ratios, *variants, FIRST})
-        words = self._found_words(plans, verdicts, plan, f"{raced} plans in {duration(seconds)}")
+        reason = self._found_words(plans, verdicts, plan, f"{raced} plans in {duration(seconds)}")
         return Choice(
             entries=_entries(Plan([*plan, *self._saving]), self._known),
             source="measured",
-            why="; ".join(filter(None, (words, self._fitted))),
+            why="; ".join(filter(None, (reason, self._fitted))),
             rows=self._told(plans, verdicts, plan),
             gain=gain,
             tokens_per_second=statistics.median(speeds) if speeds else None,
@@ -461,17 +477,17 @@ class PlanComparison:
         compared: str,
     ) -> str:
         """How sure the choice is: what was compared, what is open, what a forecast decided."""
-        unsure = sum(said.word == "undecided" for _, said in verdicts.values())
-        words = f"the fastest of {compared}"
+        unsure = sum(verdict.word == "undecided" for _, verdict in verdicts.values())
+        text = f"the fastest of {compared}"
         if unsure:
-            words = f"the best supported one of {compared} ({unsure} undecided)"
+            text = f"the best supported one of {compared} ({unsure} undecided)"
         changes = [name for name in plans if name not in (FIRST, PLAIN, TOGETHER)]
         if missed := len(changes) - sum(name in verdicts for name in changes):
-            words += f"; no time for {missed} of {len(changes)} changes"
+            text += f"; no time for {missed} of {len(changes)} changes"
             tested = self._tested(plans, verdicts)
             if forecast := [t.name() for t in chosen if t not in tested]:
-                words += f", so a forecast decided on {', '.join(forecast)}"
-        return words
+                text += f", so a forecast decided on {', '.join(forecast)}"
+        return text
 
     def _tested(self, plans: Mapping[str, Plan], names: Iterable[str]) -> set[Technique]:
         """The techniques that these changes add, or leave out."""
@@ -485,10 +501,10 @@ class PlanComparison:
     ) -> list[ChoiceRow]:
         """A row for every change that was raced, and for every candidate that wasn't."""
         rows = []
-        for name, (ratio, said) in verdicts.items():
+        for name, (ratio, verdict) in verdicts.items():
             taken = _applied(self._first, plans[name], chosen)
             decision = "taken" if taken else "not taken"
-            rows.append(ChoiceRow(name, decision, said.text, ratio.summary()))
+            rows.append(ChoiceRow(name, decision, verdict.text, ratio.summary()))
         raced = self._tested(plans, verdicts)
         rows += [ChoiceRow(n, "not taken", "memory would run out") for n in self._too_large]
         for candidate in self._found:
@@ -517,11 +533,11 @@ def _changes(
     founded: Set[str],
     helped: Set[str],
 ) -> list[str]:
-    """The changes of the first plan that help, or that make it simpler at no loss.
+    """The changes of the initial plan that help, or that make it simpler at no loss.
 
-    A change helps where the report of the same rounds says so (``helped``), or where a gain is
-    likely. A technique of which a forecast promises something (``founded``) stays until it is shown
-    to gain nothing; of any other it is enough that no gain was seen.
+    A change helps if the report of the same rounds lists it (``helped``), or if a gain is
+    likely. A technique with a predicted gain (``founded``) stays until the measurement
+    shows no gain. Any other technique is removed if no gain was measured.
     """
     helping = [n for n in variants if n in helped or (n in ratios and is_likely(ratios[n]))]
     alike = []
@@ -561,7 +577,7 @@ def _together(first: Plan, changed: Mapping[str, Plan]) -> Plan:
 
 
 def _applied(first: Plan, changed: Plan, chosen: Plan) -> bool:
-    """Whether a change of the first plan is in the chosen one."""
+    """Returns True if the chosen plan contains a change of the initial plan."""
     gone = [t for t in first if t not in changed.techniques]
     new = [t for t in changed if t not in first.techniques]
     return all(t not in chosen.techniques for t in gone) and all(
@@ -569,9 +585,9 @@ def _applied(first: Plan, changed: Plan, chosen: Plan) -> bool:
     )
 
 
-def _best(ratios: Mapping[str, Interval], own: str = FIRST) -> str:
-    """The plan with the highest lower bound; ``own`` is what the others are compared with."""
-    bounds = {own: 1.0} | {name: ratio.low for name, ratio in ratios.items()}
+def _best(ratios: Mapping[str, Interval], reference: str = FIRST) -> str:
+    """The plan with the highest lower bound; ``reference`` is what the others are compared with."""
+    bounds = {reference: 1.0} | {name: ratio.low for name, ratio in ratios.items()}
     return max(bounds, key=bounds.__getitem__)
 
 
@@ -596,17 +612,17 @@ def _verdicts(variants: Sequence[Variant]) -> dict[str, tuple[Interval, EffectVe
     return {name: (ratio, judged[name]) for name, (ratio, _) in effects.items()}
 
 
-def _rows(found: Iterable[TechniqueCandidate]) -> list[ChoiceRow]:
+def _rows(technique_candidates: Iterable[TechniqueCandidate]) -> list[ChoiceRow]:
     def decision(candidate: TechniqueCandidate) -> str:
         if candidate.refused:
             return "left out"
         return "taken" if candidate.usual else "not raced"
 
-    return [ChoiceRow(c.technique.name(), decision(c), c.why) for c in found]
+    return [ChoiceRow(c.technique.name(), decision(c), c.why) for c in technique_candidates]
 
 
 def _entries(plan: Plan, context: JobContext) -> list[Any]:
-    """As a recipe writes them, without the layout that several ranks have by themselves."""
+    """Entries of a plan in recipe form, without the default layout of several ranks."""
     alone = context.world.size > 1
     return [entry_of(t) for t in plan if not (alone and t.name() == "ddp" and entry_of(t) == "ddp")]
 
@@ -614,53 +630,53 @@ def _entries(plan: Plan, context: JobContext) -> list[Any]:
 # Choices that are kept.
 
 
-def _path(subject: ExperimentSubject, asked: AutoPlan, folder: Path) -> Path:
+def _path(subject: ExperimentSubject, settings: AutoPlan, folder: Path) -> Path:
     """The file of a job's choice: another model, data, setting, machine or version has another."""
-    recipe, known = subject.recipe, subject.context
+    recipe, context = subject.recipe, subject.context
     about = ("price", "output", "auto_budget", "max_steps", "epochs", "max_tokens", "seed")
     parts = {
         "recipe": recipe.model_dump(mode="json", exclude={*about, "dataset", "resume"}),
-        "asked": asked.model_dump(),
-        "examples": asdict(known.examples),
-        "model": asdict(known.model),
-        "hardware": {**asdict(known.hardware), "device": known.device},
-        "ranks": known.world.size,
-        "versions": dict(known.versions),
+        "asked": settings.model_dump(),
+        "examples": asdict(context.examples),
+        "model": asdict(context.model),
+        "hardware": {**asdict(context.hardware), "device": context.device},
+        "ranks": context.world.size,
+        "versions": dict(context.versions),
         "source": cache.source_digest(),
     }
     return cache.path_of(folder, parts)
 
 
 def _about_job(context: JobContext) -> dict[str, Any]:
-    """What another program must share to use a choice, as it is after a way through JSON."""
+    """The facts that another job must share to use a choice, normalised through JSON."""
     model = asdict(context.model)
     for key in ("attention", "head_reason"):  # of one instance, which another program builds anew
         del model[key]
-    told = {
+    description = {
         "model": model,
         "examples": asdict(context.examples),
         "hardware": {**asdict(context.hardware), "device": context.device},
         "ranks": context.world.size,
         "versions": dict(context.versions),
     }
-    found: dict[str, Any] = json.loads(json.dumps(told))
-    return found
+    decoded: dict[str, Any] = json.loads(json.dumps(description))
+    return decoded
 
 
 def _remembered(path: Path) -> Choice | None:
-    def build(kept: Any) -> Choice:
-        choice = Choice.from_dict(kept["choice"])
-        why = f"{choice.why}, on {kept['date']} ({path}; --fresh races again)"
+    def build(entry: Any) -> Choice:
+        choice = Choice.from_dict(entry["choice"])
+        why = f"{choice.why}, on {entry['date']} ({path}; --fresh races again)"
         return replace(choice, source="remembered", why=why)
 
     return cache.read(path, build, "plans are raced again")
 
 
-def _remember(path: Path, choice: Choice, context: JobContext, asked: AutoPlan) -> None:
-    kept = {
+def _remember(path: Path, choice: Choice, context: JobContext, settings: AutoPlan) -> None:
+    entry = {
         "date": time.strftime("%Y-%m-%d"),
         "choice": choice.to_dict(),
-        "fidelity": asked.fidelity,
+        "fidelity": settings.fidelity,
         "about": _about_job(context),
     }
-    cache.write(path, kept)
+    cache.write(path, entry)

@@ -1,10 +1,10 @@
-"""Which of several workers is the fastest: they take turns, and who is surely behind leaves.
+"""Finds the fastest of several workers: they take turns, and slower ones leave.
 
-The best of many short measurements is in part process variance. Here all do the same steps in each
-pass: what slows a pass, or makes it long, does so for all of them, and what counts is the
-difference within a pass. Whoever is behind the leader beyond doubt leaves, and the others have the
-more rounds for it
-(racing: Maron and Moore 1994, "Hoeffding Races").
+The best of many short measurements is in part process variance. Here all workers do the
+same steps in each pass. An event that slows or lengthens a pass affects all of them,
+and only the difference within a pass counts. Workers significantly behind the leader
+leave, and the others have more rounds (racing: Maron and Moore 1994, "Hoeffding
+Races").
 """
 
 from __future__ import annotations
@@ -35,44 +35,43 @@ def eliminate(
     cores: int,
     rounds: int = MOST_ROUNDS,
 ) -> dict[Name, tuple[float, ...]]:
-    """The variants take turns until one is left, or time is up.
+    """Runs the variants in turns until one remains, or time is up.
 
     Args:
-        variants: warmed up; those that leave are closed, and removed.
-        values: what is known of each beforehand, the logarithm of its rate over some reference's.
+        variants: warmed-up variants; those that leave are closed and removed.
+        values: prior value of each: the logarithm of its rate relative to a reference.
         passes: the steps of each pass of a round.
-        draw: draws the order.
-        cores: of the machine.
-        rounds: at most.
+        draw: random generator for the order.
+        cores: cores of the machine.
+        rounds: maximum number of rounds.
 
     Returns:
-        By variant such a logarithm for each pass that it was in, on the level of those values. A
-        round in which somebody fails, or the deadline comes, is the last one, and doesn't count.
+        By variant, such a logarithm for each of its passes, on the level of ``values``. If
+        a variant fails or the deadline passes, that round is the last one and doesn't
+        count.
     """
-    found: dict[Name, list[float]] = {name: [] for name in variants}
+    log_rates: dict[Name, list[float]] = {name: [] for name in variants}
     load = LoadMeter(cores)
     for _ in range(rounds):
-        if len(variants) < 2 and all(len(found[name]) >= FEWEST for name in variants):
+        if len(variants) < 2 and all(len(log_rates[name]) >= FEWEST for name in variants):
             break
         level = statistics.fmean(values[name] for name in variants)
         rates: dict[Name, list[float]] = {name: [] for name in variants}
         for name, turn in run_round(variants, passes, draw, load):
             if isinstance(turn, WorkerError):
-                return {name: tuple(logs) for name, logs in found.items()}
+                return {name: tuple(logs) for name, logs in log_rates.items()}
             rates[name].append(math.log(turn.rate))
         for logs in zip(*rates.values(), strict=True):
             middle = statistics.fmean(logs)
             for name, log in zip(rates, logs, strict=True):
-                found[name].append(level + log - middle)
-        for name in surely_slower({name: found[name] for name in variants}):
+                log_rates[name].append(level + log - middle)
+        for name in surely_slower({name: log_rates[name] for name in variants}):
             variants.pop(name).worker.close(kill=True)
-    return {name: tuple(logs) for name, logs in found.items()}
+    return {name: tuple(logs) for name, logs in log_rates.items()}
 
 
 def surely_slower(logs: Logs[Name]) -> list[Name]:
-    """Of variants that were in the same passes those that are slower than the first beyond
-    doubt.
-    """
+    """The variants that are significantly slower than the first, by their common passes."""
     first, *others = leading(logs)
     count = len(logs[first])
     if count < FEWEST:
@@ -82,37 +81,39 @@ def surely_slower(logs: Logs[Name]) -> list[Name]:
 
 
 def ordered(logs: Logs[Name], expected: Callable[[Name], float]) -> list[Name]:
-    """As `leading`, but of the first's equals that one leads of which most was expected beforehand.
+    """Sorts like `leading`, but the first's equals are led by the one expected to be best.
 
-    The first among equals is the luckiest. Equal is who isn't slower by more than a standard error
-    (the rule of Breiman et al. 1984, "Classification and Regression Trees", for the size of trees).
+    The first among equals is the luckiest one. A variant is equal if it isn't slower by
+    more than one standard error. This is the rule of Breiman et al. 1984, "Classification
+    and Regression Trees", for the size of trees.
     """
-    found = leading(logs)
-    rounds = len(logs[found[0]]) if found else 0
+    ranking = leading(logs)
+    rounds = len(logs[ranking[0]]) if ranking else 0
     if rounds < FEWEST:
-        return found
-    beside = [name for name in found if len(logs[name]) == rounds]
-    equals = [name for name in beside if not _slower(logs[found[0]], logs[name], 1.0)]
+        return ranking
+    comparable = [name for name in ranking if len(logs[name]) == rounds]
+    equals = [name for name in comparable if not _slower(logs[ranking[0]], logs[name], 1.0)]
     best = max(equals, key=expected)  # the first of several
-    return [best, *(name for name in found if name != best)]
+    return [best, *(name for name in ranking if name != best)]
 
 
 def leading(logs: Logs[Name]) -> list[Name]:
-    """The variants, best first: who was in more passes, then by the passes that all of these share.
+    """The variants, best first: by the number of passes, then by their common passes.
 
-    A pass's own speed is taken out: it is that of the machine at that time.
+    The mean speed of each pass is subtracted, because it depends on the machine at that
+    time.
     """
     places: dict[Name, tuple[int, float]] = {}
-    for name, own in logs.items():
-        count = len(own)
-        beside = [other for other in logs.values() if len(other) >= count]
-        middle = [statistics.fmean(other[i] for other in beside) for i in range(count)]
-        gaps = [a - b for a, b in zip(own, middle, strict=True)]
+    for name, series in logs.items():
+        count = len(series)
+        peers = [other for other in logs.values() if len(other) >= count]
+        middle = [statistics.fmean(other[i] for other in peers) for i in range(count)]
+        gaps = [a - b for a, b in zip(series, middle, strict=True)]
         places[name] = count, hodges_lehmann(gaps) if gaps else 0.0
     return sorted(logs, key=lambda name: places[name], reverse=True)
 
 
 def _slower(first: Sequence[float], other: Sequence[float], far: float) -> bool:
-    """Whether the other is behind by more than so many standard errors."""
+    """Returns True if ``other`` is behind ``first`` by more than ``far`` standard errors."""
     gaps = [a - b for a, b in zip(first, other, strict=True)]
     return statistics.fmean(gaps) > far * statistics.stdev(gaps) / math.sqrt(len(gaps))

@@ -1,13 +1,16 @@
-"""Energy that a counter of the machine showed: a GPU's by NVML, a processor's by RAPL; or why not.
+"""Energy counters: GPUs by NVML, processors by RAPL; or the reason why there is none.
 
-  1. `open_meter` finds the counters of the training device and reads them once
-  2. `read` gives the joules since then; `source` says which counters, and what they include
+  1. The function `open_meter` finds the counters of the training device and reads them
+     once.
+  2. The method `read` returns the joules since then; `source` names the counters and
+     what they include.
 
-Nothing is estimated. NVML counts millijoules of one whole GPU since its driver was loaded (from
-Volta on: nvmlDeviceGetTotalEnergyConsumption). RAPL counts microjoules of a processor package, and
-of its memory where that is apart, and starts again at ``max_energy_range_uj`` (Linux, Documentation
-/power/powercap/powercap.rst); since 2020 root alone may read it (CVE-2020-8694), and virtual
-machines mostly have none. Both count everything that ran there, not one process.
+Nothing is estimated. NVML counts millijoules of one GPU since its driver was loaded
+(from Volta on: nvmlDeviceGetTotalEnergyConsumption). RAPL counts microjoules of a
+processor package, and of its memory if that has a separate counter. It restarts at
+``max_energy_range_uj`` (Linux, Documentation/power/powercap/powercap.rst). Since 2020
+only root may read RAPL (CVE-2020-8694), and most virtual machines have no such counter.
+Both count everything that ran on the device, not one process.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ Joules = Callable[[], float | None]
 
 
 class CounterError(OSError):
-    """A counter that can't be read; the message says why."""
+    """A counter that can't be read; the message contains the reason."""
 
 
 @dataclass
@@ -41,10 +44,10 @@ class EnergyMeter:
 
     def read(self) -> float | None:
         """Joules so far. With RAPL read it every minute or so: its counters are short."""
-        found = self.reading()
-        if found is None and self.counters and not self._lost:
+        joules = self.reading()
+        if joules is None and self.counters and not self._lost:
             self._lost, self.source = True, "not measured: the counter was read too seldom"
-        return found
+        return joules
 
     def reading(self) -> float | None:
         """A count of joules, for the difference of two; None after a gap that may hide a turnover.
@@ -58,14 +61,14 @@ class EnergyMeter:
         except OSError as error:
             self._lost, self.source = True, f"not measured: the counter failed ({error})"
             return None
-        known = [value for value in values if value is not None]
-        return sum(known) if len(known) == len(values) else None
+        readings = [value for value in values if value is not None]
+        return sum(readings) if len(readings) == len(values) else None
 
     def note(self, moment: object) -> None:
         """Read, so that no counter turns over unseen; for callbacks."""
         self.read()
 
-    def found(self) -> dict[str, Any]:
+    def totals(self) -> dict[str, Any]:
         """``kwh`` so far, None where they aren't known, and their ``source``."""
         joules = self.read()
         kwh = None if joules is None else joules / JOULES_PER_KWH
@@ -80,12 +83,12 @@ def meter_of_run(context: JobContext) -> EnergyMeter:
 
 
 def open_meter(device: str, uuids: Sequence[str] = (), powercap: Path = POWERCAP) -> EnergyMeter:
-    """The meter of a training device; one without counters says in ``source`` why.
+    """The meter of a training device; without counters, ``source`` contains the reason.
 
     Args:
         device: ``cpu``, or the GPU's name in torch.
-        uuids: of the GPUs that train, with or without ``GPU-`` in front.
-        powercap: where Linux shows RAPL's counters.
+        uuids: UUIDs of the GPUs that train, with or without the prefix ``GPU-``.
+        powercap: folder of RAPL's counters in Linux.
     """
     try:
         if device.startswith("cpu"):

@@ -1,23 +1,26 @@
-"""Variants against each other on one machine: built, warmed up, then taking turns, round by round.
+"""Compares variants on one machine: build, warm up, then take turns, round by round.
 
-  1. every variant's process starts, builds, and warms up; one at a time, and only as many as memory
-     holds; all do as many steps before the first round as the slowest to settle
-  2. a round gives each variant some steps (`hasten.measure.schedule`)
-  3. in every variant step k sees the same examples, so a round's ratio compares equal work minutes
-     apart at most, and a machine that slows down slows all variants of the round
-  4. at equal tokens every variant is asked for its eval loss; at the end, for what its techniques
-     did and what its model writes
+  1. Every variant's process starts, builds, and warms up, one at a time, and only as
+     many as memory holds. Before the first round, all do as many steps as the variant
+     that needs the longest warm-up.
+  2. A round gives each variant some steps (`hasten.measure.schedule`).
+  3. Step k has the same examples in every variant. A round's ratio therefore compares
+     equal work, at most minutes apart. A machine that slows down slows all variants of
+     the round.
+  4. At equal tokens every variant measures its eval loss. At the end it reports the
+     effects of its techniques and writes samples.
 
-What is done and what is missing is read from the record before every decision. So a start after a
-kill, a second build, and a round that others disturbed are all the same case: rounds are missing,
-and the variants that lack them get fresh processes, which are a **cohort**. A variant that fails is
-noted with its reason, its process is ended, and the others go on. One that fails only at the very
-end, in 4, has been measured all the same: it keeps its numbers.
+Before every decision, the record is read to find the finished and the missing rounds. A
+start after a kill, a second build and a round that other programs disturbed are
+therefore the same case. Rounds are missing, and the variants without them get fresh
+processes, which are a **cohort**. If a variant fails, the reason is recorded, its
+process is ended, and the others continue. A variant that fails only at the very end, in
+4, keeps its measured numbers.
 
-A variant that waits for its turn sleeps, but keeps its memory. So the next one starts only if,
-going by what those before it really took, it will fit as well. Those that don't fit are in a later
-cohort, with the baseline started afresh beside them. Where not even the baseline and one variant
-fit, every turn has a process of its own.
+A variant that waits for its turn sleeps, but keeps its memory. Therefore the next one
+starts only if it fits, judged by the measured memory of those before it. Those that
+don't fit are in a later cohort, with a freshly started baseline. If not even the
+baseline and one variant fit, every turn has a process of its own.
 """
 
 from __future__ import annotations
@@ -50,17 +53,18 @@ Tell = Callable[[str, float], None]  # what happens now, and which share of the 
 
 @dataclass(frozen=True)
 class ExperimentContext:
-    """What an experiment needs besides its plans.
+    """The environment of an experiment: everything except its plans.
 
     Args:
         pool: starts the workers.
         spec: the worker of a variant; its job allows ``design.steps_in_all`` steps.
-        memory: bytes the variants may use together.
-        cores: that they share.
-        joules: a counter of the training device's energy; None where none can be read.
-        patience: the longest wait for one reply; None: by the steps seen.
-        clock: tells the time, in seconds.
-        load: makes the meter of what others take of so many cores.
+        memory: bytes that the variants may use together.
+        cores: cores that they share.
+        joules: a counter of the training device's energy; it returns None if none can be
+            read.
+        patience: the longest wait for one reply; None: derived from measured steps.
+        clock: returns the time, in seconds.
+        load: makes a meter of the load by other programs, for a number of cores.
     """
 
     pool: WorkerPool
@@ -74,7 +78,7 @@ class ExperimentContext:
 
 
 class Experiment:
-    """The state of an experiment while it goes on."""
+    """The state of a running experiment."""
 
     def __init__(
         self,
@@ -113,7 +117,10 @@ class Experiment:
     # What the record says
 
     def _rounds(self) -> Rounds:
-        """Read anew where something was noted since: it is asked for many times in each turn."""
+        """The rounds in the record, cached because each turn reads them many times.
+
+        They are read again after new events.
+        """
         if self._read < len(self.record.events):
             self._known = Rounds(self.record.events, self.base, self.design)
             self._read = len(self.record.events)
@@ -132,9 +139,9 @@ class Experiment:
         """Rounds that this cohort still has to do: its share, where there are several builds."""
         rounds = self._rounds()
         others = [n for n in names if n != self.base and n not in rounds.failed]
-        asked = others or [n for n in names if n not in rounds.failed]
-        share = [min(1.0, (rounds.cohorts_of(n) + 1) / self.time.builds) for n in asked]
-        return max((rounds.missing(n, s) for n, s in zip(asked, share, strict=True)), default=0)
+        variants = others or [n for n in names if n not in rounds.failed]
+        share = [min(1.0, (rounds.cohorts_of(n) + 1) / self.time.builds) for n in variants]
+        return max((rounds.missing(n, s) for n, s in zip(variants, share, strict=True)), default=0)
 
     def _next_cohort(self) -> int:
         return 1 + max((e["cohort"] for e in self.record.events if "cohort" in e), default=0)
@@ -177,10 +184,10 @@ class Experiment:
     def _start_all(
         self, waiting: Sequence[str], number: int, stack: contextlib.ExitStack
     ) -> list[str]:
-        """Start as many as memory holds; the names of those that started.
+        """Starts as many variants as memory holds; returns the names of those that started.
 
-        Who starts first may be slower for as long as it lives, so that every second cohort starts
-        from the other end, once it is known that memory holds all of them.
+        The first process may be slower for its whole lifetime. Therefore every second cohort
+        starts from the other end, if memory is known to hold all of them.
         """
         names: list[str] = []
         fit = all_fit(waiting, self.peaks, self.context.memory, self.design)
@@ -267,14 +274,14 @@ class Experiment:
             joules=self.context.joules,
             before=lambda name: self._say(f"{shown}: {name}"),
         )
-        for name, found in turns:
-            if isinstance(found, WorkerError):
-                self._failed(name, found)
+        for name, outcome in turns:
+            if isinstance(outcome, WorkerError):
+                self._failed(name, outcome)
             else:
-                self.alive[name].note("turn", round=number, **found.to_dict())
+                self.alive[name].note("turn", round=number, **outcome.to_dict())
 
     def _without_slower(self, names: Sequence[str], cohort: int, round_: int) -> list[str]:
-        """End the variants that are surely slower than the first one; the names of the others."""
+        """Ends the variants significantly slower than the first; returns the remaining names."""
         rounds = self._rounds()
         for name in names:
             ratio = rounds.ratio(name) if name in self.alive else None
@@ -284,12 +291,16 @@ class Experiment:
         return [name for name in names if name in self.alive]
 
     def _decided(self, names: Sequence[str]) -> bool:
-        """Whether further rounds would change nothing: every variant is faster, or surely alike."""
+        """Returns True if further rounds would change nothing.
+
+        That is when every variant is faster than the first, or its interval is narrow enough to
+        count as equal.
+        """
         rounds = self._rounds()
-        found = [rounds.ratio(name) for name in names if name != self.base]
+        ratios = [rounds.ratio(name) for name in names if name != self.base]
         return all(
             ratio is not None and (ratio.low > 1 or ratio.high / ratio.low < 1 + 2 * ALIKE)
-            for ratio in found
+            for ratio in ratios
         )
 
     def _fresh_round(self, waiting: Sequence[str]) -> None:
@@ -300,7 +311,7 @@ class Experiment:
         self.record.append("cohort", cohort=number, members=names, fresh=True)
         done = len(self._rounds().complete(names[-1]))
         shown = self._round_words(done + 1, names[-1])
-        draw, seen = random.Random(self.design.seed * 1_000_003 + number), list[ArmProcess]()
+        draw, variants = random.Random(self.design.seed * 1_000_003 + number), list[ArmProcess]()
         for name in draw.sample(names, len(names)):
             self.alive = {}
             if name in self.time.dropped or self.time.left() <= 0:
@@ -309,33 +320,31 @@ class Experiment:
                 unseen = self._unseen(name)
                 self._start(name, number, stack, evaluate_first=unseen)
                 self._attempt(name, lambda variant: variant.warm_up(self.design.most_warmup))
-                seen += self.alive.values()
+                variants += self.alive.values()
                 if first:
-                    self.time.look(names, seen)
+                    self.time.look(names, variants)
                 self._round([name], 1, draw, self.context.load(self.context.cores), shown)
                 if unseen:
                     self._attempt(name, lambda variant: variant.evaluate())
                 self._finish(name)
-        self.time.out(seen, done + 1)
+        self.time.out(variants, done + 1)
 
     def _unseen(self, name: str) -> bool:
-        """Whether a variant's eval loss after training is wanted, and isn't known yet."""
+        """Returns True if a variant's eval loss after training is required but missing."""
         looks = [e for e in self.record.events if e["event"] == "evaluate" and e["variant"] == name]
         return self.design.evaluations > 0 and not any(e["tokens"] for e in looks)
 
     def _unproven(self) -> list[str]:
-        """Variants with all their rounds whose process was killed before it could finish."""
+        """Variants with complete rounds and a process that was killed before it could finish."""
         rounds = self._rounds()
         if self.design.eliminate:
             return []
-        told = ("finish", "unfinished", "failed")
-        done = {e["variant"] for e in self.record.events if e["event"] in told}
+        end_events = ("finish", "unfinished", "failed")
+        done = {e["variant"] for e in self.record.events if e["event"] in end_events}
         return [name for name in self.plans if name not in done and rounds.complete(name)]
 
     def _prove(self, name: str) -> None:
-        """What a variant's techniques do, seen in a process that trains no longer than a
-        warm-up.
-        """
+        """Checks a variant's techniques in a process that trains no longer than a warm-up."""
         self.alive = {}
         with contextlib.ExitStack() as stack:
             self._start(name, self._next_cohort(), stack, evaluate_first=False, at_the_end=True)
@@ -351,11 +360,11 @@ class Experiment:
     def _attempt(
         self, name: str, act: Callable[[ArmProcess], None], at_the_end: bool = False
     ) -> None:
-        """What goes wrong in one variant is noted there; a variant that has failed gets no more
-        orders.
+        """Runs one action of a variant; an error is recorded and ends that variant.
 
-        Its process is ended at once: one that hangs would slow the others, its memory is theirs.
-        One that is late for the deadline hasn't failed: its complete rounds count.
+        The process of a failed variant is ended at once: if it hangs it would slow the others,
+        and they need its memory. A failed variant receives no more actions. A variant that
+        misses the deadline hasn't failed: its complete rounds count.
         """
         if (variant := self.alive.get(name)) is None:
             return
@@ -421,19 +430,19 @@ def experiment_context(
     ranks: int = 1,
     meter: EnergyMeter | None = None,
 ) -> ExperimentContext:
-    """The table on this machine: its cores, and its free memory, or all of the accelerator's.
+    """The environment on this machine: cores, and free memory or the accelerator's.
 
-    Variants tell how much their neediest rank uses. Ranks share a processor's memory, and have an
-    accelerator each, of which the smallest counts.
+    Variants report the memory of the rank that uses most. Ranks share a processor's memory.
+    Each has an accelerator of its own, and the smallest one counts.
     """
     from hasten.machine import host  # loads torch, which a comparison of loops may do without
 
-    here = host.hardware()
-    memory = processes.available_bytes(here.memory_limit_bytes) // ranks
+    hardware = host.hardware()
+    memory = processes.available_bytes(hardware.memory_limit_bytes) // ranks
     if not pool.on_cpu:
-        memory = min((gpu.memory_bytes for gpu in here.accelerators), default=memory)
+        memory = min((gpu.memory_bytes for gpu in hardware.accelerators), default=memory)
     joules = EnergyMeter("none").reading if meter is None else meter.reading
-    return ExperimentContext(pool, spec, memory, here.usable_cores, joules)
+    return ExperimentContext(pool, spec, memory, hardware.usable_cores, joules)
 
 
 def measure_variants(
@@ -446,26 +455,26 @@ def measure_variants(
     expected: Mapping[str, float] | None = None,
     record: ExperimentRecord | None = None,
 ) -> Measured:
-    """Measure every plan on the recipe's job; variants in the order of ``plans``.
+    """Measures every plan on the recipe's job; returns variants in the order of ``plans``.
 
     Args:
         context: the recipe and the machine.
         plans: variants by name; the first is the baseline, the last the result.
-        design: how.
-        tell: is told what happens.
-        kinds: what each variant is.
-        expected: gains that are forecast, for a budget that has to leave variants out.
-        record: of an earlier start; what it holds isn't measured again.
+        design: settings of the experiment.
+        ``tell``: receives progress messages.
+        kinds: the kind of each variant.
+        expected: predicted gains, for a budget that has to leave variants out.
+        record: events of an earlier start; results in it aren't measured again.
 
     Raises:
         InputError: the budget is too small.
     """
     record = record or ExperimentRecord()
-    known = dict(kinds or {})
+    variant_kinds = dict(kinds or {})
     if not record.done:
-        Experiment(context, plans, known, design, tell, expected or {}, record).run()
-    words = design_words(record.events, next(iter(plans)), design)
-    return Measured(variants_of(record.events, plans, known, design), words)
+        Experiment(context, plans, variant_kinds, design, tell, expected or {}, record).run()
+    description = design_words(record.events, next(iter(plans)), design)
+    return Measured(variants_of(record.events, plans, variant_kinds, design), description)
 
 
 def design_words(events: Sequence[Event], base: str, design: Design) -> dict[str, Any]:
@@ -489,7 +498,10 @@ def design_words(events: Sequence[Event], base: str, design: Design) -> dict[str
 
 
 def variant_fits(alive: Sequence[str], peaks: Mapping[str, int], name: str, memory: int) -> bool:
-    """Whether one more variant can start; one never seen is taken for the largest seen."""
+    """Returns True if one more variant fits into memory.
+
+    A variant without a measured peak counts with the largest measured peak.
+    """
     if not peaks:
         return True
     unknown = max(peaks.values())
@@ -499,7 +511,7 @@ def variant_fits(alive: Sequence[str], peaks: Mapping[str, int], name: str, memo
 def may_join(
     alive: Sequence[str], peaks: Mapping[str, int], name: str, memory: int, design: Design
 ) -> bool:
-    """Whether a variant starts beside those that are alive, in the grouping that was asked for."""
+    """Returns True if a variant may start next to those alive, by the requested grouping."""
     if design.grouping == "together" or not alive:
         return True
     holds = variant_fits(alive, peaks, name, memory)
@@ -527,7 +539,7 @@ def grouping_words(events: Sequence[Event]) -> str:
 
 
 def all_fit(names: Sequence[str], peaks: Mapping[str, int], memory: int, design: Design) -> bool:
-    """Whether all of these have been alive before, and memory holds them together."""
+    """Returns True if all of these have been alive before, and fit into memory together."""
     return all(name in peaks for name in names) and all(
         may_join(names[:i], peaks, name, memory, design) for i, name in enumerate(names)
     )

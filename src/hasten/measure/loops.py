@@ -1,17 +1,19 @@
-"""Two training loops of anybody's against each other: interleaved, repeated, compared in pairs.
+"""Compares any two training loops: interleaved, repeated, compared in pairs.
 
     result = compare("my_loops:plain", "my_loops:fused")
     print(result)
 
-A job is a **factory**: a function without arguments that builds model, optimizer and data and
-returns a step function. The step function does one training step and returns how many tokens (or
-items) it did, or a pair (how many, loss). Each job is built in a process of its own, so neither can
-change the other; then they take turns in blocks of steps, in an order drawn anew for each round.
-Who waits for a turn is stopped, with all its threads and what it has started.
+A job is a **factory**: a function without arguments that builds model, optimizer and
+data and returns a step function. The step function does one training step. It returns
+the number of tokens (or items), or a pair (number, loss). Each job is built in a
+process of its own, so neither can change the other. Then they take turns in blocks of
+steps, in a new random order for each round. A job that waits for its turn is stopped,
+with all its threads and child processes.
 
-A factory is named, never pickled: ``"module:function"``, ``"script.py:function"``, or a function
-that stands at the top level of a module or script (whose file the other process loads under another
-name, so what a script does under ``if __name__ == "__main__"`` isn't done there).
+A factory is given by name, never pickled: ``"module:function"``,
+``"script.py:function"``, or a function at the top level of a module or script. The
+other process loads that file under another name. Code of a script under
+``if __name__ == "__main__"`` therefore doesn't run there.
 """
 
 from __future__ import annotations
@@ -43,12 +45,12 @@ Job = str | Callable[[], Callable[[], Any]]
 
 
 class LoopFailedError(RuntimeError):
-    """A job's process died, hung, or raised; the message says which, and its last words."""
+    """A job's process died, hung, or raised; the message has the cause and last output."""
 
 
 @dataclass(frozen=True)
 class Loop:
-    """What was measured of one job: items per second of each round, and the losses of its steps."""
+    """Results of one job: items per second of each round, and the losses of its steps."""
 
     name: str
     rounds: tuple[float, ...]
@@ -61,9 +63,9 @@ class Loop:
 class Comparison:
     """Two jobs measured side by side; `str` is a table.
 
-    ``ratio`` is the second's items per second over the first's, paired by round, with its 95 %
-    interval; ``verdict`` is that of `hasten.measure.statistics.verdict`. Of equal quality it says
-    nothing: the losses are shown, not judged.
+    ``ratio`` is the second's items per second over the first's, paired by round, with its
+    95 % interval. ``verdict`` is that of `hasten.measure.statistics.verdict`. It doesn't
+    judge equal quality: the losses are only shown.
     """
 
     first: Loop
@@ -76,7 +78,7 @@ class Comparison:
         """Plain values."""
         loops = {"first": self.first, "second": self.second}
         return {
-            **{place: {**loop.__dict__} for place, loop in loops.items()},
+            **{name: {**loop.__dict__} for name, loop in loops.items()},
             "ratio": self.ratio.summary(),
             "verdict": self.verdict,
             "unit": self.unit,
@@ -103,24 +105,26 @@ def compare(
     patience_seconds: float = 600.0,
     budget_seconds: float | None = None,
 ) -> Comparison:
-    """Measure the second job against the first.
+    """Compares the speed of the second job with the first.
 
     Args:
         job_a: the factory of the baseline.
-        job_b: the factory of what is to be judged.
+        job_b: the factory of the job to judge.
         rounds: turns of each.
-        steps: of a turn; its value is that of a middling step (`hasten.measure.rounds`).
+        steps: steps of a turn; its value is that of a middling step
+            (`hasten.measure.rounds`).
         warmup: steps before the first round, not measured.
-        seed: of the order of turns.
-        names: for the table; the functions' names if left out.
-        unit: what a step function counts.
-        noise_floor: a change that nobody should act on.
+        seed: seed of the order of turns.
+        names: names in the table; default: the functions' names.
+        unit: the unit that a step function counts.
+        noise_floor: a change too small to act on.
         patience_seconds: the longest wait for one turn.
-        budget_seconds: all of it, starts included: then there are as many rounds as fit, up to
-            ``rounds``.
+        budget_seconds: time for everything, starts included. There are then as many rounds
+            as fit, up to ``rounds``.
 
     Raises:
-        InputError: a job can't be found, a number can't be, or two rounds don't fit the budget.
+        InputError: a job can't be found, a number is invalid, or two rounds don't fit the
+            budget.
         LoopFailedError: a job's process failed.
     """
     if budget_seconds is not None and not budget_seconds > 0:
@@ -156,9 +160,9 @@ def compare(
                     raise LoopFailedError(f"{name}: {event['why']}")
 
         plans = dict.fromkeys(PLACES, Plan())
-        found = measure_variants(at, plans, design, check, record=record).variants
+        variants = measure_variants(at, plans, design, check, record=record).variants
         check()
-    first, second = (_loop(name, variant) for name, variant in zip(called, found, strict=True))
+    first, second = (_loop(name, variant) for name, variant in zip(called, variants, strict=True))
     ratio = paired_ratio(first.rounds, second.rounds)
     return Comparison(first, second, ratio, verdict(ratio, noise_floor=noise_floor), unit)
 
@@ -191,9 +195,9 @@ def loop_reference(job: Job) -> str:
 
 
 def loop_spec(target: str, settings: Mapping[str, Any] | None = None) -> WorkerSpec:
-    """The worker of a loop, whose factory is called with these arguments."""
-    given = {"target": target, "paths": sys.path, "settings": dict(settings or {})}
-    return WorkerSpec("loop", given, slices=False)  # a loop may wait for what goes on meanwhile
+    """The worker of a loop; ``settings`` are the arguments of its factory."""
+    arguments = {"target": target, "paths": sys.path, "settings": dict(settings or {})}
+    return WorkerSpec("loop", arguments, slices=False)  # a loop may wait for what goes on meanwhile
 
 
 def _loop(name: str, variant: Variant) -> Loop:

@@ -1,14 +1,16 @@
-"""A profile of a run: its ledger, its operators and a trace, from steps that aren't kept.
+"""A profile of a run: its ledger, its operators and a trace, from discarded steps.
 
-    1. warm-up steps, which compile, allocate and read ahead
-    2. measured steps under the seams' clock alone: times, stability, MFU, data stall
-    3. memory by owner, in one pass of its own
-    4. one step under torch.profiler: operators and trace; the profiler slows what it watches, so of
-       this step only the operators' shares are used
-    5. several ranks: the measured examples again, on all ranks without communication, then on one
-       rank alone while the others sleep
+    1. Warm-up steps, which compile, allocate and read ahead.
+    2. Measured steps, with only the clock of the session: times, stability, MFU, data
+       stall.
+    3. Memory by owner, in a separate pass.
+    4. One step under torch.profiler: operators and trace. The profiler slows the step,
+       so only the operators' shares are used.
+    5. With several ranks: the measured examples again, on all ranks without
+       communication. Then the same on one rank alone while the others sleep.
 
-The weights move, in 5 apart on each rank: the session is spent afterwards.
+The weights change, and in 5 each rank changes its own copy. The session can't be used
+afterwards.
 """
 
 from __future__ import annotations
@@ -118,26 +120,26 @@ def table(rows: list[ProfiledOperator], step_seconds: float, count: int = 15) ->
     ``outside_seconds`` is the part of the profiled step in which no operator ran: Python, waiting,
     and code that the profiler doesn't see; None where several threads or streams overlapped.
     """
-    whole = sum(row.seconds for row in rows)
+    total = sum(row.seconds for row in rows)
     families: dict[str, list[ProfiledOperator]] = {}
     for row in rows:
         families.setdefault(row.family, []).append(row)
-    found = [
+    family_rows = [
         {
             "family": family,
             "seconds": sum(row.seconds for row in members),
-            "share": sum(row.seconds for row in members) / whole,
+            "share": sum(row.seconds for row in members) / total,
             "calls": sum(row.calls for row in members),
         }
         for family, members in families.items()
     ]
-    outside = step_seconds - whole
+    outside = step_seconds - total
     return {
-        "seconds": whole,
+        "seconds": total,
         "outside_seconds": outside if outside >= 0 else None,
-        "families": sorted(found, key=lambda row: -row["seconds"]),
+        "families": sorted(family_rows, key=lambda row: -row["seconds"]),
         "top": [
-            {**asdict(row), "family": row.family, "share": row.seconds / whole}
+            {**asdict(row), "family": row.family, "share": row.seconds / total}
             for row in rows[:count]
         ],
     }
@@ -159,17 +161,17 @@ def keep_trace(
 
     The file appears complete or not at all; an earlier one is replaced.
     """
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".trace-") as place:
-        raw = Path(place) / "raw.json"
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".trace-") as temp_dir:
+        raw = Path(temp_dir) / "raw.json"
         export(str(raw))
         trace = json.loads(raw.read_bytes())
-        kept = longest(trace["traceEvents"], most)
-        dropped = len(trace["traceEvents"]) - len(kept)
-        part = Path(place) / NAME
+        events = longest(trace["traceEvents"], most)
+        dropped = len(trace["traceEvents"]) - len(events)
+        part = Path(temp_dir) / NAME
         with gzip.open(part, "wt", encoding="utf-8") as file:
-            json.dump({**trace, "traceEvents": kept}, file)
+            json.dump({**trace, "traceEvents": events}, file)
         part.replace(folder / NAME)
-    return {"file": NAME, "events": len(kept), "left_out": dropped}
+    return {"file": NAME, "events": len(events), "left_out": dropped}
 
 
 def longest(events: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
@@ -179,17 +181,17 @@ def longest(events: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
         return [e for e in events if e.get("ph") in ("X", "M")] if len(events) > most else events
     limit = sorted(timed, reverse=True)[most - 1]
     room = most - sum(d > limit for d in timed)
-    kept = []
+    selected = []
     for event in events:
         if event.get("ph") == "M":
-            kept.append(event)
+            selected.append(event)
         elif event.get("ph") == "X" and event.get("dur", 0.0) >= limit:
             if event.get("dur", 0.0) == limit:
                 room -= 1
                 if room < 0:
                     continue
-            kept.append(event)
-    return kept
+            selected.append(event)
+    return selected
 
 
 # Memory by owner: whose bytes they are, counted from tensors in one pass outside the training.
@@ -211,41 +213,41 @@ Storages = dict[int, int]  # address -> bytes
 
 
 def memory_of(session: Session) -> dict[str, int | None]:
-    """Bytes of each owner on this rank; None where nobody can tell. All ranks call it together."""
+    """Bytes of each owner on this rank, None if unknown; all ranks call it together."""
     setup = session.setup
     peak = host.memory_peak(setup.job.device)  # before the pass below
     weights = storages([*session.module.parameters(), *session.module.buffers()])
     masters = storages(setup.precision.parameters())
     state = masters | storages(_tensors(list(session.optimizer.state.values())))
-    found: dict[str, int | None] = dict.fromkeys(OWNERS)
-    found["weights"] = sum(weights.values())
-    found["optimizer"] = sum(_without(state, weights).values())
+    owner_bytes: dict[str, int | None] = dict.fromkeys(OWNERS)
+    owner_bytes["weights"] = sum(weights.values())
+    owner_bytes["optimizer"] = sum(_without(state, weights).values())
     micro_batches = step_outside(session)
     if micro_batches is None:
-        return found
+        return owner_bytes
     largest = max(micro_batches, key=lambda m: m.counts.positions)
     try:
-        found |= _one_pass(session, largest, weights)
+        owner_bytes |= _one_pass(session, largest, weights)
     except (RuntimeError, MemoryError):
         # Too large, or an operator that can't be watched: what was measured before stays good. On
         # several ranks the others wait in this pass, so there the run has to end.
         if setup.layout.size > 1:
             raise
-        return found
-    known = [found[owner] or 0 for owner in OWNERS]
-    found["other"] = peak - sum(known) if peak >= sum(known) else None
-    return found
+        return owner_bytes
+    sizes = [owner_bytes[owner] or 0 for owner in OWNERS]
+    owner_bytes["other"] = peak - sum(sizes) if peak >= sum(sizes) else None
+    return owner_bytes
 
 
 def storages(tensors: Iterable[Tensor]) -> Storages:
     """The memory behind tensors, each piece once."""
-    found = {}
+    sizes = {}
     for tensor in tensors:
-        for piece in _local(tensor):
-            storage = piece.untyped_storage()
+        for shard in _local(tensor):
+            storage = shard.untyped_storage()
             if storage.data_ptr():  # nothing lies behind a tensor without memory
-                found[storage.data_ptr()] = storage.nbytes()
-    return found
+                sizes[storage.data_ptr()] = storage.nbytes()
+    return sizes
 
 
 def _one_pass(session: Session, micro_batch: MicroBatch, weights: Storages) -> dict[str, int]:
@@ -268,13 +270,13 @@ def _one_pass(session: Session, micro_batch: MicroBatch, weights: Storages) -> d
         owners = [*session.module.parameters(), *setup.precision.parameters()]
         gradients = storages([p.grad for p in owners if p.grad is not None])
     finally:
-        session.engine.discard()
+        session.engine.zero_grad()
         setup.clock = clock
-    found = {
+    owner_bytes = {
         "gradients": sum(_without(gradients, weights).values()),
         "activations": sum(_without(watch.kept, weights).values()),
     }
-    return {**found, "logits": wide.bytes} if watched else found
+    return {**owner_bytes, "logits": wide.bytes} if watched else owner_bytes
 
 
 class SavedTensors:
@@ -296,7 +298,7 @@ class SavedTensors:
 
 
 class WidestTensor(TorchDispatchMode):
-    """The largest result of any operator whose rows are as long as the vocabulary, in bytes."""
+    """Bytes of the largest operator result that has rows of the vocabulary's length."""
 
     def __init__(self, vocabulary: int, weights: Storages) -> None:
         super().__init__()
@@ -342,8 +344,8 @@ def _local(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
 
 
-def _without(found: Storages, others: Storages) -> Storages:
-    return {address: size for address, size in found.items() if address not in others}
+def _without(sizes: Storages, others: Storages) -> Storages:
+    return {address: size for address, size in sizes.items() if address not in others}
 
 
 # The ledger of a run: where a step's time goes, whose the memory is, how even the steps are.
@@ -374,17 +376,17 @@ def ledger_of(session: Session, warmup: int = WARMUP) -> dict[str, Any]:
 
 
 def utilisation(session: Session, warmup: int = WARMUP) -> float | None:
-    """Share of the device's time that was used: of all usable cores, or as a GPU's driver says.
+    """Share of the device's time in use: of all usable cores, or by the GPU's driver.
 
-    On a processor it is that of this process with all its threads, and one that waits awake counts
-    as busy, which is why fast code and much waiting may have the same figure.
+    On a processor it counts this process with all its threads. A thread in a busy wait
+    counts as busy. Fast code and much waiting may therefore have the same figure.
     """
     clock = session.setup.clock
     if not isinstance(clock, HostClock):
         return host.device_utilisation(session.setup.job.device)
     keep = warmup if len(clock.steps) > warmup else 0
-    whole = sum(step_total(step) for step in list(clock.steps)[keep:])
-    return sum(list(clock.busy)[keep:]) / whole / host.usable_cores() if whole else None
+    total = sum(step_total(step) for step in list(clock.steps)[keep:])
+    return sum(list(clock.busy)[keep:]) / total / host.usable_cores() if total else None
 
 
 # The profile.
@@ -419,8 +421,8 @@ def measure(
     before = replace(session.progress)
     tell(f"measuring {steps} steps", 0.2)
     measured = _take(run, steps)
-    known = clock.laps if isinstance(clock, HostClock | DeviceClock) else []
-    laps = [lap for lap in known if lap[0] not in (BETWEEN, CHECKPOINT)]
+    recorded_laps = clock.laps if isinstance(clock, HostClock | DeviceClock) else []
+    laps = [lap for lap in recorded_laps if lap[0] not in (BETWEEN, CHECKPOINT)]
     counted = list(clock.steps)[-steps:]
     tell("counting memory", 0.5)
     ledger = ledger_of(session, warmup)
@@ -448,42 +450,40 @@ def measure(
 
 
 def _take(run: Any, count: int) -> list[StepMetrics]:
-    found = list(islice(run, count))
-    if len(found) < count:
+    metrics = list(islice(run, count))
+    if len(metrics) < count:
         raise InputError(
-            f"the data ends {count - len(found)} steps too early for a profile; give fewer "
+            f"the data ends {count - len(metrics)} steps too early for a profile; give fewer "
             "--steps, or more examples"
         )
-    return found
+    return metrics
 
 
 def _figures(measured: Sequence[StepMetrics]) -> dict[str, Any]:
     seconds = sum(m.step_seconds for m in measured)
-    known = [m.mfu for m in measured if m.mfu is not None]
+    mfus = [m.mfu for m in measured if m.mfu is not None]
     return {
         "measured_steps": len(measured),
         "step_seconds": statistics.median(m.step_seconds for m in measured),
         "tokens_per_second": sum(m.tokens for m in measured) / seconds,
         "padding_share": 1 - sum(m.tokens for m in measured) / sum(m.positions for m in measured),
-        "mfu": statistics.median(known) if known else None,
+        "mfu": statistics.median(mfus) if mfus else None,
         "peak_memory_bytes": max(m.peak_memory_bytes for m in measured),
     }
 
 
 def communication_of(measured: Sequence[StepMetrics]) -> dict[str, float] | None:
-    """Means over the steps of what this rank's communication took; None where the layout can't
-    tell.
-    """
-    known = [m for m in measured if m.exposed_comm_seconds is not None]
-    if not known:
+    """Mean communication of this rank per step; None if the layout doesn't measure it."""
+    timed_steps = [m for m in measured if m.exposed_comm_seconds is not None]
+    if not timed_steps:
         return None
     names = ("comm_seconds", "exposed_comm_seconds", "hidden_communication_seconds")
-    found: dict[str, float] = {}
+    means: dict[str, float] = {}
     for name in (*names, "comm_bytes"):
-        values = [getattr(m, name) for m in known]
+        values = [getattr(m, name) for m in timed_steps]
         if all(value is not None for value in values):
-            found[name] = statistics.fmean(values)
-    return found
+            means[name] = statistics.fmean(values)
+    return means
 
 
 def _profiled(session: Session, run: Any, folder: Path) -> dict[str, Any]:
@@ -500,10 +500,10 @@ def _profiled(session: Session, run: Any, folder: Path) -> dict[str, Any]:
             )  # outside all measured steps: its last kernels belong to it
         seconds = time.perf_counter() - began
     rows = operators(profiler.key_averages(), on_gpu)
-    found = {"profiled_step_seconds": seconds, **table(rows, seconds)}
+    report = {"profiled_step_seconds": seconds, **table(rows, seconds)}
     if session.setup.context.world.is_main:
-        found["trace"] = keep_trace(profiler.export_chrome_trace, folder)
-    return found
+        report["trace"] = keep_trace(profiler.export_chrome_trace, folder)
+    return report
 
 
 def _parallel(
@@ -524,7 +524,7 @@ def _parallel(
     engine.sum_loads = setup.rank_sync.sum
     tell("the same examples without communication", 0.7)
     dist.barrier()
-    apart = _gather(_again(session, before, len(measured)))
+    without_comm = _gather(_again(session, before, len(measured)))
     tell("one rank alone", 0.85)
     alone = _again(session, before, len(measured)) if setup.context.world.is_main else None
     dist.barrier()  # the others sleep in it
@@ -532,7 +532,7 @@ def _parallel(
     return efficiency(
         tokens=sum(m.tokens for m in measured),
         seconds=max(rank["seconds"] for rank in ranks),
-        apart=apart,
+        without_comm=without_comm,
         alone=alone,
         steps=len(measured),
     )
@@ -550,31 +550,41 @@ def efficiency_once_more(
     if setup.layout.size == 1 or setup.rank_sync.diverged or not isinstance(engine, PlainEngine):
         return None
     ranks = _gather({"seconds": sum(m.step_seconds for m in measured)})
-    kept = engine.module, engine.sum_loads, setup.layout, setup.communication, session.progress
+    saved_state = (
+        engine.module,
+        engine.sum_loads,
+        setup.layout,
+        setup.communication,
+        session.progress,
+    )
     buffers = {name: buffer.clone() for name, buffer in session.loss_module.named_buffers()}
     with engine.holding_still():
-        found = _parallel(session, before, measured, ranks, lambda text, share: None)
-    engine.module, engine.sum_loads, setup.layout, setup.communication, session.progress = kept
+        report = _parallel(session, before, measured, ranks, lambda text, share: None)
+    engine.module, engine.sum_loads, setup.layout, setup.communication, session.progress = (
+        saved_state
+    )
     for name, buffer in session.loss_module.named_buffers():  # those of routers move without a rate
         buffer.copy_(buffers[name])
-    value = (found or {}).get("efficiency_against_one_rank")
+    value = (report or {}).get("efficiency_against_one_rank")
     return None if value is None else float(value)
 
 
 def efficiency(
     tokens: int,
     seconds: float,
-    apart: Sequence[tuple[int, float]],
+    without_comm: Sequence[tuple[int, float]],
     alone: tuple[int, float],
     steps: int,
 ) -> dict[str, Any]:
-    """Two answers to "how much of the ranks' speed arrives", from (tokens, seconds) of each way.
+    """Two efficiencies of the ranks' communication, from (tokens, seconds) of each run.
 
-    Against one rank: its tokens per second with the machine to itself x the number of ranks, so
-    cores and memory that ranks share count as a loss. Against no communication: all ranks at once,
-    the slowest rank's time, so uneven ranks count in both and only exchange is the difference.
+    Relative to one rank: its tokens per second alone on the machine x the number of ranks.
+    Cores and memory that ranks share therefore count as a loss.
+
+    Relative to no communication: all ranks at once, by the slowest rank's time. Uneven
+    ranks count in both runs, and only communication is the difference.
     """
-    ranks, slowest = len(apart), max(spent for _, spent in apart)
+    ranks, slowest = len(without_comm), max(spent for _, spent in without_comm)
     one = alone[0] / alone[1]
     return {
         "ranks": ranks,
@@ -591,15 +601,15 @@ def _again(session: Session, before: Progress, steps: int) -> tuple[int, float]:
     """(tokens, seconds) of this rank's own passes over the same examples once more."""
     session.progress = replace(before)
     run: Any = training(session)
-    found = _take(run, steps)
+    metrics = _take(run, steps)
     run.close()
-    return sum(m.tokens for m in found), sum(m.step_seconds for m in found)
+    return sum(m.tokens for m in metrics), sum(m.step_seconds for m in metrics)
 
 
-def _gather(mine: Any) -> list[Any]:
-    """What every rank has, in the order of ranks."""
+def _gather(payload: Any) -> list[Any]:
+    """The values of all ranks, in the order of ranks."""
     if not (dist.is_available() and dist.is_initialized()):
-        return [mine]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
+        return [payload]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, payload)
+    return gathered

@@ -1,12 +1,14 @@
-"""An experiment on a recipe: its variants, where its record lies, and the report of it.
+"""An experiment on a recipe: its variants, the files of its record, and its report.
 
-    output/experiments/KEY/
-      record.jsonl   every finished turn; a second start goes on from it, or answers at once
-      recipe.yaml    the recipe as the variants' processes read it        variant-N.log   their own
-      words
+The folder output/experiments/KEY has these files:
 
-KEY stands for everything that decides the numbers: recipe, data, plans, design, hardware, versions,
-hasten's own sources. Whatever of these changes makes another experiment.
+- record.jsonl: Every finished turn. A second start continues it, or is done at once.
+- recipe.yaml: The recipe that the variants' processes read.
+- variant-N.log: The output of each variant.
+
+KEY is the hash of everything that decides the numbers: recipe, data, plans, design,
+hardware, versions, hasten's own sources. A change in any of these makes another
+experiment.
 """
 
 from __future__ import annotations
@@ -42,9 +44,9 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # decide the speed, and stand 
 
 @dataclass(frozen=True)
 class ExperimentSubject:
-    """A recipe whose data is ready, and what is known of it.
+    """A recipe with prepared data, and its context.
 
-    ``job`` serves its training in a worker: of this package by its name, or ``module:function``.
+    ``job`` is the worker's training job: a name of this package, or ``module:function``.
     """
 
     recipe: Recipe
@@ -57,12 +59,14 @@ class ExperimentSubject:
 
 
 def environment(plan: Plan, context: JobContext, transport: Mapping[str, str]) -> Mapping[str, str]:
-    """What a variant's process starts with, as a training does: what the techniques wish, then the
-    recipe's settings of the transport."""
-    found: dict[str, str] = {}
+    """Environment variables of a variant's process, the same as those of a training.
+
+    The techniques set theirs first, then the recipe's transport settings.
+    """
+    variables: dict[str, str] = {}
     for technique in plan:
-        found |= technique.environment(context)
-    return {**found, **transport}
+        variables |= technique.environment(context)
+    return {**variables, **transport}
 
 
 def recipe_worker(
@@ -104,18 +108,18 @@ def prepared(
     def tokenising(done: int, total: int) -> None:
         audience.show(f"tokenising {done:,}/{total:,} examples", done / max(total, 1))
 
-    found = prepare_run(recipe, audience.tell, tokenising, recipe.nproc)
-    plan, data = found.plan, found.data
-    known = replace(found.context, world=World(size=recipe.nproc))
+    prepared_run = prepare_run(recipe, audience.tell, tokenising, recipe.nproc)
+    plan, data = prepared_run.plan, prepared_run.data
+    context = replace(prepared_run.context, world=World(size=recipe.nproc))
     if recipe.auto_plan is not None:
-        tried = candidates(recipe, known, recipe.auto_plan.fidelity)
-        plan = first_plan(tried, plan, known)
+        tried = candidates(recipe, context, recipe.auto_plan.fidelity)
+        plan = first_plan(tried, plan, context)
         recipe = recipe.model_copy(update={"plan": [entry_of(t) for t in plan], "auto_plan": None})
         audience.tell(f"plan: auto: the techniques in question are {plan}")
     # What ranks have without a technique the baseline has, too: it is no switch.
-    usual = plan_of(recipe.model_copy(update={"plan": []}), known)
+    usual = plan_of(recipe.model_copy(update={"plan": []}), context)
     switches = Plan(t for t in plan if t not in usual.techniques)
-    return ExperimentSubject(recipe, known, switches, data.note.key, meter_of_run(known), data)
+    return ExperimentSubject(recipe, context, switches, data.note.key, meter_of_run(context), data)
 
 
 def measured(
@@ -137,19 +141,19 @@ def measured(
     for which there is no time, those go first of which least is ``expected``; by their forecasts,
     if left out.
     """
-    recipe, known = subject.recipe, subject.context
+    recipe, context = subject.recipe, subject.context
     if recipe.nproc > 1:
         check_turns(plans, design.steps)
     steps = {"max_steps": design.steps_in_all, "epochs": None, "max_tokens": None}
     resolved = recipe.model_copy(update=steps)
     key = _key(subject, resolved, plans, design)
     folder = Path(recipe.output) / "experiments" / key
-    since, left = None, design.budget_seconds
-    if left is not None:
+    since, seconds_left = None, design.budget_seconds
+    if seconds_left is not None:
         now = time.monotonic()
         since = now if began is None else began
-        left = max(left - (now - since), 0.0)
-    with alone_in(folder, audience.tell), one_measurement(audience.tell, left):
+        seconds_left = max(seconds_left - (now - since), 0.0)
+    with alone_in(folder, audience.tell), one_measurement(audience.tell, seconds_left):
         if fresh:
             (folder / "record.jsonl").unlink(missing_ok=True)
         (folder / "recipe.yaml").write_text(resolved.to_yaml())
@@ -161,21 +165,21 @@ def measured(
                 audience.tell(f"going on with {folder}; variants train again from their seed")
             audience.begin()
             path = folder / "recipe.yaml"
-            own = pool or stack.enter_context(
-                WorkerPool(folder, known.device, fork=design.partial, recipe=path)
+            worker_pool = pool or stack.enter_context(
+                WorkerPool(folder, context.device, fork=design.partial, recipe=path)
             )
 
             def spec(name: str) -> WorkerSpec:
                 return recipe_worker(subject, path, plans[name])
 
             return measure_variants(
-                experiment_context(own, spec, recipe.nproc, subject.meter),
+                experiment_context(worker_pool, spec, recipe.nproc, subject.meter),
                 plans,
                 design,
                 audience.show,
                 kinds=kinds,
                 expected=expected
-                or {n: sum(expected_gain(t, known) for t in p) for n, p in plans.items()},
+                or {n: sum(expected_gain(t, context) for t in p) for n, p in plans.items()},
                 record=record,
             )
 

@@ -1,25 +1,26 @@
-"""The record of an experiment: a file to which every finished piece of work is appended as a line.
+"""The record of an experiment: a file with one line per finished piece of work.
 
-Whatever is known of an experiment is computed from its lines (see ``rounds``), so a process that is
-killed loses no more than the turn it was in: the next one reads the lines and does what is missing.
-A last line without its end was being written when the process died; it is cut off. The first line
-carries the key of all that decides the numbers; a record with another key isn't touched.
+All results of an experiment are computed from these lines (see ``rounds``). A process
+that is killed therefore loses at most its current turn. The next process reads the
+lines and does the missing work. An incomplete last line was being written when the
+process died; it is cut off. The first line has the key of everything that decides the
+numbers. A record with another key isn't changed.
 
-An event is an object with ``event``, its kind, and ``at``, the seconds since its process opened the
-record:
+An event is an object with ``event``, its kind, and ``at``, the seconds since its
+process opened the record:
 
-    run                       a process opened the record to measure
-    cohort   members          fresh processes for these variants, all its rounds at the same steps
-    start    variant seconds      a variant is ready
-    warmup   variant steps        its steps before the first round
-    evaluate variant tokens loss  its eval loss
-    turn     variant round steps  one turn, with the machine's background load meanwhile
-    finish   variant acted        what its techniques did, and its samples
-    failed, unfinished        a variant, and why
-    cohort_done               the cohort's rounds are complete
-    turns    length           steps of each turn, where the budget allows fewer than asked for
-    rounds, dropped           what the budget allows, and what it doesn't
-    done                      nothing is missing
+    run: a process opened the record to measure
+    cohort, members: fresh processes for these variants; equal steps in each round
+    start, variant seconds: a variant is ready
+    warmup, variant steps: its steps before the first round
+    evaluate, variant tokens loss: its eval loss
+    turn, variant round steps: one turn, with the background load of the machine
+    finish, variant effective: the effects of its techniques, and its samples
+    failed, unfinished: a variant, and the reason
+    cohort_done: the cohort's rounds are complete
+    turns, length: steps of each turn, if the budget allows fewer than requested
+    rounds, dropped: the rounds that the budget allows, and the dropped variants
+    done: nothing is missing
 """
 
 from __future__ import annotations
@@ -40,16 +41,17 @@ VERSION = 2
 
 
 class ExperimentRecord:
-    """A record in a file, or in memory alone where there is no path.
+    """A record in a file, or only in memory if there is no path.
 
     Args:
-        path: the file; made if it isn't there.
-        key: of the experiment, see `hasten.machine.cache.key_of`.
-        began: the moment (of the clock) from which its seconds count, if not this one.
-        clock: tells the time, in seconds.
+        path: the file; created if it doesn't exist.
+        key: key of the experiment, see `hasten.machine.cache.key_of`.
+        began: start of its seconds, on the clock; default: now.
+        clock: returns the time, in seconds.
 
     Raises:
-        InputError: the file can't be written, isn't a record, or is one of another experiment.
+        InputError: the file can't be written, isn't a record, or belongs to another
+            experiment.
     """
 
     def __init__(
@@ -122,15 +124,15 @@ class ExperimentRecord:
 
 
 def seconds_of(events: Sequence[Event], with_turns: bool = False) -> float:
-    """What all processes of a record took; or those alone of which turns are kept."""
-    found: list[float] = []
+    """Seconds of all processes of a record, or only of processes with stored turns."""
+    durations: list[float] = []
     for e in events:
-        if e["event"] == "run" or not found:
-            found.append(0.0)
-            kept = not with_turns
-        kept = kept or e["event"] == "turn"
-        found[-1] = float(e.get("at", 0.0)) if kept else 0.0
-    return math.fsum(found)
+        if e["event"] == "run" or not durations:
+            durations.append(0.0)
+            is_counted = not with_turns
+        is_counted = is_counted or e["event"] == "turn"
+        durations[-1] = float(e.get("at", 0.0)) if is_counted else 0.0
+    return math.fsum(durations)
 
 
 def _read(path: Path, key: str) -> list[Event]:
@@ -138,23 +140,23 @@ def _read(path: Path, key: str) -> list[Event]:
     if not path.exists():
         return []
     content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
+    complete = content[: content.rfind(b"\n") + 1]
     try:
-        head, *lines = [json.loads(line) for line in whole.splitlines()] or [{"key": key}]
-        known, version = head["key"], head.get("record", VERSION)
+        head, *lines = [json.loads(line) for line in complete.splitlines()] or [{"key": key}]
+        recorded_key, version = head["key"], head.get("record", VERSION)
         if not all(isinstance(line["event"], str) for line in lines):
             raise ValueError("an event without a name")
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"{path} is not the record of an experiment: delete it, or say --fresh"
         ) from error
-    if known != key:
+    if recorded_key != key:
         raise InputError(f"{path} is the record of another experiment: delete it, or say --fresh")
     if version != VERSION:
         raise InputError(
             f"{path} is a record of version {version!r}, and version {VERSION} is read: delete it, "
             "or say --fresh"
         )
-    if len(whole) < len(content):
-        os.truncate(path, len(whole))
+    if len(complete) < len(content):
+        os.truncate(path, len(complete))
     return lines

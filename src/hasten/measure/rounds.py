@@ -1,15 +1,14 @@
-"""From an experiment's record to its variants: which rounds count, which are missing, what each
-showed.
+"""Reads variants from an experiment's record: valid rounds, missing rounds, results.
 
-A **cohort** is a set of variants in fresh processes that take turns. A round is known by its cohort
-and its number, and is complete when every variant of the cohort that hadn't failed has had its
-turn. It counts unless others took more of the machine than the design allows. Where too few were
-calm, those with the least background load make up the number: chosen by the load, never by the
-speed.
+A **cohort** is a set of variants in fresh processes that take turns. A round is
+identified by its cohort and its number. It is complete when every variant of the cohort
+has had its turn, except for those that failed. A round counts unless other programs
+used more of the machine than the design allows. If too few rounds were calm, those with
+the least background load are added. They are selected by the load, never by the speed.
 
-The steps of a round are unlike each other: one has long records, the next has short ones. All
-variants take the same ones, so what a variant's turn is worth is found step by step beside the
-others, see ``rates``.
+The steps of a round differ: one has long examples, the next has short ones. All
+variants take the same steps. A variant's turn is therefore compared step by step with
+the others, see ``rates``.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ Key = tuple[int, int]  # cohort, round
 
 
 class Rounds:
-    """What a record says of the rounds.
+    """The rounds in a record.
 
     Args:
-        events: of one record.
+        events: the events of one record.
         base: the baseline's name.
-        design: as it was asked for; ``rounds`` events change the number of rounds.
+        design: the requested design; ``rounds`` events change the number of rounds.
     """
 
     def __init__(self, events: Sequence[Event], base: str, design: Design) -> None:
         self.events, self.base = events, base
-        told = [e["rounds"] for e in events if e["event"] == "rounds"]
-        self.wanted: int = told[-1] if told else design.rounds
+        round_counts = [e["rounds"] for e in events if e["event"] == "rounds"]
+        self.wanted: int = round_counts[-1] if round_counts else design.rounds
         self.most = self.wanted * (1 if design.foreign_load is None else 2)
         self.limit = math.inf if design.foreign_load is None else design.foreign_load
         self.failed = {e["variant"]: e["why"] for e in events if e["event"] == "failed"}
@@ -69,7 +68,7 @@ class Rounds:
         return max(float(turn["background_load"]) for turn in self.turns[key].values())
 
     def rate(self, key: Key, variant: str) -> float:
-        """What a variant's turn in a round is worth, in tokens per second."""
+        """Speed of a variant's turn in a round, in tokens per second."""
         if key not in self._rates:
             self._rates[key] = rates(self.turns[key])
         return self._rates[key][variant]
@@ -84,7 +83,7 @@ class Rounds:
         )
 
     def complete(self, variant: str) -> list[Key]:
-        """A variant's rounds in which nobody's turn is missing, in their order."""
+        """A variant's complete rounds, in order: no variant's turn is missing in them."""
         return [key for key, turns in self.turns.items() if variant in turns and self._whole(key)]
 
     def counting(self, variant: str) -> list[Key]:
@@ -94,8 +93,8 @@ class Rounds:
             first = self._companion()
             keys = [key for key in keys if first is None or first in self.members[key[0]]]
         calm = [key for key in keys if self.load(key) <= self.limit]
-        rest = sorted((k for k in keys if self.load(k) > self.limit), key=self.load)
-        return sorted((calm + rest)[: self.wanted])
+        busy = sorted((k for k in keys if self.load(k) > self.limit), key=self.load)
+        return sorted((calm + busy)[: self.wanted])
 
     def missing(self, variant: str, share: float = 1.0) -> int:
         """Rounds that a variant still needs for a share of those wanted."""
@@ -112,13 +111,15 @@ class Rounds:
         return max(0, *(len(self.complete(n)) - self.wanted for n in names or {self.base}), 0)
 
     def seconds(self) -> float | None:
-        """What a round of all variants takes, by the median turn of each; None without any."""
-        found: dict[str, list[float]] = {}
+        """Seconds of a round of all variants, by the median turn of each; None without turns."""
+        durations: dict[str, list[float]] = {}
         for turns in self.turns.values():
             for name, turn in turns.items():
                 steps = math.fsum(step["step_seconds"] for step in turn["steps"])
-                found.setdefault(name, []).append(turn.get("seconds", steps))
-        return round(math.fsum(map(statistics.median, found.values())), 3) if found else None
+                durations.setdefault(name, []).append(turn.get("seconds", steps))
+        return (
+            round(math.fsum(map(statistics.median, durations.values())), 3) if durations else None
+        )
 
     def cohorts_of(self, variant: str) -> int:
         """Cohorts that a variant has taken part in to their end."""
@@ -135,9 +136,7 @@ class Rounds:
         )
 
     def _companion(self) -> str | None:
-        """The variant in whose cohorts the baseline's own rounds are counted: the first
-        measured.
-        """
+        """The first measured variant: in its cohorts, the baseline's own rounds are counted."""
         names = [n for members in self.members.values() for n in members if n != self.base]
         return next((n for n in names if self.complete(n)), None)
 
@@ -149,15 +148,15 @@ def variants_of(
     baseline.
     """
     base = next(iter(plans))
-    found = Rounds(events, base, design)
+    rounds = Rounds(events, base, design)
     dropped = {name for e in events if e["event"] == "dropped" for name in e["variants"]}
     names = [name for name in plans if name not in dropped]
-    variants = [_variant(Variant(n, plans[n], kind=kinds.get(n, "other")), found) for n in names]
+    variants = [_variant(Variant(n, plans[n], kind=kinds.get(n, "other")), rounds) for n in names]
     return with_process_variance(_named_by_what_they_add(variants))
 
 
 def _named_by_what_they_add(variants: list[Variant]) -> list[Variant]:
-    """The same variants; a row of a cumulative that stands for dropped ones, too, is named so."""
+    """The same variants; cumulative rows list the dropped ones they include in their name."""
     rungs = [variant for variant in variants if variant.kind in ("cumulative", "all")]
     above = variants[0]
     for variant in rungs:
@@ -168,22 +167,24 @@ def _named_by_what_they_add(variants: list[Variant]) -> list[Variant]:
     return variants
 
 
-def _variant(variant: Variant, found: Rounds) -> Variant:
-    mine = [e for e in found.events if e.get("variant") == variant.name]
-    keys = found.counting(variant.name)
-    turns = [found.turns[key][variant.name] for key in keys]
-    variant.rounds = [found.rate(key, variant.name) for key in keys]
-    known = [found.rate(key, found.base) for key in keys if found.base in found.turns[key]]
-    variant.beside = known if len(known) == len(keys) else []
+def _variant(variant: Variant, rounds: Rounds) -> Variant:
+    variant_events = [e for e in rounds.events if e.get("variant") == variant.name]
+    keys = rounds.counting(variant.name)
+    turns = [rounds.turns[key][variant.name] for key in keys]
+    variant.rounds = [rounds.rate(key, variant.name) for key in keys]
+    baseline_rates = [
+        rounds.rate(key, rounds.base) for key in keys if rounds.base in rounds.turns[key]
+    ]
+    variant.beside = baseline_rates if len(baseline_rates) == len(keys) else []
     variant.steps = [step for turn in turns for step in turn["steps"]]
     variant.foreign_load = [turn["background_load"] for turn in turns]
     variant.joules_per_token = _joules(turns)
     order = sorted({key[0] for key in keys})  # a cohort is a fresh build
     variant.builds = [order.index(key[0]) for key in keys]
-    variant.failed = found.failed.get(variant.name)
-    _curves(variant, mine, found.ended)
-    variant.warmup = _warmup([e for e in mine if e["event"] == "warmup"])
-    for e in mine:
+    variant.failed = rounds.failed.get(variant.name)
+    _curves(variant, variant_events, rounds.ended)
+    variant.warmup = _warmup([e for e in variant_events if e["event"] == "warmup"])
+    for e in variant_events:
         if e["event"] == "start" and not variant.startup_seconds:
             variant.startup_seconds = e["startup_seconds"]
         elif e["event"] == "finish":
@@ -201,12 +202,15 @@ def _joules(turns: Sequence[Event]) -> float | None:
     """Energy for each token, where every turn's was counted; the others sleep meanwhile."""
     used = [turn.get("joules") for turn in turns]
     tokens = sum(step["tokens"] for turn in turns for step in turn["steps"])
-    known = [joules for joules in used if joules is not None]
-    return sum(known) / tokens if tokens and len(known) == len(used) else None
+    readings = [joules for joules in used if joules is not None]
+    return sum(readings) / tokens if tokens and len(readings) == len(used) else None
 
 
 def _warmup(pieces: Sequence[Event]) -> dict[str, float | None]:
-    """Of the variant's first cohort; it comes in pieces where other variants needed more steps."""
+    """Warm-up of the variant's first cohort: steps, seconds, compile seconds.
+
+    It has several events if other variants needed more steps.
+    """
     first = [e for e in pieces if e["cohort"] == pieces[0]["cohort"]]
     if not first:
         return {}
@@ -217,20 +221,20 @@ def _warmup(pieces: Sequence[Event]) -> dict[str, float | None]:
     }
 
 
-def _curves(variant: Variant, mine: Sequence[Event], ended: Set[int]) -> None:
+def _curves(variant: Variant, variant_events: Sequence[Event], ended: Set[int]) -> None:
     """Losses of one cohort: in each the variant began again from its seed.
 
     It is the one that trained longest, of those that came to their end, with a last look at the
     eval loss: one that was killed stopped at another point in every variant.
     """
     cohorts: dict[int, list[Event]] = {}
-    for e in mine:
+    for e in variant_events:
         if "cohort" in e:
             cohorts.setdefault(e["cohort"], []).append(e)
     if not cohorts:
         return
-    whole = {number: events for number, events in cohorts.items() if number in ended}
-    longest = max((whole or cohorts).values(), key=_tokens)  # the first of equals
+    ended_cohorts = {number: events for number, events in cohorts.items() if number in ended}
+    longest = max((ended_cohorts or cohorts).values(), key=_tokens)  # the first of equals
     before = 0
     for e in longest:
         for step in e.get("steps", ()):
@@ -239,9 +243,9 @@ def _curves(variant: Variant, mine: Sequence[Event], ended: Set[int]) -> None:
                 variant.losses.append((before, step["loss"]))
         if e["event"] == "evaluate" and e["eval_loss"] is not None:
             variant.eval_data.append((e["tokens"], e["eval_loss"]))
-    told = [e for e in mine if e["event"] == "finish"]  # a loop's
+    finish_events = [e for e in variant_events if e["event"] == "finish"]  # a loop's
     variant.peak_memory_bytes = peak_of(
-        [*told, *(step for e in mine for step in e.get("steps", ()))]
+        [*finish_events, *(step for e in variant_events for step in e.get("steps", ()))]
     )
 
 
@@ -250,32 +254,34 @@ def _tokens(events: Sequence[Event]) -> int:
 
 
 def rates(turns: Mapping[str, Event]) -> dict[str, float]:
-    """What the turns of one round are worth, by variant, in tokens per second of a middling step.
+    """Speed of each variant in one round, in tokens per second of a middling step.
 
-    One pass of median polish (Tukey, Exploratory Data Analysis, 1977, chapter 11) over the
-    logarithms of the steps' rates: each step's own level is the median over the variants, a
-    variant's distance from it the median over the steps. Between two variants this is the median of
-    the ratios of like steps, so one step that was disturbed does not count, and how unlike the
-    steps are does not either. A variant that took other tokens in some step has the median of its
-    own steps.
+    This is one pass of median polish over the logarithms of the steps' rates (Tukey,
+    Exploratory Data Analysis, 1977, chapter 11). A step's level is the median over the
+    variants. A variant's distance from it is the median over the steps. Between two
+    variants this is the median of the ratios of equal steps. One disturbed step therefore
+    doesn't count, nor does the difference between steps. A variant with other token counts
+    in some step has the median of its own steps.
 
-    A turn of ranks that train apart has seconds of its own: most of its steps cost nothing on the
-    communication and one costs much, which a median would not see. Its distance is that of the
-    whole turn.
+    A turn of ranks with local steps has its own total seconds. Most of its steps have no
+    communication cost and one has a high cost, which a median would ignore. Its distance is
+    therefore that of the full turn.
     """
-    found = {name: [_step_rate(step) for step in turn["steps"]] for name, turn in turns.items()}
+    step_rates = {
+        name: [_step_rate(step) for step in turn["steps"]] for name, turn in turns.items()
+    }
     work = {name: tuple(step["tokens"] for step in turn["steps"]) for name, turn in turns.items()}
     commonest = statistics.mode(work.values())
-    alike = [n for n, tokens in work.items() if tokens == commonest and min(found[n]) > 0]
+    alike = [n for n, tokens in work.items() if tokens == commonest and min(step_rates[n]) > 0]
     even = [name for name in alike if "seconds" not in turns[name]]
-    levels = [statistics.median(column) for column in _columns(found, even or alike)]
+    levels = [statistics.median(column) for column in _columns(step_rates, even or alike)]
     middle = statistics.median(levels) if levels else 0.0
-    worth = {name: float(statistics.median(steps)) for name, steps in found.items()}
+    worth = {name: float(statistics.median(steps)) for name, steps in step_rates.items()}
     for name, turn in turns.items():
         if "seconds" in turn:
             worth[name] = sum(work[name]) / turn["seconds"]
     for name in alike:
-        steps = zip(found[name], levels, strict=True)
+        steps = zip(step_rates[name], levels, strict=True)
         above = statistics.median(math.log(rate) - level for rate, level in steps)
         if "seconds" in turns[name]:
             usual = sum(n / math.exp(level) for n, level in zip(commonest, levels, strict=True))
@@ -284,9 +290,9 @@ def rates(turns: Mapping[str, Event]) -> dict[str, float]:
     return worth
 
 
-def _columns(found: Mapping[str, Sequence[float]], names: Sequence[str]) -> list[list[float]]:
+def _columns(step_rates: Mapping[str, Sequence[float]], names: Sequence[str]) -> list[list[float]]:
     """For each step the logarithms of the rates of these variants."""
-    rows = [[math.log(rate) for rate in found[name]] for name in names]
+    rows = [[math.log(rate) for rate in step_rates[name]] for name in names]
     return [list(column) for column in zip(*rows, strict=True)]
 
 

@@ -1,18 +1,19 @@
-"""How workers take turns: each is warmed up, then all do the same steps, round by round.
+"""Schedules workers: each is warmed up, then all do the same steps, round by round.
 
-  1. a worker's process builds its job, and does steps until two of them take alike
-  2. in a round every worker does so many steps, in an order drawn anew. A round may have several
-     passes: every second one has the order backwards, so that a machine that slows down steadily
-     slows all of them
-  3. a machine's speed changes within a second: others work on it, and its clock rate follows heat
-     and load. Where all workers can be stopped within a request, a pass is therefore cut into
-     slices: each worker runs for a quarter of a second, then the next one goes on with its own
-     steps. A slower worker has longer slices, so that all come to the end together. Elsewhere one
-     worker has its whole turn after the other
+  1. A worker's process builds its job, and runs steps until two of them take equally
+     long.
+  2. In a round every worker runs a number of steps, in a new random order. A round may
+     have several passes. Every second pass has the reverse order, so a machine that
+     slows down steadily slows all workers.
+  3. A machine's speed changes within a second: other programs run, and its clock rate
+     depends on heat and load. If all workers can be stopped within a request, a pass is
+     therefore cut into slices. Each worker runs for a quarter of a second, then the
+     next one continues with its own steps. A slower worker has longer slices, and all
+     finish together. Otherwise the workers run their full turns one after another.
 
-A worker may take twenty times as long for a turn as its warm-up's steps took, and a minute at
-least, before it counts as hanging. Of a start nothing is known beforehand; there a long timeout
-holds. Nobody waits beyond a deadline.
+A turn may take twenty times as long as the warm-up's steps predict, and at least a
+minute, before the worker counts as hanging. For a start there is no prediction, and a
+long timeout applies. Nothing waits beyond a deadline.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ Name = TypeVar("Name")
 
 
 class OutOfTimeError(WorkerError):
-    """The deadline came first; nothing is said of the worker that was asked."""
+    """The deadline came before the reply; it isn't a failure of the worker."""
 
 
 class TurnWorker(Protocol):
-    """What the schedule needs of a worker (`hasten.measure.workers.Worker`)."""
+    """The interface of a worker for the schedule (`hasten.measure.workers.Worker`)."""
 
     @property
     def can_slice(self) -> bool: ...
@@ -61,10 +62,10 @@ class Turn:
     """The steps that a worker did in one pass of a round.
 
     Args:
-        steps: as the worker told of them.
-        seconds: of all of them; None: each step's own seconds count.
-        load: the share of the machine that others took meanwhile.
-        joules: the energy that it used, where a counter tells.
+        steps: the steps that the worker reported.
+        seconds: seconds of all of them; None: each step's own seconds count.
+        load: the share of the machine that other programs used during the turn.
+        joules: the energy used, if there is a counter.
     """
 
     steps: Sequence[Mapping[str, Any]]
@@ -81,35 +82,35 @@ class Turn:
         return float(statistics.median(rates))
 
     def to_dict(self) -> dict[str, Any]:
-        """As the record of an experiment has it."""
-        whole = {} if self.seconds is None else {"seconds": self.seconds}
+        """The turn as the record of an experiment stores it."""
+        extra_fields = {} if self.seconds is None else {"seconds": self.seconds}
         load = round(self.load, 4)
-        return {"steps": self.steps, "background_load": load, "joules": self.joules, **whole}
+        return {"steps": self.steps, "background_load": load, "joules": self.joules, **extra_fields}
 
 
 class ArmProcess:
-    """A worker that takes turns, and what its steps have shown.
+    """A worker that takes turns, and the measurements of its steps.
 
-    Its methods raise OutOfTimeError where the deadline cuts them off, and WorkerError where the
+    Its methods raise OutOfTimeError if the deadline cuts them off, and WorkerError if the
     worker fails before it.
 
     Args:
-        worker: just started.
-        left: seconds until nobody waits any longer.
-        note: is told what it did: an event of `hasten.measure.record`, and its details.
-        patience: the longest wait for a reply; None: it follows from the steps seen.
-        clock: tells the time, in seconds.
+        worker: a worker that was just started.
+        time_left: returns the seconds until the deadline.
+        note: stores an event of `hasten.measure.record` and its details.
+        patience: the longest wait for a reply; None: derived from measured steps.
+        clock: returns the time, in seconds.
     """
 
     def __init__(
         self,
         worker: TurnWorker,
-        left: Callable[[], float] = lambda: math.inf,
+        time_left: Callable[[], float] = lambda: math.inf,
         note: Callable[..., None] = lambda event, **details: None,
         patience: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.worker, self._left, self.note = worker, left, note
+        self.worker, self._left, self.note = worker, time_left, note
         self._patience, self._clock, self._began = patience, clock, clock()
         self.warm: list[Mapping[str, Any]] = []  # steps before the first round
         self._graphs: list[int] = []  # compiled, after each of the last requests
@@ -151,10 +152,10 @@ class ArmProcess:
 
     @property
     def stationary(self) -> bool:
-        """Whether the last two steps took alike for each slot, and nothing was compiled lately.
+        """Returns True if the last two steps took equally long and nothing was compiled.
 
-        By slot, since padded batches differ in size. The first step never counts: it pays for
-        memory, kernels and the optimizer's state.
+        The time is per position, because padded batches differ in size. The first step never
+        counts: it includes the cost of memory, kernels and the optimizer's state.
         """
         last = [s["step_seconds"] / max(s.get("positions", s["tokens"]), 1) for s in self.warm[1:]][
             -2:
@@ -164,7 +165,7 @@ class ArmProcess:
 
     @property
     def step_seconds(self) -> float:
-        """Of a step of the warm-up: the median of its latter half."""
+        """Seconds of a warm-up step: the median of the later half."""
         seconds = [step["step_seconds"] for step in self.warm]
         return statistics.median(seconds[len(seconds) // 2 :]) if seconds else 0.0
 
@@ -191,15 +192,15 @@ class ArmProcess:
         began, timeout = self._clock(), BUILD_SECONDS
         if self.evaluation_seconds:
             timeout = max(TIMEOUT_FACTOR * self.evaluation_seconds, LEAST_TIMEOUT)
-        found = self.ask("evaluate", timeout)
+        evaluation = self.ask("evaluate", timeout)
         self.evaluation_seconds = max(self.evaluation_seconds, self._clock() - began)
-        self.note("evaluate", tokens=found["tokens"], eval_loss=found["eval_loss"])
+        self.note("evaluate", tokens=evaluation["tokens"], eval_loss=evaluation["eval_loss"])
 
     def finish(self, samples: bool = True) -> None:
-        """What its techniques did, and what its model writes; it trains no more."""
+        """Stores the effects of its techniques and its model's samples; ends its training."""
         last = self.ask("finish", BUILD_SECONDS, samples=samples)
-        known = ("effective", "samples", "ledger", "peak_memory_bytes")
-        self.note("finish", **{key: last[key] for key in known if key in last})
+        field_names = ("effective", "samples", "ledger", "peak_memory_bytes")
+        self.note("finish", **{key: last[key] for key in field_names if key in last})
 
     def whole_turn(self, count: int) -> Reply:
         """So many steps at once."""
@@ -242,10 +243,10 @@ class ArmProcess:
         return max(TIMEOUT_FACTOR * (count * self.step_seconds + slowest), LEAST_TIMEOUT)
 
     def _within(self, act: Callable[[float], Any], seconds: float) -> Any:
-        left = self._left()
+        seconds_left = self._left()
         try:
-            if left > 0:
-                return act(min(seconds, left))
+            if seconds_left > 0:
+                return act(min(seconds, seconds_left))
         except WorkerError:
             if self._left() > 0:  # else it was cut off by the end of time, and didn't fail
                 raise
@@ -263,19 +264,21 @@ def run_round(
     joules: Callable[[], float | None] = lambda: None,
     before: Callable[[Name], None] = lambda name: None,
 ) -> Iterator[tuple[Name, Turn | WorkerError]]:
-    """One round: every variant does the same steps.
+    """Runs one round: every variant does the same steps.
 
     Args:
-        variants: who takes part.
+        variants: the variants that take part.
         passes: the steps of each pass.
-        draw: draws the order.
-        load: notes what others take of the machine in each variant's turns.
-        slices: cut passes into slices, where all variants can be stopped and no energy is counted.
-        joules: a counter of the energy used; None where none can be read.
-        before: is told whose whole turn begins.
+        draw: random generator for the order.
+        load: measures the load by other programs in each variant's turns.
+        slices: cut passes into slices, if all variants can be stopped and no energy is
+            counted.
+        joules: a counter of the energy used; it returns None if none can be read.
+        before: called with the name of a variant before its full turn.
 
     Yields:
-        Each variant's turns as they end, pass by pass, or its failure, after which it has no more.
+        Each variant's turns as they end, pass by pass, or its failure. A failed variant has
+        no further turns.
     """
     load.begin()
     order = draw.sample(list(variants), len(variants))
@@ -286,15 +289,15 @@ def run_round(
             turns = _in_slices(going, count, load)
         else:
             turns = _one_by_one(going, count, load, joules, before)
-        for name, found in turns:
-            if isinstance(found, WorkerError):
+        for name, outcome in turns:
+            if isinstance(outcome, WorkerError):
                 order.remove(name)
-            yield name, found
+            yield name, outcome
         order.reverse()
 
 
 def in_slices(variants: Collection[ArmProcess], joules: Callable[[], float | None]) -> bool:
-    """Whether their turns are cut into slices: then no counter tells whose energy was used."""
+    """Returns True if turns are cut into slices; energy per variant can't be counted then."""
     return (
         len(variants) > 1
         and all(variant.worker.can_slice for variant in variants)
@@ -305,27 +308,27 @@ def in_slices(variants: Collection[ArmProcess], joules: Callable[[], float | Non
 def _in_slices(
     variants: Mapping[Name, ArmProcess], count: int, load: LoadMeter
 ) -> Iterator[tuple[Name, Turn | WorkerError]]:
-    """All turns of a pass, once the last one has ended: so nobody's reply is still to come."""
+    """All turns of a pass, after the last one has ended and all replies have arrived."""
     share = SLICE_SECONDS / min((variant.pace for variant in variants.values()), default=1.0)
     seconds = {name: share * variant.pace for name, variant in variants.items()}
-    found: dict[Name, Reply | WorkerError] = {}
-    left, begun = list(variants), set[Name]()
+    outcomes: dict[Name, Reply | WorkerError] = {}
+    pending, begun = list(variants), set[Name]()
     load.lap(None)
-    while left:
-        for name in left:
+    while pending:
+        for name in pending:
             try:
                 if name not in begun:
                     begun.add(name)
                     variants[name].begin_slices(count)
                 reply = variants[name].go_on(seconds[name])
                 if reply is not None:
-                    found[name] = reply
+                    outcomes[name] = reply
             except WorkerError as error:
-                found[name] = error
+                outcomes[name] = error
             finally:
                 load.lap(name)
-        left = [name for name in reversed(left) if name not in found]
-    for name, ended in found.items():
+        pending = [name for name in reversed(pending) if name not in outcomes]
+    for name, ended in outcomes.items():
         if isinstance(ended, WorkerError):
             yield name, ended
         else:
@@ -362,7 +365,7 @@ def _turn(reply: Reply, load: float, joules: float | None = None) -> Turn:
 
 
 def peak_of(steps: Sequence[Mapping[str, Any]]) -> int | None:
-    """The largest peak of memory that these steps tell of."""
+    """The largest peak of memory in these steps."""
     peaks = (step.get("peak_memory_bytes") for step in steps)
     return max((peak for peak in peaks if peak is not None), default=None)
 

@@ -1,10 +1,11 @@
-"""Which measured ratios are beyond doubt: p-values, process variance, losses that aren't worse.
+"""Tests measured ratios: p-values, process variance, non-inferiority of losses.
 
-An interval judges one ratio. An experiment has many variants, and of twenty that do nothing one has
-a 95 % interval without 1 in it. So each variant's ratio is tested against the noise floor, and the
-p-values of all variants go through Holm's correction (1979, "A simple sequentially rejective
-multiple test procedure"), which bounds the chance of even one false word and needs no independence:
-the variants share their baseline, so they have none.
+An interval judges one ratio. An experiment has many variants, and of twenty without an
+effect, one has a 95 % interval that excludes 1. Each variant's ratio is therefore
+tested against the noise floor. Holm's correction is applied to the p-values of all
+variants (1979, "A simple sequentially rejective multiple test procedure"). It bounds
+the chance of even one false verdict. It requires no independence, which the variants
+don't have because they share their baseline.
 """
 
 from __future__ import annotations
@@ -69,47 +70,50 @@ def p_beyond(
 def holm(p_values: Sequence[float]) -> list[float]:
     """The p-values after Holm's step-down correction, in their own order.
 
-    The smallest of m is multiplied by m, the next by m - 1 and so on; none ends up below a smaller
-    one, or above 1. Each may then be compared with the doubt the whole experiment may have.
+    The smallest of m is multiplied by m, the next by m - 1 and so on. No result is below
+    that of a smaller p-value, or above 1. Each result may be compared with the error
+    probability of the whole experiment.
     """
     for p in p_values:
         if not 0 <= p <= 1:
             raise InputError(f"A p-value lies between 0 and 1, not at {p}.")
-    corrected, least, left = [1.0] * len(p_values), 0.0, len(p_values)
+    corrected, least, remaining = [1.0] * len(p_values), 0.0, len(p_values)
     for number in sorted(range(len(p_values)), key=p_values.__getitem__):
-        least = max(least, min(1.0, left * p_values[number]))
+        least = max(least, min(1.0, remaining * p_values[number]))
         corrected[number] = least
-        left -= 1
+        remaining -= 1
     return corrected
 
 
 def noise_floor(again: Sequence[float], process_variance: ProcessVariance | None = None) -> float:
-    """The share that nobody should act on, from ratios of the baseline to a second copy of itself.
+    """The share below which a change has no meaning, from ratios of two equal baselines.
 
-    Twice the error of their mean, at least `LEAST_FLOOR`. Two copies that differ beyond doubt are
-    a bias and no noise: then the floor reaches to what was found, too, for a variant can be
-    favoured as the copy was. By what processes of one program differ anyway is in every interval
-    already.
+    It is twice the error of their mean, at least `LEAST_FLOOR`. If two copies differ
+    significantly, this is a bias instead of noise. The floor then includes that difference,
+    because a variant can be favoured as the copy was. The normal difference between
+    processes of one program is already in every interval.
     """
     mean, error = _mean_and_error(again)
     if len(again) < 2:
         return LEAST_FLOOR  # one round has no error; nothing is concluded from it anyway
-    found = [LEAST_FLOOR, math.expm1(min(2 * error, 1.0))]
+    floors = [LEAST_FLOOR, math.expm1(min(2 * error, 1.0))]
     by_processes = 0.0 if process_variance is None else process_variance.chance(mean)
     if max(_chance(mean, error, 0.0, len(again)), by_processes) <= DOUBT:
-        found.append(math.expm1(min(abs(mean), 1.0)))
-    return min(max(found), 0.99)
+        floors.append(math.expm1(min(abs(mean), 1.0)))
+    return min(max(floors), 0.99)
 
 
 @dataclass(frozen=True)
 class EffectVerdict:
-    """What is said of one ratio among those that were measured together.
+    """The verdict on one ratio among those that were measured together.
 
     Args:
         word: helped, no effect, hurt or undecided.
-        text: the word, with a reason behind a colon where the interval alone would say another.
-        p_value: after the correction for their number; None for a ratio without common rounds.
-        rivals: p-values that the correction still counts when it comes to this one.
+        text: the word. If the interval alone suggests another word, the reason follows
+            after a colon.
+        p_value: the value after the correction for their number; None for a ratio without
+            common rounds.
+        rivals: number of p-values that the correction counts at the position of this one.
     """
 
     word: Effect
@@ -124,8 +128,8 @@ def ratio_of_rounds(
     """The interval of ratios to another variant, one for each round; at least as wide as
     processes.
     """
-    found = paired_ratio([1.0] * len(ratios), ratios)
-    return found if process_variance is None else process_variance.widened(found)
+    interval = paired_ratio([1.0] * len(ratios), ratios)
+    return interval if process_variance is None else process_variance.widened(interval)
 
 
 def judge_effects(
@@ -133,28 +137,29 @@ def judge_effects(
     floor: float = LEAST_FLOOR,
     process_variance: ProcessVariance | None = None,
 ) -> dict[str, EffectVerdict]:
-    """The words for ratios that were measured together: the rule of reports and of ``plan: auto``.
+    """Verdicts for ratios that were measured together, for reports and ``plan: auto``.
 
     Args:
-        effects: by name the interval (`ratio_of_rounds`) and the ratio of each round; without
-            rounds, since two variants never ran side by side, the interval decides alone.
-        floor: the change that nobody should act on.
-        process_variance: how far processes of the experiment lie apart.
+        effects: by name, the interval (`ratio_of_rounds`) and the ratio of each round. The
+            rounds are missing if two variants never ran side by side; then the interval
+            decides alone.
+        floor: the change below which a difference has no meaning.
+        process_variance: variance between processes of the experiment.
     """
     rounds = {name: ratios for name, (_, ratios) in effects.items() if ratios}
     raw = {name: p_beyond(ratios, floor, process_variance) for name, ratios in rounds.items()}
     p_values = dict(zip(raw, holm(list(raw.values())), strict=True))
-    found = {}
+    verdicts = {}
     for name, (ratio, _) in effects.items():
         p = p_values.get(name)
         rivals = 1 if p is None else sum(other >= raw[name] for other in raw.values())
         word = verdict(ratio, floor, nothing=LEAST_FLOOR, p_value=p)
-        found[name] = EffectVerdict(word, _with_reason(word, ratio, floor, p), p, rivals)
-    return found
+        verdicts[name] = EffectVerdict(word, _with_reason(word, ratio, floor, p), p, rivals)
+    return verdicts
 
 
 def _with_reason(word: Effect, ratio: Interval, floor: float, p: float | None) -> str:
-    """The word, with the reason where the interval alone would say another."""
+    """The word, with the reason if the interval alone suggests another word."""
     if word != "undecided" or (ratio.high >= 1 - LEAST_FLOOR and ratio.low <= 1 + LEAST_FLOOR):
         return word
     if ratio.low <= 1 + floor and ratio.high >= 1 - floor:
@@ -170,21 +175,25 @@ def rounds_needed(
     variants: int = 1,
     process_variance: ProcessVariance | None = None,
 ) -> int | str | None:
-    """How many more rounds turn "undecided" into a word, as a median.
+    """Median number of further rounds that turn "undecided" into a verdict.
 
-    Supposes that the ratio is what was measured and that rounds go on to vary as they did. The
-    word comes with the first round whose interval leaves the edges out, and rounds scatter: that
-    is sooner than where the expected interval does so, by `EARLY`.
+    The assumption is that the true ratio is the measured one, and that rounds continue to
+    vary equally. The verdict comes in the first round with an interval that excludes the
+    edges. Because rounds scatter, this is earlier by `EARLY` than for the expected
+    interval.
 
     Args:
-        ratio: by rounds alone, not widened by processes.
-        floor: of the noise; one above `LEAST_FLOOR` came from noise and shrinks with its root.
-        variants: how many p-values Holm's correction still counts when it comes to this one.
-        process_variance: of processes, which no further round makes smaller.
+        ratio: from rounds alone, without the process variance.
+        floor: the noise floor. A floor above `LEAST_FLOOR` came from noise and shrinks with
+            the square root of the rounds.
+        variants: number of p-values that Holm's correction counts at the position of this
+            one.
+        process_variance: variance between processes, which no further round reduces.
 
     Returns:
-        None for a single round, which says nothing of how rounds vary. Beyond `MOST_ROUNDS` the
-        text "more than 200": a true ratio at the very edge of the floor is never told from it.
+        None for a single round, because it has no measure of its variation. Beyond
+        `MOST_ROUNDS`, the text "more than 200": a true ratio at the edge of the floor is
+        never distinguished from it.
     """
     if ratio.rounds < 2 or not (ratio.low > 0 and math.isfinite(ratio.high)):
         return None
@@ -245,11 +254,10 @@ Row = list[float]  # a variant's mean log ratio in each build
 
 
 def process_variance_of(variants: Sequence[Variant]) -> ProcessVariance | None:
-    """Of all variants of an experiment together; None where no variant has rounds beside the
-    baseline's.
+    """Process variance of all variants; None if none shares rounds with the baseline.
 
-    Variants of one group had the same processes of the baseline beside them, those of another
-    others.
+    Variants of one group share the same processes of the baseline. Those of another group
+    have other processes.
     """
     groups: dict[tuple[float, ...], list[Row]] = {}
     for variant in variants[1:]:
@@ -261,8 +269,8 @@ def process_variance_of(variants: Sequence[Variant]) -> ProcessVariance | None:
     builds = min(len(row) for rows in groups.values() for row in rows)
     squares, freedom = BELIEF * USUAL**2, BELIEF
     for rows in groups.values():
-        found, degrees = _residual([row[:builds] for row in rows])
-        squares, freedom = squares + found, freedom + degrees
+        residual, degrees = _residual([row[:builds] for row in rows])
+        squares, freedom = squares + residual, freedom + degrees
     copies = (
         variant for variant in variants[1:] if variant.kind == "again" and variant.failed is None
     )
@@ -277,16 +285,16 @@ def process_variance_of(variants: Sequence[Variant]) -> ProcessVariance | None:
 
 def with_process_variance(variants: Sequence[Variant]) -> list[Variant]:
     """The same variants, each knowing how far apart processes of this experiment were."""
-    found = process_variance_of(variants)
+    variance = process_variance_of(variants)
     for variant in variants:
-        variant.process_variance = found
+        variant.process_variance = variance
     return list(variants)
 
 
 def _by_build(variant: Variant, base: Variant) -> Row:
     """The variant's mean log ratio to the baseline in each of its builds."""
-    beside = variant.beside or base.rounds
-    pairs = list(zip(variant.rounds, beside, strict=False))
+    baseline_rates = variant.beside or base.rounds
+    pairs = list(zip(variant.rounds, baseline_rates, strict=False))
     builds = variant.builds or [0] * len(pairs)
     logs: dict[int, list[float]] = {}
     for (ours, theirs), build in zip(pairs, builds, strict=False):
@@ -308,13 +316,13 @@ def _residual(rows: Sequence[Row]) -> tuple[float, float]:
         return sum((value - middle) ** 2 for value in rows[0]) / 2, builds - 1.0
     of_variant = [statistics.fmean(row) for row in rows]
     of_build = [statistics.fmean(column) for column in zip(*rows, strict=True)]
-    whole = statistics.fmean(of_variant)
-    left: Iterable[float] = (
-        value - of_variant[i] - of_build[k] + whole
+    grand_mean = statistics.fmean(of_variant)
+    residuals: Iterable[float] = (
+        value - of_variant[i] - of_build[k] + grand_mean
         for i, row in enumerate(rows)
         for k, value in enumerate(row)
     )
-    return sum(x * x for x in left), float((len(rows) - 1) * (builds - 1))
+    return sum(x * x for x in residuals), float((len(rows) - 1) * (builds - 1))
 
 
 # Whether an eval loss is not worse by more than a margin that was fixed before the runs.
@@ -331,10 +339,11 @@ MOST_SEEDS = 1000  # beyond which "more seeds" is no advice
 
 @dataclass(frozen=True)
 class NonInferiority:
-    """``ratio`` is the geometric mean of with / without, ``upper`` its one-sided upper end.
+    """The result of a test that a loss isn't worse.
 
-    ``more`` is how many further pairs would tell if they scattered like these; None: no number
-    would, or none is needed.
+    The field ``ratio`` is the geometric mean of with / without, ``upper`` its one-sided
+    upper end. The field ``more`` is the number of further pairs for a decision, if they
+    scatter like these. It is None if no number decides, or none is needed.
     """
 
     verdict: Word

@@ -1,19 +1,23 @@
-"""Intervals for interleaved measurements: how much faster, and how sure.
+"""Intervals for interleaved measurements: speed ratios and their uncertainty.
 
-Speed varies by a factor, not by an amount: a busy neighbour or a warm processor slows every variant
-by some per cent. So all arithmetic is done on logarithms. The variants of a trial take turns, and
-what slows one round slows all variants of that round; dividing within a round (pairing) removes it.
+Speed varies by a factor, not by an amount: a busy neighbour or a warm processor slows
+every variant by some per cent. So all arithmetic is done on logarithms. The variants of
+a trial take turns, and an event that slows one round slows all variants of that round.
+Dividing within a round (pairing) removes it.
 
-1. `spread` gives one variant's tokens per second with its interval over rounds.
-2. `paired_ratio` gives the ratio of two variants with its interval, `unpaired_ratio` that of two
-   sets of rounds that ran at different times.
-3. `joint_ratio` gives what techniques do together over what their single gains multiply to.
-4. `verdict` turns a ratio into one word, `claim_verdict` what was promised of it; whether a ratio
-   is beyond doubt among several is the business of significance.py.
+1. The function `spread` returns one variant's tokens per second with its interval over
+   rounds.
+2. The function `paired_ratio` returns the ratio of two variants with its interval.
+   `unpaired_ratio` returns that of two sets of rounds from different times.
+3. The function `joint_ratio` returns the joint gain of techniques, divided by the
+   product of their single gains.
+4. The function `verdict` turns a ratio into one word, and `claim_verdict` does this for
+   a claimed ratio. Significance of one ratio among several is in significance.py.
 
-The interval is Student's (1908, "The probable error of a mean") for the mean of the logarithms,
-brought back by exp: with the few rounds anybody can afford (3 to 10) a normal interval would be
-too narrow. How often such intervals hold the truth is simulated in benchmarks/bench_verdicts.py.
+The interval is Student's (1908, "The probable error of a mean") for the mean of the
+logarithms, transformed back by exp. Only few rounds (3 to 10) are affordable, and for
+them a normal interval would be too narrow. The script benchmarks/bench_verdicts.py
+simulates how often such intervals contain the true value.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from hasten.errors import InputError
 
 @lru_cache(maxsize=4096)
 def student_quantile(p: float, dof: float) -> float:
-    """The point below which Student's t with `dof` degrees of freedom lies with probability `p`.
+    """The quantile of Student's t with `dof` degrees of freedom at probability `p`.
 
     Raises InputError for `p` outside (0, 1) or `dof` below 1 or infinite.
     """
@@ -64,10 +68,10 @@ DOUBT = 0.05  # the chance of a false "helped" or "hurt" that an experiment may 
 class Interval:
     """A measured positive quantity, in the unit of its values (a ratio has none).
 
-    `estimate` is the geometric mean over rounds and `low` <= `estimate` <= `high` its Student
-    interval. `median` is the ordinary median over rounds: the number to print, since one stalled
-    round does not move it; under such outliers it may lie outside [low, high]. One round says
-    nothing about its own error: then `low` is 0 and `high` is infinite.
+    `estimate` is the geometric mean over rounds and `low` <= `estimate` <= `high` its
+    Student interval. `median` is the ordinary median over rounds. It is the number to
+    print, because one stalled round doesn't change it. With such outliers it may be outside
+    [low, high]. One round has no error estimate: then `low` is 0 and `high` is infinite.
     """
 
     estimate: float
@@ -107,10 +111,11 @@ def paired_ratio(
 
 
 def spread(values: Sequence[float], confidence: float = 0.95) -> Interval:
-    """One variant's value (tokens per second, say) over its rounds, in the unit of `values`.
+    """One variant's value (for example tokens per second) over its rounds.
 
-    `estimate` is the geometric mean, `low` and `high` its Student interval, `median` the median of
-    `values`. Raises InputError for no rounds or values that aren't positive and finite.
+    The unit is that of `values`. `estimate` is the geometric mean, `low` and `high` its
+    Student interval, `median` the median of `values`. Raises InputError for no rounds or
+    values that aren't positive and finite.
     """
     require_positive(values, "variant")
     return _interval(values, [math.log(value) for value in values], confidence)
@@ -119,11 +124,12 @@ def spread(values: Sequence[float], confidence: float = 0.95) -> Interval:
 def unpaired_ratio(
     first: Sequence[float], second: Sequence[float], confidence: float = 0.95
 ) -> Interval:
-    """The ratio second / first of values that were taken at different times, in any numbers.
+    """The ratio second / first of values from different times; the counts may differ.
 
-    `estimate` is the ratio of geometric means, with the interval of Welch (1947), which doesn't
-    take the two to vary alike; `median` is the ratio of medians and `rounds` counts the shorter
-    side. A side of one value says nothing about its error: then the interval is infinite.
+    The field `estimate` is the ratio of geometric means, with the interval of Welch (1947).
+    It doesn't assume equal variances. The field `median` is the ratio of medians and
+    `rounds` counts the shorter side. A side of one value has no error estimate: then the
+    interval is infinite.
     """
     require_positive(first, "first side")
     require_positive(second, "second side")
@@ -135,7 +141,7 @@ def unpaired_ratio(
         return Interval(_exp(theirs - ours), median, 0.0, math.inf, 1)
     error, half = math.hypot(our_error, their_error), 0.0
     if error > 0:  # else every value repeats itself exactly
-        shares = [(own / error) ** 2 for own in (our_error, their_error)]
+        shares = [(side_error / error) ** 2 for side_error in (our_error, their_error)]
         pieces = (w * w / (len(logs) - 1) for w, logs in zip(shares, sides, strict=True))
         freedom = 1 / math.fsum(pieces)
         half = student_quantile((1 + confidence) / 2, max(freedom, 1.0)) * error
@@ -149,10 +155,10 @@ def joint_ratio(
     singles: Sequence[Sequence[float]],
     confidence: float = 0.95,
 ) -> Interval:
-    """What several techniques gain together over the product of what each gains alone.
+    """The joint gain of several techniques over the product of their single gains.
 
-    Below 1 they take from each other, above 1 they help each other. Element i of every sequence is
-    from the same round, so what slows a round leaves the ratio alone.
+    Below 1 they reduce each other's gain, above 1 they increase it. Element i of every
+    sequence is from the same round. A slow round therefore doesn't change the ratio.
     """
     for variant in (baseline, together, *singles):
         require_positive(variant, "variant")
@@ -175,23 +181,25 @@ def verdict(
     nothing: float | None = None,
     p_value: float | None = None,
 ) -> Effect:
-    """One word for a measured ratio, of which above 1 is better.
+    """One word for a measured ratio; above 1 is better.
 
-    `noise_floor` f is the change that nobody should act on, `nothing` g the change that counts as
-    none (f if left out). Where several ratios are judged at once `p_value` is this one's after the
-    correction for their number (`significance.holm`); it only ever withholds a word. The first
-    rule that applies decides:
+    `noise_floor` f is the change below which a difference has no meaning. `nothing` g is
+    the change that counts as none (default: f). If several ratios are judged at once,
+    `p_value` is the value after the correction for their number (`significance.holm`). It
+    can only turn a word into "undecided". The first rule that applies decides:
 
-    - "hurt": high < 1 - f. Worse beyond doubt.
-    - "helped": low > 1 + f. Better beyond doubt.
-    - "no effect": 1 - g <= low and high <= 1 + g. Known well enough to say that nothing happened;
-      these are the two one-sided tests of Schuirmann (1987), each at half the interval's doubt.
+    - "hurt": high < 1 - f. Significantly worse.
+    - "helped": low > 1 + f. Significantly better.
+    - "no effect": 1 - g <= low and high <= 1 + g. Precise enough to exclude an effect.
+      These are the two one-sided tests of Schuirmann (1987), each at half the interval's
+      error probability.
     - "undecided": the rest, and all of the first two with a p-value above `DOUBT`. The
-      interval crosses the edge of the noise floor: measure more rounds. A single round always
-      ends here.
+      interval crosses the edge of the noise floor: measure more rounds. A single round
+      always ends here.
 
-    g is apart from f because a noisy machine has a wide f: there less can be acted on, but not
-    more can be called nothing. Raises InputError for a floor outside [0, 1).
+    g and f differ because a noisy machine has a wide f. It makes fewer effects usable, but
+    it doesn't turn more of them into "no effect". Raises InputError for a floor outside [0,
+    1).
     """
     nothing = noise_floor if nothing is None else nothing
     for share in (noise_floor, nothing):
@@ -208,9 +216,9 @@ def verdict(
 
 
 def is_likely(ratio: Interval) -> bool:
-    """Whether a gain is worth acting on without proof: 3 % at least, and above 1 at 70 %.
+    """Returns True if a gain is likely: at least 3 %, and above 1 with 70 % confidence.
 
-    For a choice that has to be made now; the word for it stays "undecided" (`verdict`).
+    It is for a decision that can't wait; the verdict stays "undecided" (`verdict`).
     """
     if ratio.rounds < 2 or ratio.estimate < LEAST_GAIN:
         return False
@@ -220,11 +228,12 @@ def is_likely(ratio: Interval) -> bool:
 
 
 def claim_verdict(ratio: Interval, claim: float, effect: Effect) -> ClaimWord:
-    """One word for the ratio that was promised, beside the measured one and its `verdict`.
+    """One word for a claimed ratio, from the measured ratio and its `verdict`.
 
-    - "fell short": the whole interval lies below the claim.
-    - "held": the effect is "helped" and the claim isn't above the interval; more than was promised
-      is held, too. A promise of a small loss (a claim of 1 at most) needs an interval above it.
+    - "fell short": the whole interval is below the claim.
+    - "held": the effect is "helped" and the claim isn't above the interval. A gain above
+      the claim counts as "held", too. A claimed small loss (a claim of 1 at most) needs an
+      interval above it.
     - "not comparable": the interval leaves both open.
 
     Raises InputError for a claim that isn't positive and finite.
@@ -233,15 +242,15 @@ def claim_verdict(ratio: Interval, claim: float, effect: Effect) -> ClaimWord:
         raise InputError(f"A claimed ratio must be positive and finite, not {claim}.")
     if ratio.high < claim:
         return "fell short"
-    kept = effect == "helped" if claim > 1 else ratio.low >= claim
-    return "held" if kept else "not comparable"
+    is_met = effect == "helped" if claim > 1 else ratio.low >= claim
+    return "held" if is_met else "not comparable"
 
 
 def hodges_lehmann(values: Sequence[float]) -> float:
-    """The median of the means of all pairs, a value's with itself among them.
+    """The median of the means of all pairs, including each value paired with itself.
 
-    Nearly as exact as the mean where values are normal (the median needs half as many again), and a
-    few outliers don't move it (Hodges and Lehmann 1963).
+    For normal values it is nearly as exact as the mean (the median needs half as many
+    again). A few outliers don't change it (Hodges and Lehmann 1963).
     """
     pairs = itertools.combinations_with_replacement(values, 2)
     return statistics.median((a + b) / 2 for a, b in pairs)
@@ -310,16 +319,21 @@ class ProcessVariance:
         return quantile * self.error * math.sqrt(variants)
 
     def chance(self, distance: float) -> float:
-        """Of two variants that far apart in log speed, either way, by their processes alone."""
+        """Probability that two variants differ this much by their processes alone.
+
+        ``distance`` is the difference in log speed, in either direction.
+        """
         return 2 * student_tail(abs(distance) / (self.error * math.sqrt(2)), self.freedom)
 
-    def widened(self, found: Interval, confidence: float = 0.95, variants: float = 2.0) -> Interval:
+    def widened(
+        self, interval: Interval, confidence: float = 0.95, variants: float = 2.0
+    ) -> Interval:
         """The interval, at least as wide as processes make it."""
-        if not (found.low > 0 and math.isfinite(found.high)):
-            return found
+        if not (interval.low > 0 and math.isfinite(interval.high)):
+            return interval
         factor = math.exp(self.half(confidence, variants))
         low, high = (
-            min(found.low, found.estimate / factor),
-            max(found.high, found.estimate * factor),
+            min(interval.low, interval.estimate / factor),
+            max(interval.high, interval.estimate * factor),
         )
-        return Interval(found.estimate, found.median, low, high, found.rounds)
+        return Interval(interval.estimate, interval.median, low, high, interval.rounds)

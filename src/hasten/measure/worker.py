@@ -1,21 +1,22 @@
-"""The program of a worker: it builds one job, then it answers requests about it.
+"""The program of a worker: builds one job, then answers requests about it.
 
     python -m hasten.measure.worker SPEC REQUESTS REPLIES
 
-SPEC is JSON: ``job``, a name of `JOBS` or ``module:function`` of such a function; its
-``arguments``; ``clock``, a file that says how long the worker was stopped. REQUESTS and REPLIES are
-file descriptors of pipes that carry one JSON object per line. The first reply says that the job is
-built; then a reply follows each request ``{"op": ...}``, until the requests end.
-``{"failed": why}`` is the last reply of a worker.
+SPEC is JSON with three keys. The key ``job`` is a name of `JOBS`, or
+``module:function`` of such a function. The key ``arguments`` has its arguments. The key
+``clock`` is a file with the seconds for which the worker was stopped. REQUESTS and
+REPLIES are file descriptors of pipes with one JSON object per line. The first reply
+reports that the job is built. Then a reply follows each request ``{"op": ...}``, until
+the requests end. ``{"failed": why}`` is the last reply of a worker.
 
-Started with a rank's variables a worker meets the other ranks, and all are given the same requests.
-A failure is reported before the group of ranks is left, since leaving it may wait for others that
-wait for this rank.
+If a rank's variables are set, a worker connects to the other ranks, and all receive the
+same requests. A failure is reported before the rank leaves its process group. Leaving
+may block on other ranks that wait for this one.
 
     python -m hasten.measure.worker --fork-server CONTROL [RECIPE]
 
-imports everything that a worker needs, once, and forks a worker for each request
-(`hasten.measure.workers`). Nothing but imports may run in it: neither threads nor open devices
+This form imports everything that a worker needs, once, and forks a worker for each
+request (`hasten.measure.workers`). It may only import: neither threads nor open devices
 survive a fork (fork(2), pthread_atfork(3)).
 """
 
@@ -65,7 +66,7 @@ started = time.perf_counter()
 
 
 class WorkerJob(Protocol):
-    """What a worker was started for."""
+    """The job of a worker."""
 
     def ready(self) -> Reply:
         """The first reply: what building it took."""
@@ -114,9 +115,9 @@ def _job(name: str) -> Callable[[Mapping[str, Any], Serve], int]:
     if name in JOBS:
         return JOBS[name]
     module, _, function = name.partition(":")
-    found: Callable[[Mapping[str, Any], Serve], int]
-    found = getattr(importlib.import_module(module), function)
-    return found
+    job: Callable[[Mapping[str, Any], Serve], int]
+    job = getattr(importlib.import_module(module), function)
+    return job
 
 
 def _naming_rank() -> contextlib.AbstractContextManager[None]:
@@ -147,15 +148,15 @@ def own_folder(within: Path) -> Iterator[Path]:
     Workers of one plan train at the same time; what the plan writes (checkpoints) must not be
     shared.
     """
-    here = environment.world()
-    meeting = environment.variable(RENDEZVOUS) if here.size > 1 else None
+    world = environment.world()
+    meeting = environment.variable(RENDEZVOUS) if world.size > 1 else None
     mark = f"{zlib.crc32(meeting.encode()):08x}" if meeting else str(os.getpid())
-    place = within / f"variant-{mark}"
+    folder = within / f"variant-{mark}"
     try:
-        yield place
+        yield folder
     finally:
-        if here.rank == 0:
-            shutil.rmtree(place, ignore_errors=True)
+        if world.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 # A recipe under one plan.
@@ -164,27 +165,29 @@ def own_folder(within: Path) -> Iterator[Path]:
 def recipe_job(
     arguments: Mapping[str, Any], serve: Serve, more: Iterable[type[Technique]] = ()
 ) -> int:
-    """Serve the training of ``recipe`` (a path) under ``plan``, with ``changes`` of its keys.
+    """Serves the training of ``recipe`` (a path) under ``plan``, with changed keys.
 
-    Changes hold for weights, order and optimizer. The data and its split stay those of the recipe,
-    so that losses of different changes are of the same examples.
+    The key ``changes`` has the changes of the recipe's keys.
+
+    Changes apply to weights, order and optimizer. The data and its split stay those of the
+    recipe. Losses of different changes are therefore from the same examples.
 
     Args:
         arguments: see above.
         serve: see `main`.
-        more: techniques beside the catalogue's.
+        more: techniques in addition to the catalogue's.
     """
     from hasten.recipe.schema import load_recipe
 
     recipe = load_recipe(Path(arguments["recipe"]))
     recipe = recipe.model_copy(update={"plan": arguments["plan"]})
     changes = arguments.get("changes", {})
-    with _ranks_of(recipe) as ranks, own_folder(Path(recipe.output)) as place:
-        return serve(lambda: RecipeJob(recipe, changes, place, more), ranks)
+    with _ranks_of(recipe) as ranks, own_folder(Path(recipe.output)) as folder:
+        return serve(lambda: RecipeJob(recipe, changes, folder, more), ranks)
 
 
 class RecipeJob:
-    """A training in pieces; what its plan writes goes to ``place``.
+    """A training in pieces; what its plan writes goes to ``folder``.
 
     Requests: ``steps`` with ``count`` (and ``from_start``: they begin with the first example of the
     data), ``evaluate``, ``finish``.
@@ -194,7 +197,7 @@ class RecipeJob:
         self,
         recipe: Recipe,
         changes: Mapping[str, Any],
-        place: Path,
+        folder: Path,
         more: Iterable[type[Technique]] = (),
     ) -> None:
         from hasten.core.session import assemble
@@ -214,11 +217,12 @@ class RecipeJob:
         host.reset_memory_peak(context.device)
         opened = time.perf_counter()
         self.plan = plan_of(recipe, context, more=more)
-        asked = requested_plan(recipe, more)
-        self._switches = [t for t in self.plan if t in asked.techniques]  # less the ranks' layout
+        requested = requested_plan(recipe, more)
+        # less the ranks' layout
+        self._switches = [t for t in self.plan if t in requested.techniques]
         changed = recipe.model_copy(update=dict(changes))
         job = job_of(changed, self.data, context, self.plan)
-        self.session = assemble(prepare(job, self.plan, context, place))
+        self.session = assemble(prepare(job, self.plan, context, folder))
         self.session.meter = meter_of(recipe, context, self.session.model)
         self.session.startup_seconds |= {"imports": imported - started, "data": opened - imported}
         self.session.setup.clock = clock_on(context.device)
@@ -245,17 +249,17 @@ class RecipeJob:
             progress = self.session.progress
             progress.epoch, progress.step_in_epoch = 0, 0
         before = replace(self.session.progress)
-        found = list(itertools.islice(self._training, count))
-        if len(found) < count:
-            raise RuntimeError(f"training ended {count - len(found)} steps too early")
-        self._last = before, found
+        metrics = list(itertools.islice(self._training, count))
+        if len(metrics) < count:
+            raise RuntimeError(f"training ended {count - len(metrics)} steps too early")
+        self._last = before, metrics
         if self.session.setup.checkpoint is not None:
             self.session.setup.checkpoint.wait_for_writer()  # other workers' turns come now
         graphs, seconds = compiled()
         earlier, self._compiling = self._compiling, seconds
         took = {"graphs": graphs, "seconds": seconds - earlier}
-        apart = self.session.setup.rank_sync.diverged  # steps of ranks don't wait for each other
-        return {"steps": [m.to_dict() for m in found], "compiled": took, "apart": apart}
+        diverged = self.session.setup.rank_sync.diverged  # steps of ranks don't wait for each other
+        return {"steps": [m.to_dict() for m in metrics], "compiled": took, "apart": diverged}
 
     def _finish(self, samples: bool) -> Reply:
         from dataclasses import asdict
@@ -309,9 +313,10 @@ def loop_job(arguments: Mapping[str, Any], serve: Serve) -> int:
 
 
 class LoopJob:
-    """A step function of the user's own.
+    """The job of a user's step function.
 
-    Requests: ``steps`` with ``count``, whose items are called tokens; ``finish``: peak memory.
+    Requests: ``steps`` with ``count``, with its items called tokens; ``finish``: peak
+    memory.
     """
 
     def __init__(self, target: str, settings: Mapping[str, Any]) -> None:
@@ -346,20 +351,20 @@ def memory_peak() -> int:
 
 def build_loop(target: str, settings: Mapping[str, Any] | None = None) -> Callable[[], Any]:
     """Load the factory and call it with these arguments."""
-    place, _, name = target.rpartition(":")
-    if place.endswith(".py"):
-        sys.path.insert(0, os.path.dirname(place))  # a script's neighbours, as Python has it
-        spec = importlib.util.spec_from_file_location(SCRIPT, place)
+    module_path, _, name = target.rpartition(":")
+    if module_path.endswith(".py"):
+        sys.path.insert(0, os.path.dirname(module_path))  # a script's neighbours, as Python has it
+        spec = importlib.util.spec_from_file_location(SCRIPT, module_path)
         if spec is None or spec.loader is None:
-            raise ValueError(f"{place} can't be loaded")
+            raise ValueError(f"{module_path} can't be loaded")
         module = importlib.util.module_from_spec(spec)
         sys.modules[SCRIPT] = module
         spec.loader.exec_module(module)
     else:
-        module = importlib.import_module(place)
+        module = importlib.import_module(module_path)
     factory = getattr(module, name, None)
     if not callable(factory):
-        raise ValueError(f"{place} has no function {name}")
+        raise ValueError(f"{module_path} has no function {name}")
     step = factory(**(settings or {}))
     if not callable(step):
         raise ValueError(f"{name}() returned a {type(step).__name__}; it must return a function")
@@ -370,18 +375,18 @@ def build_loop(target: str, settings: Mapping[str, Any] | None = None) -> Callab
 def timed(step: Callable[[], Any]) -> tuple[float, float, float | None]:
     """One step: items, seconds, loss. The device has finished before the clock is read."""
     began = time.perf_counter()
-    found = step()
+    outcome = step()
     torch = sys.modules.get("torch")
     if torch is not None and torch.accelerator.is_available():
         torch.accelerator.synchronize()
     seconds = time.perf_counter() - began
-    items, loss = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    items, loss = outcome if isinstance(outcome, tuple) and len(outcome) == 2 else (outcome, None)
     try:
         count = float(items)
         value = None if loss is None else float(loss)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"a step returned {found!r:.80}; it must return how many tokens or items it did, or "
+            f"a step returned {outcome!r:.80}; it must return how many tokens or items it did, or "
             "(how many, loss)"
         ) from error
     if not (math.isfinite(count) and count > 0):
@@ -405,10 +410,10 @@ def quality_job(arguments: Mapping[str, Any], serve: Serve) -> int:
 class QualityJob:
     """Checks of plans on the recipe's job (`hasten.measure.quality`).
 
-    Requests, each with a ``plan``: ``reference``, ``gradient``, ``leak``, ``update``, ``losses``,
-    ``train``. A check that can't be made is answered with ``{"refused": why}``. Among several ranks
-    only what all of them find out alike is refused; after any other error nobody knows where the
-    other ranks are, and the worker ends.
+    Requests, each with a ``plan``: ``reference``, ``gradient``, ``leak``, ``update``,
+    ``losses``, ``train``. If a check isn't possible, the answer is ``{"refused": why}``.
+    With several ranks, only errors that all ranks find alike are refused. After any other
+    error the state of the other ranks is unknown, and the worker ends.
     """
 
     def __init__(self, context: CheckContext, alone: bool = True) -> None:
@@ -498,12 +503,13 @@ JOBS: dict[str, Callable[[Mapping[str, Any], Serve], int]] = {
 
 
 def fork_server(control: int) -> None:
-    """Fork a worker for each request, pass on signals, and report how each worker ended.
+    """Forks a worker per request, passes on signals, and reports how each worker ended.
 
-    A request is ``{"worker": number, "spec": ..., "descriptors": count}``, followed by that many
-    descriptors (requests, replies, log), or ``{"worker": number, "signal": number}``. Signals come
-    through the server because it alone knows that a process's number still belongs to the worker:
-    it has not reaped it yet. The server ends when the other end of ``control`` is closed.
+    A request is ``{"worker": number, "spec": ..., "descriptors": count}``, followed by that
+    many descriptors (requests, replies, log). A request for a signal is
+    ``{"worker": number, "signal": number}``. Signals go through the server, because the
+    process number is only valid until the server reaps the worker. The server ends when the
+    other end of ``control`` is closed.
     """
     import multiprocessing
     from multiprocessing import connection, reduction
@@ -563,9 +569,10 @@ def _forked(server: int, channel: Any, spec: Mapping[str, Any], descriptors: lis
 
 
 def _import_all(recipe: Path) -> None:
-    """What a worker imports, the model's own module with it.
+    """Imports everything that a worker needs, the model's own module included.
 
-    On one thread: OpenMP's threads are not in a fork, which would wait for them for ever (libgomp).
+    It uses one thread: OpenMP's threads don't exist in a fork, which would wait for them
+    for ever (libgomp).
     """
     import torch
 

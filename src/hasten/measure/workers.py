@@ -1,20 +1,24 @@
-"""Workers: processes that build a job and answer requests, stopped between two requests.
+"""Workers: processes that build a job and answer requests.
+
+A worker is stopped between two requests:
 
     with WorkerPool(folder) as pool:
-        worker = pool.start(WorkerSpec("recipe", {"recipe": path, "plan": []}), "baseline")
+        worker = pool.start(WorkerSpec("recipe", {"recipe": path, "plan": []}),
+        "baseline")
         worker.ready(timeout=600)
         worker.request("steps", timeout=60, count=4)
 
-A worker (`hasten.measure.worker`) is one process for each rank of its job. Requests go to all of
-them as JSON lines; the request is done when each has replied. Then the whole process group is
-stopped (SIGSTOP) until the next request (SIGCONT): threads that wait actively, and data loaders
-that read ahead, would otherwise take cores from the worker whose turn it is. Ranks are stopped
-together, so that none waits for a stopped one.
+A worker (`hasten.measure.worker`) is one process for each rank of its job. Requests go
+to all of them as JSON lines; a request is done when each rank has replied. Then the
+whole process group is stopped (SIGSTOP) until the next request (SIGCONT). Otherwise
+threads in a busy wait, and data loaders that read ahead, would take cores from the
+active worker. Ranks are stopped together, so none waits for a stopped one.
 
-Imports take seconds of a core for each process. A pool may therefore keep fork servers: processes
-that have imported everything, and fork a worker in milliseconds. What libraries read while they are
-loaded (allocator, OpenMP) can't change any more, so there is one server for each set of environment
-variables. Jobs of several ranks, or on accelerators, are never forked.
+Imports take seconds of a core for each process. A pool may therefore keep fork servers.
+These are processes that have imported everything, and fork a worker in milliseconds.
+Settings that libraries read while they are loaded (allocator, OpenMP) can't change
+afterwards. Therefore each set of environment variables has a server of its own. Jobs of
+several ranks, or on accelerators, are never forked.
 """
 
 from __future__ import annotations
@@ -65,7 +69,7 @@ Reply = dict[str, Any]
 
 
 class WorkerError(RuntimeError):
-    """A worker died, didn't reply in time, or reported an error; the message says why."""
+    """A worker died, timed out, or reported an error; the message has the reason."""
 
     @property
     def out_of_memory(self) -> bool:
@@ -74,15 +78,17 @@ class WorkerError(RuntimeError):
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a worker does.
+    """The job and the process settings of a worker.
 
     Args:
-        job: a name of `hasten.measure.worker.JOBS`, or ``module:function`` of such a function.
-        arguments: of the job; plain values.
-        environ: environment variables of its processes, beside this process's own.
-        ranks: processes.
-        slices: whether it may be stopped within a request; nothing that it waits for goes on
-            meanwhile.
+        job: a name of `hasten.measure.worker.JOBS`, or ``module:function`` of such a
+            function.
+        arguments: arguments of the job; plain values.
+        environ: environment variables of its processes, in addition to those of this
+            process.
+        ranks: number of processes.
+        slices: True if it may be stopped within a request. Set False if it waits for work
+            that continues while it is stopped.
     """
 
     job: str
@@ -98,14 +104,15 @@ class WorkerSpec:
 
 
 class WorkerPool:
-    """Starts workers, and ends those that are left when it is closed.
+    """Starts workers; when closed, it ends those that still run.
 
     Args:
-        folder: for logs, and for the meetings of ranks; made if it isn't there.
-        device: on which jobs run. Workers whose device isn't a CPU are not forked, nor stopped
-            within a request.
-        fork: keep fork servers, where the system has fork.
-        recipe: imported by fork servers: the recipe's own model module.
+        folder: folder for logs, and for the rendezvous of ranks; created if it doesn't
+            exist.
+        device: device of the jobs. If it isn't a CPU, workers are neither forked nor
+            stopped within a request.
+        fork: keep fork servers, if the system has fork.
+        recipe: a recipe with a model module that fork servers import.
     """
 
     def __init__(
@@ -137,7 +144,10 @@ class WorkerPool:
             self._servers.popitem()[1].end()
 
     def start(self, spec: WorkerSpec, name: str) -> Worker:
-        """A worker whose build goes on meanwhile (`Worker.ready`); its log is ``NAME.log``."""
+        """Starts a worker, which builds in the background; its log is ``NAME.log``.
+
+        Use `Worker.ready` to wait for it.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         self._workers = [worker for worker in self._workers if not worker.closed]
         with contextlib.ExitStack() as stack:
@@ -147,8 +157,8 @@ class WorkerPool:
                 from hasten.machine import host
 
                 meeting = tempfile.TemporaryDirectory(dir=self.folder, prefix=".ranks-")
-                place = Path(stack.enter_context(meeting))
-                ranks = rank_variables(spec.ranks, host.hardware().usable_cores, place)
+                rendezvous_dir = Path(stack.enter_context(meeting))
+                ranks = rank_variables(spec.ranks, host.hardware().usable_cores, rendezvous_dir)
             logs = [
                 stack.enter_context((self.folder / _log_name(name, rank)).open("w+b"))
                 for rank in range(len(ranks))
@@ -157,10 +167,10 @@ class WorkerPool:
             sliced = self.on_cpu and spec.ranks == 1 and spec.slices
             if sliced and hasattr(signal, "SIGSTOP"):
                 clock = stack.enter_context(_StoppedTime(self.folder))
-            told = spec.to_json(None if clock is None else clock.path)
-            group: _Spawned | _Forked = _Spawned(told)
+            spec_json = spec.to_json(None if clock is None else clock.path)
+            group: _Spawned | _Forked = _Spawned(spec_json)
             if self.forks and spec.ranks == 1:
-                group = _Forked(told, self._server(spec.environ))
+                group = _Forked(spec_json, self._server(spec.environ))
             members = _started(group, [{**rank, **spec.environ} for rank in ranks], logs)
             worker = Worker(name, group, members, clock, stack.pop_all())
         self._workers.append(worker)
@@ -178,23 +188,23 @@ class WorkerPool:
 
     def _server(self, environ: Mapping[str, str]) -> _ForkServer:
         key = frozenset(environ.items())
-        found = self._servers.pop(key, None)
+        fork_server = self._servers.pop(key, None)
         idle = [key for key, server in self._servers.items() if not server.workers]
         for old in idle[: max(len(self._servers) + 1 - self._most, 0)]:
             self._servers.pop(old).end()
-        if found is None or not found.alive:
-            found = _ForkServer(environ, self.folder / "fork-server.log", self._recipe)
-        self._servers[key] = found
-        return found
+        if fork_server is None or not fork_server.alive:
+            fork_server = _ForkServer(environ, self.folder / "fork-server.log", self._recipe)
+        self._servers[key] = fork_server
+        return fork_server
 
 
 class Worker:
     """One worker, just started by a `WorkerPool`.
 
     Attributes:
-        name: for messages and its log.
-        can_slice: whether it may be stopped within a request (`run_for`): nothing works for it
-            that goes on meanwhile, as an accelerator or another rank does.
+        name: name in messages and of its log.
+        can_slice: True if it may be stopped within a request (`run_for`). That requires
+            that no accelerator and no other rank continues its work while it is stopped.
     """
 
     def __init__(
@@ -257,11 +267,11 @@ class Worker:
             WorkerError: there is no reply.
         """
         self._go_on()
-        found = self._heard_within(seconds)
-        if found is None:
+        replies = self._heard_within(seconds)
+        if replies is None:
             self._stop()
             return None
-        return merge_replies(found)
+        return merge_replies(replies)
 
     def close(self, kill: bool = False) -> None:
         """End all processes, ``kill`` if they may hang; harmless when they have ended."""
@@ -292,10 +302,10 @@ class Worker:
             self._clock.stopped()
 
     def _reply(self, timeout: float) -> Reply:
-        found = self._heard_within(timeout)
-        if found is None:
+        replies = self._heard_within(timeout)
+        if replies is None:
             raise WorkerError(f"no answer within {timeout:.0f} s: {self._silent()}")
-        return merge_replies(found)
+        return merge_replies(replies)
 
     def _heard_within(self, seconds: float) -> list[Reply] | None:
         """The replies, once each rank has given its own and all are stopped; None: too late."""
@@ -307,8 +317,8 @@ class Worker:
                 raise self._failure(self._heard)
         self._stop()
         heard, self._heard = self._heard, {}
-        found = (heard[rank] for rank in range(len(self._members)))
-        return [reply for reply in found if not isinstance(reply, str)]
+        replies = (heard[rank] for rank in range(len(self._members)))
+        return [reply for reply in replies if not isinstance(reply, str)]
 
     def _hear(self, heard: dict[int, Reply | str], deadline: float) -> bool:
         """Note one more reply, or some bytes of it; a failure is noted as text. False: too late."""
@@ -326,7 +336,7 @@ class Worker:
         return bool(ready)
 
     def _failure(self, heard: dict[int, Reply | str]) -> WorkerError:
-        """Of ranks that fail together the one to name: killed ones before those that complain."""
+        """The error of the rank to name if several fail: killed ranks come first."""
         if len(self._members) == 1:
             return WorkerError(str(heard[0]))
         failed = [rank for rank, reply in heard.items() if isinstance(reply, str)]
@@ -343,8 +353,8 @@ class Worker:
         """How a process ended."""
         code = self._group.wait(rank, LEAVE_SECONDS)
         log = self._members[rank].log.fileno()
-        said = os.pread(log, LOG_BYTES, max(0, os.fstat(log).st_size - LOG_BYTES))
-        lines = said.decode(errors="replace").strip().splitlines()
+        output = os.pread(log, LOG_BYTES, max(0, os.fstat(log).st_size - LOG_BYTES))
+        lines = output.decode(errors="replace").strip().splitlines()
         why = lines[-1] if lines else "it said nothing"
         if code == -signal.SIGKILL:
             why = "killed, most likely for want of memory"
@@ -368,15 +378,15 @@ class _Member:
 
     def read(self) -> bool:
         """Take in what has come, to be called when something has; False: no more ever will."""
-        piece = os.read(self.replies, 1 << 16)
-        self.unread += piece
-        return bool(piece)
+        chunk = os.read(self.replies, 1 << 16)
+        self.unread += chunk
+        return bool(chunk)
 
     def next_line(self) -> str | None:
-        line, end, rest = self.unread.partition(b"\n")
+        line, end, remainder = self.unread.partition(b"\n")
         if not end:
             return None
-        self.unread = rest
+        self.unread = remainder
         return line.decode(errors="replace")
 
 
@@ -474,8 +484,8 @@ class _ForkServer:
     """This process's end of a fork server, which forks and reports by `worker.fork_server`."""
 
     def __init__(self, environ: Mapping[str, str], log: Path, recipe: Path | None) -> None:
-        own, other = socket.socketpair()
-        with other, log.open("ab") as words:
+        local_socket, other = socket.socketpair()
+        with other, log.open("ab") as log_file:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, *PROGRAM, "--fork-server", str(other.fileno())),
@@ -484,11 +494,11 @@ class _ForkServer:
                 pass_fds=[other.fileno()],
                 env=environment.child_environment(environ),
                 stdin=subprocess.DEVNULL,
-                stdout=words,
+                stdout=log_file,
                 stderr=subprocess.STDOUT,
                 process_group=0,
             )
-        self._channel = Connection(own.detach())
+        self._channel = Connection(local_socket.detach())
         self._asked = 0
         self.workers: set[int] = set()  # that haven't ended
         self.codes: dict[int, int] = {}
@@ -518,10 +528,10 @@ class _ForkServer:
         while number not in self.codes:
             try:
                 if self._channel.poll(max(deadline - time.monotonic(), 0.0)):
-                    told = self._channel.recv()
-                    if "code" in told:
-                        self.codes[told["worker"]] = told["code"]
-                        self.workers.discard(told["worker"])
+                    message = self._channel.recv()
+                    if "code" in message:
+                        self.codes[message["worker"]] = message["code"]
+                        self.workers.discard(message["worker"])
                     continue
             except (EOFError, OSError):
                 self.end()
@@ -543,24 +553,24 @@ def _started(
     group: _Spawned | _Forked, environs: Sequence[Mapping[str, str]], logs: Sequence[IO[bytes]]
 ) -> list[_Member]:
     """Start a process for each rank."""
-    found: list[_Member] = []
+    members: list[_Member] = []
     try:
         for environ, log in zip(environs, logs, strict=True):
             requests_read, requests_write = os.pipe()
             replies_read, replies_write = os.pipe()
-            found.append(_Member(requests_write, replies_read, log))
+            members.append(_Member(requests_write, replies_read, log))
             try:
                 group.add(environ, (requests_read, replies_write), log)
             finally:
                 os.close(requests_read)
                 os.close(replies_write)
     except BaseException:
-        for member in found:
+        for member in members:
             os.close(member.requests)
             os.close(member.replies)
         group.signal("SIGKILL")
         raise
-    return found
+    return members
 
 
 def _log_name(name: str, rank: int) -> str:
@@ -568,56 +578,57 @@ def _log_name(name: str, rank: int) -> str:
 
 
 def _understood(line: str) -> Reply | str:
-    """A reply, or the failure that it tells of."""
+    """The reply in a line, or the failure that it reports."""
     try:
-        found: Reply = json.loads(line)
-        failed = found.get("failed")
+        reply: Reply = json.loads(line)
+        failed = reply.get("failed")
     except (ValueError, AttributeError):
         return f"its answer can't be read: {line[:80]!r}"
     # An InputError is a sentence for the user; of other errors the kind says more.
-    return found if failed is None else str(failed).removeprefix(f"{InputError.__name__}: ")
+    return reply if failed is None else str(failed).removeprefix(f"{InputError.__name__}: ")
 
 
 def merge_replies(replies: Sequence[Reply]) -> Reply:
-    """What the ranks of a worker say together.
+    """Merges the replies of a worker's ranks into one.
 
-    A step is as long as it was on the slowest rank, and its peak memory is that of the rank which
-    needs most. Ranks that train apart count their own tokens times the number of ranks: the mean
-    of these is the truth. They don't wait for each other in each step, so their turn is as long as
-    that of the slowest rank, which is less than the sum of the slowest steps: ``turn_seconds``.
+    A step has the duration of the slowest rank, and the peak memory of the rank that needs
+    most. Ranks with local steps count their own tokens times the number of ranks, so the
+    mean of these counts is correct. They don't wait for each other in each step. Their turn
+    therefore takes as long as the slowest rank's turn, which is less than the sum of the
+    slowest steps: ``turn_seconds``.
 
-    Of a check the reply of the rank counts that is furthest off; what one rank refuses has
-    failed.
+    For a check, the reply of the rank with the largest error counts. If one rank refuses a
+    check, the check has failed.
     """
     first, *others = replies
     if "steps" in first and isinstance(first["steps"], list):
         if not others:
             return first
         steps = zip(*(reply["steps"] for reply in replies), strict=True)
-        found = {**first, "steps": [_slowest(step) for step in steps]}
+        merged = {**first, "steps": [_slowest(step) for step in steps]}
         if first.get("apart"):
-            found["turn_seconds"] = max(
+            merged["turn_seconds"] = max(
                 math.fsum(step["step_seconds"] for step in reply["steps"]) for reply in replies
             )
-        return found
+        return merged
     refused = next((reply for reply in replies if "refused" in reply), None)
     if refused is not None:
         return {"failed": refused["refused"]}
     judged = [reply for reply in replies if any(name in reply for name in ERRORS)]
-    found = first | max(judged, key=_error_of) if judged else dict(first)
-    if "weights" in found:
-        found["weights"] = [reply["weights"] for reply in replies]
-    return found
+    merged = first | max(judged, key=_error_of) if judged else dict(first)
+    if "weights" in merged:
+        merged["weights"] = [reply["weights"] for reply in replies]
+    return merged
 
 
 def _slowest(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    found = dict(ranks[0])
+    merged = dict(ranks[0])
     for name in ("step_seconds", "peak_memory_bytes"):
-        found[name] = max(step[name] for step in ranks)
+        merged[name] = max(step[name] for step in ranks)
     for name in ("tokens", "positions"):
-        found[name] = round(sum(step[name] for step in ranks) / len(ranks))
-    found["tokens_per_second"] = found["tokens"] / found["step_seconds"]
-    return found
+        merged[name] = round(sum(step[name] for step in ranks) / len(ranks))
+    merged["tokens_per_second"] = merged["tokens"] / merged["step_seconds"]
+    return merged
 
 
 def _error_of(reply: Reply) -> float:

@@ -1,13 +1,19 @@
-"""LoRA on the right modules of every architecture, and a table of what was adapted.
+"""LoRA on the right modules of every architecture, and a table of adapted modules.
 
-The usual q/k/v/o_proj miss most of latent attention without a word: DeepSeek-V3 has only o_proj of
-the four, V2-Lite only q_proj and o_proj; the rest is q_a_proj, q_b_proj, kv_a_proj_with_mqa and
-kv_b_proj. So targets are resolved here to full module names, by where a projection sits and not by
-what it is called, and a target that finds nothing is an error. Two things are never adapted: the
-head, whose weight fused losses read directly, and a router, whose small changes send tokens to
-other experts. Routed experts (one fused tensor for all) are left out unless a target says
-``experts``. A third is never adapted because it gets no gradient in transformers: the indexer of
-DeepSeek-V3.2 and V4, which only chooses keys.
+The usual q/k/v/o_proj miss most of latent attention without a message. DeepSeek-V3 has
+only o_proj of the four, V2-Lite only q_proj and o_proj. The others are q_a_proj,
+q_b_proj, kv_a_proj_with_mqa and kv_b_proj. So this module resolves targets to full
+module names, by the position of a projection and not by its name. A target without any
+match is an error.
+
+Three kinds of modules are never adapted:
+
+- the head, because fused losses read its weight directly
+- a router, because its small changes send tokens to other experts
+- the indexer of DeepSeek-V3.2 and V4, which only chooses keys: it gets no gradient in
+  transformers
+
+Routed experts (one fused tensor for all) are left out unless a target is ``experts``.
 """
 
 from __future__ import annotations
@@ -23,9 +29,10 @@ from typing import TYPE_CHECKING, Final
 from torch import nn
 
 from hasten.errors import InputError
+from hasten.foreign_files import read_json_object
 from hasten.models.load import quiet, seeded
 from hasten.models.presets import PRESETS
-from hasten.models.weights import ADAPTER, read_json
+from hasten.models.weights import ADAPTER
 from hasten.parts.nn.quantised import (
     Kind,
     QuantisedLinear,
@@ -75,13 +82,13 @@ def lora_targets(model: PreTrainedModel, targets: str | Sequence[str] = "auto") 
             return linears
         if targets not in ("auto", "attention"):
             return _matched(linears, _expert_tensors(model), targets)
-        found = [name for name in linears if name.split(".")[-2:-1] == [ATTENTION]]
-        if not found:
+        projections = [name for name in linears if name.split(".")[-2:-1] == [ATTENTION]]
+        if not projections:
             raise InputError(
                 f"a {model.config.model_type} model has no {ATTENTION} to adapt: list names from "
                 f"{_kinds(linears)}"
             )
-        return found
+        return projections
     return _listed(linears, _expert_tensors(model), targets)
 
 
@@ -96,17 +103,25 @@ def add_lora(
     dora: bool = False,
     base: Kind | None = None,
 ) -> PeftModel:
-    """Freeze the model and put low-rank updates beside its targets (LoRA, arXiv 2106.09685).
+    """Freezes the model and adds low-rank updates to its targets (LoRA, arXiv 2106.09685).
 
-    The update of a weight is ``alpha / rank * B @ A``, or ``alpha / sqrt(rank)`` with ``rslora``
-    (arXiv 2312.03732); ``dora`` learns each row's length apart (arXiv 2402.09353); ``base`` keeps
-    frozen linear layers, but head and router, in int8 or nf4 (QLoRA, arXiv 2305.14314). A is drawn
-    from ``seed``, B is zero, so the adapted model starts as the same function. In a
-    half-precision model the adapter is float32. The model is changed in place and returned wrapped.
+    The update of a weight is ``alpha / rank * B @ A``, or ``alpha / sqrt(rank)`` with
+    ``rslora`` (arXiv 2312.03732).
 
-    Raises InputError for impossible numbers, a second adapter, DoRA on a quantised base, and any of
-    dropout, DoRA and ``base`` where LoRA sits on bare tensors: routed experts, and in a model that
-    has those the dense and shared projections too.
+    The option ``dora`` learns each row's length separately
+    (arXiv 2402.09353).
+
+    If ``base`` is set, frozen linear layers, except head and router, are stored in int8 or
+    nf4 (QLoRA, arXiv 2305.14314).
+
+    A is drawn from ``seed`` and B is zero, so the adapted model starts as the same
+    function. In a half-precision model the adapter is float32. The model is changed in
+    place and returned wrapped.
+
+    Raises:
+        InputError: impossible numbers; a second adapter; DoRA on a quantised base. Also
+            dropout, DoRA or ``base`` if LoRA is on bare tensors: routed experts, and in a
+            model with routed experts the dense and shared projections too.
     """
     from peft import LoraConfig, PeftModel, get_peft_model
 
@@ -146,49 +161,53 @@ def add_lora(
 
 
 def merge(model: PeftModel) -> PreTrainedModel:
-    """The base model with the adapter added into its weights; the adapter is gone afterwards.
+    """Adds the adapter to the base model's weights and removes the adapter.
 
-    Raises InputError for a quantised base, whose few bits could not hold the sum.
+    Raises InputError for a quantised base, because its few bits can't hold the sum.
     """
     if quantised_layers(model):
         raise InputError(
             "an adapter can't be merged into a quantised base, whose few bits would round it away: "
-            "save the adapter, and merge it into the full weights with merged()"
+            "attach it to the full weights with with_adapter(), and merge it there"
         )
     return model.merge_and_unload()
 
 
-def merged(model: PreTrainedModel, adapter: Path, base: Kind | None = None) -> PreTrainedModel:
-    """``model`` with the saved adapter of a folder added into its full weights.
+def round_base(model: PreTrainedModel, base: Kind) -> None:
+    """Rounds the weights that a base of few bits rounds, in place: what training computed with."""
+    for name in set(_adaptable_linears(model)) - _computing_apart(model):
+        weight = model.get_submodule(name).weight
+        weight.data = rounded(weight.data, base)
 
-    ``base`` is what the adapter was trained on: the weights are rounded to it first, so that the
-    result is the model that was trained and not a neighbour. Raises InputError for a folder that
-    isn't an adapter of this model.
+
+def with_adapter(model: PreTrainedModel, adapter: Path) -> PeftModel:
+    """Returns ``model`` with the saved adapter of a folder on top; nothing is merged.
+
+    Raises:
+        InputError: the folder holds no adapter, or one of another model.
     """
     from peft import PeftModel, get_peft_model_state_dict
     from safetensors import SafetensorError, safe_open
 
     if not (adapter / ADAPTER).is_file():
         raise InputError(f"{adapter} holds no adapter: give the folder of a finished LoRA run")
-    if base:
-        for name in set(_adaptable_linears(model)) - _computing_apart(model):
-            weight = model.get_submodule(name).weight
-            weight.data = rounded(weight.data, base)
     try:
         with quiet(), warnings.catch_warnings():
-            warnings.filterwarnings("error", "Found missing adapter keys")  # peft goes on else
-            adapted = PeftModel.from_pretrained(model, str(adapter))
+            warnings.filterwarnings("error", "Found missing adapter keys")  # peft only warns
+            adapted: PeftModel = PeftModel.from_pretrained(model, str(adapter))
         with safe_open(adapter / "adapter_model.safetensors", "pt") as saved:
-            strange = sorted(set(saved.keys()) - set(get_peft_model_state_dict(adapted)))
+            # Left to itself, peft asks the hub about the size of the base's embedding.
+            names = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+            strange = sorted(set(saved.keys()) - set(names))
     except (RuntimeError, ValueError, UserWarning, OSError, SafetensorError) as error:
         reason = str(error).split("\n")[0]
         raise InputError(f"{adapter} is no adapter of this model: {reason}") from error
-    if strange:  # peft drops them without a word
+    if strange:  # peft drops them silently
         raise InputError(
             f"{adapter} is no adapter of this model, which has no place for {strange[0]} and "
             f"{len(strange) - 1} others: give the base that it was trained on"
         )
-    return merge(adapted)
+    return adapted
 
 
 def other_base(adapter: Path, source: str) -> str:
@@ -196,7 +215,7 @@ def other_base(adapter: Path, source: str) -> str:
 
     Of a folder the last two parts of its path count: trees may move.
     """
-    named = read_json(adapter / ADAPTER).get("base_model_name_or_path")
+    named = read_json_object(adapter / ADAPTER, "adapter's config").get("base_model_name_or_path")
     if not named or source in PRESETS or named == source:
         return ""
     one, other = (Path(name).resolve().parts[-2:] for name in (str(named), source))
@@ -209,14 +228,14 @@ def quantised_layers(model: nn.Module) -> int:
 
 
 def adapted_table(model: nn.Module) -> list[AdaptedRow]:
-    """What was adapted, a row per kind of module and rank, in the model's order; [] if nothing."""
+    """Rows of adapted modules, one per kind and rank, in the model's order; [] if none."""
     from peft.tuners.lora import LoraLayer
 
     groups: dict[tuple[str, int], list[int]] = defaultdict(list)
     for name, layer in model.named_modules():
         if isinstance(layer, LoraLayer):
-            own = (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector)
-            size = sum(p.numel() for part in own for p in part.parameters())
+            parts = (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector)
+            size = sum(p.numel() for part in parts for p in part.parameters())
             kind = _LAYER_NUMBER.sub(".*", _adapted_name(name, layer))
             groups[kind, layer.r[layer.active_adapters[0]]].append(size)
     return [
@@ -255,13 +274,13 @@ def _listed(linears: list[str], experts: list[str], targets: Sequence[str]) -> l
     chosen: set[str] = set()
     for target in targets:
         pool = [*linears, *experts] if EXPERTS in target.split(".") else linears
-        found = [name for name in pool if f".{target}." in f".{name}."]
-        if not found:
+        matches = [name for name in pool if f".{target}." in f".{name}."]
+        if not matches:
             raise InputError(
                 f"the target {target!r} finds nothing to adapt: choose from "
                 f"{_kinds([*linears, *experts])}"
             )
-        chosen.update(found)
+        chosen.update(matches)
     if not chosen:
         raise InputError("the list of targets is empty: name at least one, or say auto")
     return [name for name in [*linears, *experts] if name in chosen]
@@ -269,15 +288,15 @@ def _listed(linears: list[str], experts: list[str], targets: Sequence[str]) -> l
 
 def _matched(linears: list[str], experts: list[str], expression: str) -> list[str]:
     try:
-        found = [name for name in [*linears, *experts] if re.fullmatch(expression, name)]
+        matches = [name for name in [*linears, *experts] if re.fullmatch(expression, name)]
     except re.error as error:
         raise InputError(f"targets {expression!r} is no regular expression: {error}") from error
-    if not found:
+    if not matches:
         raise InputError(
             f"targets {expression!r} matches no full name such as {linears[0]}: say auto, "
             f"attention or all-linear, or list names from {_kinds([*linears, *experts])}"
         )
-    return found
+    return matches
 
 
 def _check_numbers(rank: int, alpha: float, dropout: float) -> None:
@@ -311,14 +330,14 @@ def _computing_apart(model: PreTrainedModel) -> set[str]:
 
 
 def _as_peft_takes_them(
-    names: list[str], experts: list[str], apart: set[str]
+    names: list[str], experts: list[str], tensor_names: set[str]
 ) -> tuple[list[str], list[str]]:
     """The names split into modules and tensors, which peft is given apart."""
     modules, tensors = [], []
     for name in names:
         if name in experts:
             tensors.append(name)
-        elif name in apart or (experts and name.split(".")[-1] in _MISTAKEN_FOR_EXPERTS):
+        elif name in tensor_names or (experts and name.split(".")[-1] in _MISTAKEN_FOR_EXPERTS):
             tensors.append(f"{name}.weight")
         else:
             modules.append(name)

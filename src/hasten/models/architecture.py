@@ -1,20 +1,21 @@
-"""A language model as the planner sees it: its matrices, read from a Hugging Face config.
+"""Matrices of a language model, read from a Hugging Face config for the planner.
 
-Only sizes are kept. Every matrix product of a layer is one ``Matrix``: how wide it is, how many
-layers have it, which share of the tokens meets it, and how tensor parallelism cuts it. Parameters,
-FLOPs and memory follow from that list, so a new kind of layer is a few lines here and nothing
-elsewhere. Parameter counts equal those of transformers' own models, biases and norms included.
+Only sizes are stored. Every matrix product of a layer is one ``Matrix``. It has its
+width, the number of layers, its share of the tokens, and its split under tensor
+parallelism. Parameters, FLOPs and memory follow from that list. So a new kind of layer
+needs a few lines here and nothing elsewhere. Parameter counts equal those of
+transformers' own models, biases and norms included.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from hasten.errors import InputError
+from hasten.foreign_files import LARGEST_JSON, parse_json, read_bounded
 from hasten.models.presets import PRESETS, preset
 
 # How tensor parallelism cuts a matrix: its outputs, its inputs, not at all; experts go to EP ranks.
@@ -54,7 +55,7 @@ class DistantKeys:
     series: int  # 2: each of them is made of the tokens before it, too
 
     def seen(self, sequence: int) -> float:
-        """Keys that a query sees, averaged over its place."""
+        """Returns the keys per query, averaged over its position."""
         most = min(self.chosen * self.rate or sequence, sequence)
         return (most - most * most / 2 / sequence) / self.rate
 
@@ -199,26 +200,26 @@ class Architecture:
 
     def _mlp(self) -> tuple[Matrix, ...]:
         h, dense, two = self.hidden, self.dense_layers, 2 if self.gated else 1
-        found = []
+        matrices = []
         if dense:
-            found += [
+            matrices += [
                 Matrix("up", h, two * self.ffn, dense, "columns"),
                 Matrix("down", self.ffn, h, dense, "rows"),
             ]
         moe, sparse = self.moe, self.layers - dense
         if moe is None or not sparse:
-            return tuple(found)
-        found += [
+            return tuple(matrices)
+        matrices += [
             Matrix("router", h, moe.count, sparse, "whole"),
             Matrix("expert_up", h, two * moe.width, sparse, "experts", moe.count, moe.active),
             Matrix("expert_down", moe.width, h, sparse, "experts", moe.count, moe.active),
         ]
         if moe.shared_width:
-            found += [
+            matrices += [
                 Matrix("shared_up", h, two * moe.shared_width, sparse, "columns"),
                 Matrix("shared_down", moe.shared_width, h, sparse, "rows"),
             ]
-        return tuple(found)
+        return tuple(matrices)
 
     def _head(self) -> Matrix:
         return Matrix("head", self.hidden, self.vocabulary, 1, "columns")
@@ -245,9 +246,10 @@ class Architecture:
         return self.parameters() - self.expert_parameters() + active
 
     def keys(self, sequence: int) -> float:
-        """Keys that a query sees, averaged over its place and the layers; half, being causal.
+        """Returns the keys per query, averaged over its position and the layers.
 
-        DeepSeek-V3.2's indexer hides keys from a query, but transformers computes them all.
+        Causal attention halves the number. DeepSeek-V3.2's indexer hides keys from a query, but
+        transformers computes them all.
         """
         if self.compressed:
             every = (DistantKeys(1.0, 1, self.compressed.near, 1), *self.compressed.far)
@@ -264,22 +266,23 @@ class Architecture:
         return 2.0 * tokens * self.keys(sequence) * width * self.layers
 
     def operators(self, tokens: float, sequence: int) -> tuple[Operator, ...]:
-        """Products of a forward pass over ``tokens`` in rows of ``sequence``; two-byte operands.
+        """Products of a forward pass: ``tokens`` in rows of ``sequence``, two-byte operands.
 
-        A training step owes three times their FLOPs: the backward pass has two products for one.
+        A training step takes three times their FLOPs: the backward pass has two products for
+        one.
         """
-        found = []
+        operators = []
         for m in self.matrices():
             rows = tokens * m.chosen
             used = min(m.copies, max(1, rows)) * m.inputs * m.outputs
             moved = 2.0 * m.layers * (rows * (m.inputs + m.outputs) + used)
             flops = 2.0 * m.layers * rows * m.inputs * m.outputs
-            found.append(Operator(m.name, flops, moved))
+            operators.append(Operator(m.name, flops, moved))
         widths = self.heads * (self.query_width + self.value_width)
         keys = self.kv_heads * (self.query_width + self.value_width)
         moved = 2.0 * tokens * (widths + keys) * self.layers
-        found.append(Operator("attention", self.attention_flops(tokens, sequence), moved))
-        return tuple(found)
+        operators.append(Operator("attention", self.attention_flops(tokens, sequence), moved))
+        return tuple(operators)
 
     def training_flops(self, tokens: float, sequence: int) -> float:
         """Model FLOPs of a training step: the convention of MFU (``hasten.models.flops``)."""
@@ -288,12 +291,7 @@ class Architecture:
 
 def load_json(path: Path) -> Any:
     """The file's content; InputError in one sentence for what can't be read."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path} can't be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise InputError(f"{path} isn't JSON: {error}") from error
+    return parse_json(read_bounded(path, LARGEST_JSON, "model's config"), str(path))
 
 
 # Reads an ``Architecture`` from the fields of a Hugging Face config, whoever's names they bear.
@@ -318,8 +316,10 @@ def read_config(source: Mapping[str, Any] | str | Path) -> Architecture:
     if isinstance(source, Mapping):
         return _read(source, str(source.get("name") or source.get("_name_or_path") or "model"))
     if str(source) in PRESETS:
-        found = preset(str(source))
-        return _read({"model_type": found.architecture, **found.config}, found.name)
+        known_preset = preset(str(source))
+        return _read(
+            {"model_type": known_preset.architecture, **known_preset.config}, known_preset.name
+        )
     path = Path(source)
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():
@@ -349,7 +349,7 @@ def _read(fields: Mapping[str, Any], name: str) -> Architecture:
             f"{name}: hidden_size {hidden} can't be shared by {heads} heads: give head_dim"
         )
     window, every = _window(fields)
-    found = Architecture(
+    architecture = Architecture(
         name=name,
         layers=layers,
         hidden=hidden,
@@ -368,12 +368,15 @@ def _read(fields: Mapping[str, Any], name: str) -> Architecture:
         qk_norm=kind in _QK_NORM,
     )
     if kind == "deepseek_v32":
-        return replace(found, unlisted=layers * _indexer_weights(fields, name))
-    return _as_v4(found, fields) if kind == "deepseek_v4" else found
+        return replace(architecture, unlisted=layers * _indexer_weights(fields, name))
+    return _as_v4(architecture, fields) if kind == "deepseek_v4" else architecture
 
 
 def _indexer_weights(fields: Mapping[str, Any], name: str) -> int:
-    """Of a layer of DeepSeek-V3.2: queries, one key with its norm, and the heads' weights."""
+    """Counts a DeepSeek-V3.2 layer's indexer weights.
+
+    These are the queries, one key with its norm, and the weights of the heads.
+    """
     heads, width, hidden, rank = (
         _number(fields, key, name)
         for key in ("index_n_heads", "index_head_dim", "hidden_size", "q_lora_rank")

@@ -1,8 +1,9 @@
-"""A model's folder with pickled weights, written anew with safetensors.
+"""Conversion of a model's folder with pickled weights to safetensors.
 
-Older published models (``pytorch_model.bin``) and files of other trainers (``.pt``, ``.pth``) are
-pickles, which can run code in whoever reads them. Each file is read by a process of its own with
-narrow limits (`hasten.models.pickled`) and handed over as safetensors; nothing here unpickles.
+Older published models (``pytorch_model.bin``) and files of other trainers (``.pt``,
+``.pth``) are pickles. Reading a pickle can run code. A separate process with narrow
+limits (`hasten.models.pickled`) reads each file and writes it as safetensors. Nothing
+in this module unpickles.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def convert(source: Path, to: Path, tell: Callable[[str], None] = lambda text: N
             tell(f"reading {file.name} ({number}/{len(files)}, {file.stat().st_size / 1e9:.2f} GB)")
             _read_apart(file, out)
             total += out.stat().st_size
-            with safe_open(out, framework="pt") as found:
-                placed |= dict.fromkeys(found.keys(), out.name)
+            with safe_open(out, framework="pt") as weights:
+                placed |= dict.fromkeys(weights.keys(), out.name)
         if len(files) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
             (folder / INDEXES[1]).write_text(json.dumps(index, indent=1))
@@ -61,9 +62,9 @@ def pickled_files(source: Path) -> list[Path]:
     if not source.is_dir():
         raise InputError(f"{source} doesn't exist; name a model's folder or a file of weights")
     for pattern in ("pytorch_model*.bin", *PICKLED):
-        found = sorted(p for p in source.glob(pattern) if p.name != "training_args.bin")
-        if found:
-            return found
+        paths = sorted(p for p in source.glob(pattern) if p.name != "training_args.bin")
+        if paths:
+            return paths
     raise InputError(f"{source} has no pickled weights ({', '.join(PICKLED)}): nothing to convert")
 
 
@@ -88,12 +89,12 @@ def _read_apart(file: Path, out: Path) -> None:
             f"{file} wasn't read within {2 * seconds} s: it isn't plain weights"
         ) from error
     if done.returncode:
-        said = done.stderr.strip().splitlines() or ["it said nothing"]
+        lines = done.stderr.strip().splitlines() or ["it said nothing"]
         if done.returncode == REFUSED:
-            raise InputError(said[-1])
+            raise InputError(lines[-1])
         raise InputError(
             f"reading {file} broke the limits of its process or ended with code "
-            f"{done.returncode}: {said[-1][:200]}"
+            f"{done.returncode}: {lines[-1][:200]}"
         )
 
 

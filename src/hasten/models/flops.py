@@ -1,18 +1,20 @@
-"""Model FLOPs: what a forward and backward pass owes by convention, counted from the model itself.
+"""Model FLOPs: conventional cost of a forward and backward pass, from the model.
 
-MFU compares across tools only where all count the same, so the count is the usual one and not that
-of the kernels that happen to run (PaLM, arXiv:2204.02311, appendix B):
+MFU is comparable across tools only if all count the same. So this is the usual count,
+and not that of the kernels that run (PaLM, arXiv:2204.02311, appendix B):
 
-  weights     2 FLOPs per weight of a matrix product and token forward, twice that backward; the
-              input embedding is a look-up; of routed experts the chosen ones count
-  attention   scores and values, forward and twice that backward, half the square because it is
-              causal; by the sum of squared document lengths, so packed documents count as alone
-  frozen      a frozen weight, in int8 and nf4 too, needs no gradient of its own: 4 FLOPs instead of
-              6. Attention is taken down in the same proportion, as published LoRA figures are (two
-              thirds of the full model). Attention has no weights and saves nothing, so what runs is
-              more by a third of it: 3 % for a LoRA on an 8 B model at 4,096 tokens
-  not counted recomputation, padding, norms, softmax, rotary embedding, the optimizer; the head
-              counts on all tokens, though some losses skip those without a label
+- weights: 2 FLOPs per weight of a matrix product and token forward, twice that
+  backward. The input embedding is a look-up. Of routed experts, the chosen ones count.
+- attention: scores and values, forward and twice that backward. Half the square counts
+  because it is causal. It uses the sum of squared document lengths, so packed documents
+  count as separate ones.
+- frozen: a frozen weight, in int8 and nf4 too, needs no gradient of its own: 4 FLOPs
+  instead of 6. Attention is reduced in the same proportion, as published LoRA figures
+  are (two thirds of the full model). But attention has no weights and saves nothing. So
+  the executed attention work is more by a third: 3 % for a LoRA on an 8 B model at
+  4,096 tokens.
+- not counted: recomputation, padding, norms, softmax, rotary embedding, the optimizer.
+  The head counts on all tokens, though some losses skip tokens without a label.
 """
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ class ModelFlops:
 
     def of(self, lengths: Iterable[int]) -> float:
         """FLOPs of one forward and backward pass over documents of these lengths."""
-        known = list(lengths)
-        return self.per_token * sum(known) + self.per_pair * sum(n * n for n in known)
+        sizes = list(lengths)
+        return self.per_token * sum(sizes) + self.per_pair * sum(n * n for n in sizes)
 
     def at(self, length: int) -> float:
         """FLOPs per token where every document has this length."""
@@ -55,7 +57,9 @@ class ModelFlops:
 
 
 def model_flops(model: nn.Module) -> ModelFlops:
-    """Count a Hugging Face causal language model as it stands: adapters in, frozen weights known.
+    """Counts the FLOPs of a Hugging Face causal language model.
+
+    Adapters are included and frozen weights are taken into account.
 
     Raises:
         ValueError: an architecture or an attention that isn't counted.
@@ -103,33 +107,35 @@ def _weights(model: nn.Module, config: Any) -> Iterator[tuple[int, float, bool]]
     """
     chosen = getattr(config, "num_experts_per_tok", None) or 0
     adapters = _expert_adapters(model)
-    seen: set[int] = set()
+    weight_ids: set[int] = set()
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             continue
         if isinstance(module, QuantisedLinear):
             yield module.in_features * module.out_features, 1.0, False
         for weight in module.parameters(recurse=False):
-            if weight.ndim < 2 or id(weight) in seen:  # norms and biases are sums, not products
+            # norms and biases are sums, not products
+            if weight.ndim < 2 or id(weight) in weight_ids:
                 continue
-            seen.add(id(weight))
+            weight_ids.add(id(weight))
             experts = weight.shape[0] if weight.ndim == 3 else adapters.get(id(weight), 0)
             share = chosen / experts if experts else 1.0
             yield weight.numel(), share, weight.requires_grad
 
 
 def _expert_adapters(model: nn.Module) -> dict[int, int]:
-    """LoRA matrices that hold those of all routed experts, with the number of experts.
+    """LoRA matrices that combine those of all routed experts: id -> number of experts.
 
-    peft adapts a fused expert tensor by a ``ParamWrapper``, whose matrices stand side by side.
+    peft adapts a fused expert tensor with a ``ParamWrapper``, which concatenates the
+    matrices.
     """
-    found: dict[int, int] = {}
+    counts: dict[int, int] = {}
     for module in model.modules():
         experts = getattr(module, "num_experts", 0)
         if type(module).__name__ == "ParamWrapper" and isinstance(experts, int) and experts > 1:
             for part in ("lora_A", "lora_B"):
-                found |= {id(w): experts for w in getattr(module, part).parameters()}
-    return found
+                counts |= {id(w): experts for w in getattr(module, part).parameters()}
+    return counts
 
 
 def _attention_width(config: Any) -> int:

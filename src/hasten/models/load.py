@@ -1,18 +1,19 @@
-"""Models and tokenizers from a preset's name, a local folder or a hub name, or one clear sentence.
+"""Loads models and tokenizers from a preset's name, a local folder or a hub name.
 
-A preset gives random weights that its seed decides. A folder or hub name gives trained weights,
-and every way in which they could be silently wrong is an error here: transformers fills a missing
-tensor with noise, skips one it doesn't know, and says both in a log line. What a folder's weights
-are is decided in `hasten.models.weights`. Nothing from a folder is ever executed: weights come from
-safetensors alone (a pickle can run code) and custom model code is refused. ``source`` is looked up
-as a preset first; write ``./name`` for a folder called like one.
+A preset gives random weights from its seed. A folder or hub name gives trained weights.
+Every way in which they could be wrong without notice is an error here. The library
+transformers fills a missing tensor with noise, skips an unknown one, and only logs
+both. The module `hasten.models.weights` handles the contents of a folder's weights.
+
+Nothing from a folder is ever executed. Weights come from safetensors alone (a pickle
+can run code) and custom model code is refused. ``source`` is looked up as a preset
+first. For a folder with the name of a preset, write ``./name``.
 """
 
 from __future__ import annotations
 
 import copy
 import difflib
-import json
 import logging
 import re
 import warnings
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from hasten.errors import InputError
+from hasten.foreign_files import read_json_object
 from hasten.machine import versions
 from hasten.models.presets import PRESETS, build_config, with_vocabulary
 from hasten.models.weights import (
@@ -33,7 +35,6 @@ from hasten.models.weights import (
     NumberFormats,
     StoredWeights,
     is_block_scaled,
-    read_json,
     read_weights,
     weight_files,
 )
@@ -56,6 +57,13 @@ if TYPE_CHECKING:
 
 _HUB_NAME: Final = re.compile(r"[\w.-]+/[\w.-]+")
 _KERNEL_KEY: Final = re.compile(r"_?(attn|experts)_implementation(_internal)?")
+# Numbers that decide how large a model is; building one takes time and memory in proportion.
+_COUNT_KEY: Final = re.compile(
+    r"(num|n)_[a-z0-9_]*(layers?|heads|experts|groups)|n_(layer|head|embd|inner)"
+    r"|(hidden|intermediate|vocab|moe_intermediate)_size|[a-z_]*(head_dim|lora_rank)"
+)
+_MOST_LAYERS: Final = 10_000
+_MOST_FEATURES: Final = 1 << 30
 # What transformers computes with code of its own. Any other name is a kernel: transformers would
 # fetch it from the hub and run it.
 _OWN_KERNELS: Final = {
@@ -89,11 +97,15 @@ def check_folder(folder: Path, *, needs_weights: bool) -> None:
 
 
 def _check_adapter(folder: Path, needs_weights: bool) -> None:
-    """InputError for an adapter, alone or beside weights: transformers would load it unasked."""
+    """Raises InputError if the folder has an adapter, with or without weights.
+
+    transformers would load it unasked.
+    """
     complete = (folder / "config.json").is_file()
     if needs_weights:
         complete = complete and any((folder / name).is_file() for name in (WEIGHTS, INDEX))
-    base = read_json(folder / ADAPTER).get("base_model_name_or_path") or "not named in it"
+    adapter = read_json_object(folder / ADAPTER, "adapter's config")
+    base = adapter.get("base_model_name_or_path") or "not named in it"
     if not complete:
         raise InputError(
             f"{folder} holds an adapter, not a model: load the model it was trained on ({base}) "
@@ -107,10 +119,10 @@ def _check_adapter(folder: Path, needs_weights: bool) -> None:
 
 
 def check_native(source: str, raw: dict[str, Any], *, needs_weights: bool) -> None:
-    """InputError when the raw config names a model that transformers itself can't build or train.
+    """Raises InputError if transformers itself can't build or train the config's model.
 
-    A config with custom code (``auto_map``) is fine where its model type is native, as in the
-    published DeepSeek-V2 and V3: the native class is taken and the code never looked at.
+    A config with custom code (``auto_map``) is accepted if its model type is native, as in
+    the published DeepSeek-V2 and V3. The native class is used and the code is never read.
     """
     import transformers
 
@@ -134,11 +146,38 @@ def check_native(source: str, raw: dict[str, Any], *, needs_weights: bool) -> No
             f"the weights of {source} are quantised ({method}) and can't be trained as they are: "
             "convert them to bfloat16 first"
         )
-    _check_kernels(source, raw)
+    for part in _parts(raw):
+        _check_kernels(source, part)
+        _check_counts(source, part)
+
+
+def _parts(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The objects of a config: itself and those in it."""
+    values: list[Any] = [raw]
+    while values:
+        value = values.pop()
+        if isinstance(value, dict):
+            yield value
+            values += value.values()
+        elif isinstance(value, list):
+            values += value
+
+
+def _check_counts(source: str, part: dict[str, Any]) -> None:
+    """InputError if a number of layers, heads or features is negative or beyond any model's."""
+    for key, value in part.items():
+        if not _COUNT_KEY.fullmatch(key) or not isinstance(value, int | float):
+            continue
+        most = _MOST_LAYERS if key.endswith(("layers", "n_layer")) else _MOST_FEATURES
+        if not 0 <= value <= most:
+            raise InputError(
+                f"the config.json of {source} sets {key} to {value}; write a number from 0 to "
+                f"{most:,}"
+            )
 
 
 def _where_known(model_type: Any) -> str:
-    """What to do about a model type that the installed transformers doesn't know."""
+    """Returns advice for a model type that the installed transformers doesn't support."""
     import transformers
 
     since = versions.knows_since(str(model_type))
@@ -151,22 +190,18 @@ def _where_known(model_type: Any) -> str:
     )
 
 
-def _check_kernels(source: str, raw: dict[str, Any]) -> None:
-    """InputError where a config or a part of it names code for attention or experts to fetch."""
-    parts: list[Any] = [raw]
-    while parts:
-        part = parts.pop()
-        parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
-        for key, value in part.items() if isinstance(part, dict) else ():
-            found = _KERNEL_KEY.fullmatch(key)
-            for name in _names(value) if found else ():
-                known = _OWN_KERNELS[found[1]] if found else ()
-                if name not in known and not _is_installed(name):
-                    raise InputError(
-                        f"the config.json of {source} sets {key} to {name!r}, and kernels that a "
-                        f"model's folder names are never fetched or run: remove the key, or set it "
-                        f"to one of {', '.join(known)}"
-                    )
+def _check_kernels(source: str, part: dict[str, Any]) -> None:
+    """InputError if an object of a config names code for attention or experts to fetch."""
+    for key, value in part.items():
+        match = _KERNEL_KEY.fullmatch(key)
+        for name in _names(value) if match else ():
+            kernels = _OWN_KERNELS[match[1]] if match else ()
+            if name not in kernels and not _is_installed(name):
+                raise InputError(
+                    f"the config.json of {source} sets {key} to {name!r}, and kernels that a "
+                    f"model's folder names are never fetched or run: remove the key, or set it "
+                    f"to one of {', '.join(kernels)}"
+                )
 
 
 def _names(value: Any) -> Iterator[Any]:
@@ -179,7 +214,10 @@ def _names(value: Any) -> Iterator[Any]:
 
 
 def _is_installed(name: Any) -> bool:
-    """Whether it is flash attention from an installed package; else transformers would fetch it."""
+    """Returns True if it is flash attention from an installed package.
+
+    Otherwise transformers would download it.
+    """
     from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
     checks = {
@@ -198,11 +236,11 @@ def check_tokenizer(source: str) -> None:
     folder = check_source(source)
     if folder is None or (folder / "tokenizer.json").is_file():
         return
-    found = [name for name in ("tokenizer.model", "vocab.json") if (folder / name).is_file()]
-    if not found:
+    vocabularies = [name for name in ("tokenizer.model", "vocab.json") if (folder / name).is_file()]
+    if not vocabularies:
         raise InputError(f"{folder} has no tokenizer.json: give the folder of a saved tokenizer")
     raise InputError(
-        f"{folder} has {found[0]} but no tokenizer.json: write it once with "
+        f"{folder} has {vocabularies[0]} but no tokenizer.json: write it once with "
         "transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
     )
 
@@ -226,19 +264,20 @@ def load_model(
     stop_token_id: int | None = None,
     skeleton: bool = False,
 ) -> PreTrainedModel:
-    """A causal language model in training mode on the CPU, its parameters in ``dtype``.
+    """Returns a causal language model in training mode on the CPU, in ``dtype``.
 
-    A preset, and any source with ``from_scratch``, has random weights: drawn in float32 from
-    ``seed`` and then rounded to ``dtype``, so that every precision starts from the same model, and
-    with ``vocab_size`` rows of embedding. Buffers (rotary frequencies, the router's balancing bias)
-    stay float32 in every precision, as when transformers loads them. Weights that transformers
-    never trains are frozen (`freeze_indexers`).
+    A preset has random weights, and so has any source with ``from_scratch``. They are drawn
+    in float32 from ``seed`` and then rounded to ``dtype``. So every precision starts from
+    the same model. The embedding has ``vocab_size`` rows. Buffers (rotary frequencies, the
+    router's balancing bias) stay float32 in every precision, as when transformers loads
+    them. Weights that transformers never trains are frozen (`freeze_indexers`).
 
     A ``skeleton`` is the same model with tensors on the meta device: shapes and no weights.
 
-    Trained weights keep their embedding, which ``vocab_size`` may not exceed. The token ids go to
-    the configs of the model and of its generation, which also keeps the tokens at which trained
-    weights stop and stops at ``stop_token_id``. Raises InputError for whatever the source lacks.
+    Trained weights keep their embedding, which ``vocab_size`` may not exceed. The token ids
+    are written to the configs of the model and of its generation. The generation config
+    also keeps the stop tokens of trained weights and adds ``stop_token_id``. Raises
+    InputError for anything that the source lacks.
     """
     tokens = {
         "bos_token_id": bos_token_id,
@@ -262,11 +301,11 @@ def load_model(
         model = _from_seed(config, seed, dtype) if random else _from_weights(source, config, dtype)
     model.config.pad_token_id = padding
     generation = model.generation_config
-    kept = [] if random else [*_listed(generation.eos_token_id), *stop_tokens(source)]
+    existing_stops = [] if random else [*_listed(generation.eos_token_id), *stop_tokens(source)]
     for name, token_id in tokens.items():
         if token_id is not None:
             setattr(generation, name, token_id)
-    stops = list(dict.fromkeys([*kept, *_listed(eos_token_id), *_listed(stop_token_id)]))
+    stops = list(dict.fromkeys([*existing_stops, *_listed(eos_token_id), *_listed(stop_token_id)]))
     if stops:
         generation.eos_token_id = stops if len(stops) > 1 else stops[0]
     freeze_indexers(model)
@@ -275,11 +314,11 @@ def load_model(
 
 
 def stop_tokens(source: str) -> list[int]:
-    """The tokens at which a local folder says that writing stops; empty if it says nothing."""
+    """Returns the stop tokens of a local folder; empty if it defines none."""
     for name in ("generation_config.json", "config.json"):
-        with suppress(OSError, ValueError):
-            found = json.loads((Path(source) / name).read_text("utf-8")).get("eos_token_id")
-            if stops := _listed(found):
+        with suppress(InputError):
+            content = read_json_object(Path(source) / name, "model's config")
+            if stops := _listed(content.get("eos_token_id")):
                 return stops
     return []
 
@@ -291,11 +330,12 @@ def _listed(ids: int | list[int] | None) -> list[int]:
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local folder or hub name, exactly as its ``tokenizer.json`` says.
+    """Returns the tokenizer of a local folder or hub name, as in its ``tokenizer.json``.
 
-    The class that transformers 5 chooses by model type is passed over on purpose: for qwen2, and so
-    for the R1 distillations, it puts its own splitting rules in place of the file's, and the same
-    text gets other ids. Raises InputError for a preset, which has no tokenizer.
+    The class that transformers 5 chooses by model type is not used on purpose. For qwen2,
+    and so for the R1 distillations, it replaces the file's splitting rules with its own.
+    The same text then gets other ids. Raises InputError for a preset, which has no
+    tokenizer.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -319,7 +359,7 @@ def skeleton_of(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def take_own_attention(model: Any) -> None:
-    """Let a model attend through SDPA, or through its own code where its class knows no SDPA.
+    """Sets a model's attention to SDPA, or to its own code if SDPA isn't supported.
 
     Raises:
         InputError: transformers refuses.
@@ -356,7 +396,10 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Inside, the CPU's random numbers follow ``seed``; afterwards they go on as if untouched."""
+    """Context in which the CPU's random numbers follow ``seed``.
+
+    Afterwards the previous random state continues unchanged.
+    """
     with torch.random.fork_rng(devices=[]):
         # torch.manual_seed would reseed the accelerators too, which nothing restores.
         torch.default_generator.manual_seed(seed)
@@ -379,6 +422,8 @@ def read_config(
         check_folder(folder, needs_weights=needs_weights)
     with quiet(), _advice(f"the config of {source} can't be read"):
         raw, _ = PreTrainedConfig.get_config_dict(source)
+        if folder is not None:  # read strictly: of two equal keys transformers takes the last
+            read_json_object(folder / "config.json", "model's config")
         check_native(source, raw, needs_weights=needs_weights)
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -496,11 +541,16 @@ def stored_formats(source: str, config: PreTrainedConfig) -> NumberFormats:
 
 
 def _generation_config(folder: Path) -> GenerationConfig:
-    """The folder's, or what its config.json says of generation, as old releases put it there."""
+    """Returns the folder's generation config, or the generation keys of its config.json.
+
+    Old releases stored them there.
+    """
     from transformers import GenerationConfig
 
     file = "generation_config.json"
     with quiet(), _advice(f"the {file} of {folder} can't be used"):
+        if (folder / file).is_file():
+            read_json_object(folder / file, "generation config")  # strictly
         if (folder / file).is_file():
             return GenerationConfig.from_pretrained(folder)
         return GenerationConfig.from_pretrained(
@@ -546,9 +596,9 @@ def _check_frequencies(source: str, config: PreTrainedConfig, stored: StoredWeig
     with quiet(), torch.device("cpu"):
         expected = type(rotary)(config=config).inv_freq
     for tensor in stored.frequencies:
-        found = tensor[...].float()
-        if found.shape != expected.shape or not torch.allclose(
-            found, expected, rtol=0.02, atol=1e-4 if tensor.dtype != "F32" else 1e-7
+        frequencies = tensor[...].float()
+        if frequencies.shape != expected.shape or not torch.allclose(
+            frequencies, expected, rtol=0.02, atol=1e-4 if tensor.dtype != "F32" else 1e-7
         ):
             raise InputError(
                 f"the rotary frequencies that {source} stores ({tensor.name}) are not those of its "
@@ -560,7 +610,7 @@ def _check_frequencies(source: str, config: PreTrainedConfig, stored: StoredWeig
 def check_rows(
     source: str, config: PreTrainedConfig, tokenizer: Any, *, from_scratch: bool
 ) -> None:
-    """InputError if a tokenizer, or the config beside it, has ids without a row of the embedding.
+    """Raises InputError if a tokenizer or config has ids without a row of the embedding.
 
     An embedding with random weights gets a row for each token.
     """
@@ -593,8 +643,8 @@ def _check_rows(source: str, config: PreTrainedConfig, rows: int, which: str = "
 def _check_report(source: str, report: dict[str, Any]) -> None:
     """InputError when the loader left out, made up or reshaped a tensor; names the first three."""
     reshaped = [
-        f"{name} {list(found)} instead of {list(expected)}"
-        for name, found, expected in report["mismatched_keys"]
+        f"{name} {list(actual)} instead of {list(expected)}"
+        for name, actual, expected in report["mismatched_keys"]
     ]
     findings = {
         "missing": report["missing_keys"],
@@ -619,7 +669,7 @@ def _cant_build(config: PreTrainedConfig) -> str:
 
 @contextmanager
 def _advice(failed: str) -> Iterator[None]:
-    """Turn what the libraries raise about somebody's files into one sentence after ``failed``."""
+    """Turns library exceptions about the user's files into one sentence after ``failed``."""
     try:
         yield
     except (InputError, MemoryError):

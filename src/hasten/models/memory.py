@@ -1,17 +1,21 @@
-"""What a rank's training needs of memory, added up before anything is built.
+"""Memory that a rank's training needs, added up before anything is built.
 
-    state         weights, gradients, optimizer state and what else stays from step to step
-    activations   what a micro-batch's forward pass keeps for backward
-    logits        rows of scores as wide as the vocabulary: themselves and their gradient
-    overhead      the process itself: Python, libraries, a device's context
+- state: weights, gradients, optimizer state, and everything else that stays between
+  steps
+- activations: tensors that a micro-batch's forward pass stores for backward
+- logits: rows of scores as wide as the vocabulary, and their gradient
+- overhead: the process itself, with Python, libraries and a device's context
 
-State is exact up to small tensors. Activations are counted from what the products of a block keep:
-every matrix has the model's width on one side, so the other sides add up to (weights of a block) /
-(width) (Korthikanti et al., arXiv:2205.05198, section 4, without dropout and with fused attention).
-Norms, residual sums and copies around attention come on top, and each expert's own copy of its
-tokens, before and after. Their widths were counted from the tensors that live at the peak of traced
-steps; ``tests/recipe/test_memory_peak.py`` compares them again. The low ranks of latent attention
-are counted by their weights, which is too little.
+State is exact up to small tensors. Activations are counted from the stored tensors of a
+block's products. Every matrix has the model's width on one side. So the other sides add
+up to (weights of a block) / (width) (Korthikanti et al., arXiv:2205.05198, section 4,
+without dropout and with fused attention).
+
+Norms, residual sums and copies around attention are added. Each expert's own copy of
+its tokens, before and after, is added too. Their widths were counted from the live
+tensors at the peak of traced steps. ``tests/recipe/test_memory_peak.py`` compares them
+again. The low ranks of latent attention are counted by their weights, which is too
+little.
 """
 
 from __future__ import annotations
@@ -36,10 +40,10 @@ HALF_NORMS = 2.0  # more, in 16 bits: Transformers' two norms keep their input i
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What is counted of a model; a token meets ``active`` weights and ``chosen`` experts.
+    """Sizes of a model; a token uses ``active`` weights and ``chosen`` experts.
 
-    ``repeated``: widths by which attention's keys and values grow where heads share them;
-    ``score_heads``: heads whose scores are kept, one number for each pair of positions.
+    ``repeated``: widths by which attention's keys and values grow if heads share them.
+    ``score_heads``: heads with stored scores, one number for each pair of positions.
     """
 
     parameters: int
@@ -92,12 +96,14 @@ def gigabytes(count: float) -> str:
 
 
 def state_bytes(parameters: int, more: float = 0.0, dealt: float = 0.0) -> float:
-    """Weights, gradients and AdamW's moments in float32, ``more`` beside them, less what is dealt.
+    """Returns the bytes of float32 weights, gradients and AdamW's moments.
+
+    ``more`` is added to them and the sharded part is subtracted.
 
     Args:
         more: bytes that other formats of weights and optimizer add, or (negative) save.
-        dealt: bytes of the float32 state that a layout deals out to other ranks; of the rest it
-            takes the same share.
+        dealt: bytes of the float32 state that a layout shards to other ranks. The same
+            share of the other bytes is subtracted.
     """
     usual = ADAMW_FLOAT32 * parameters
     return (usual + more) * max(1.0 - dealt / usual, 0.0) if usual else 0.0
@@ -106,13 +112,14 @@ def state_bytes(parameters: int, more: float = 0.0, dealt: float = 0.0) -> float
 def routed_weights(
     parameters: int, hidden: int, layers: int, vocabulary: int, tied: bool = False
 ) -> float:
-    """How many of a model's weights belong to its routed experts, from its outer sizes alone.
+    """Estimates the weights of a model's routed experts, from its outer sizes alone.
 
-    All but embedding, head and four square matrices of the model's width in a layer, which is what
-    attention has about; latents, shared experts and dense layers are not told apart from that.
+    These are all weights without embedding, head and four square matrices of the model's
+    width per layer. Attention has about this size. Latents, shared experts and dense layers
+    are not separated from it.
     """
-    rest = (1 if tied else 2) * vocabulary * hidden + 4 * layers * hidden**2
-    return float(max(parameters - rest, 0))
+    unrouted = (1 if tied else 2) * vocabulary * hidden + 4 * layers * hidden**2
+    return float(max(parameters - unrouted, 0))
 
 
 def activation_bytes(
@@ -122,26 +129,27 @@ def activation_bytes(
     recomputed: float = 0.0,
     form: BlockForm = BlockForm(),  # frozen
 ) -> float:
-    """What a micro-batch of so many positions keeps; ``recomputed`` of its blocks, only the inputs.
+    """Returns the bytes that a micro-batch with this number of positions stores.
 
-    Blocks that are computed again need one at a time whole.
+    For the share ``recomputed`` of its blocks only the inputs are stored. Blocks that are
+    computed again need the full memory of one block at a time.
     """
     block = block_bytes(size, positions, number_bytes, form)
     inputs = positions * number_bytes * size.hidden
-    kept = size.layers * ((1 - recomputed) * block + recomputed * min(inputs, block))
-    return kept + (block if recomputed else 0.0)
+    stored_bytes = size.layers * ((1 - recomputed) * block + recomputed * min(inputs, block))
+    return stored_bytes + (block if recomputed else 0.0)
 
 
 def block_bytes(size: ModelSize, positions: int, number_bytes: float, form: BlockForm) -> float:
-    """What one block keeps of a micro-batch."""
+    """Returns the bytes that one block stores of a micro-batch."""
     if not size.layers or not size.hidden:
         return 0.0
     of_head = size.vocabulary * size.hidden
     widths = max(size.active - of_head, 0.0) / size.layers / size.hidden
-    beside = BESIDE_PRODUCTS[form.fused, form.frozen]
+    extra_widths = BESIDE_PRODUCTS[form.fused, form.frozen]
     if not form.fused:
-        beside += HALF_NORMS if number_bytes < 4 else 0.0
-    count = widths + (beside + 2 * size.chosen) * size.hidden
+        extra_widths += HALF_NORMS if number_bytes < 4 else 0.0
+    count = widths + (extra_widths + 2 * size.chosen) * size.hidden
     if form.repeats:
         count += size.repeated
     if not form.fused and not form.frozen:  # the gate's activation is a tensor of its own

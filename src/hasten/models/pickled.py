@@ -1,8 +1,9 @@
-"""One pickled file of weights to one safetensors file, in a process that can do little else.
+"""Conversion of one pickled file of weights to safetensors, in a restricted process.
 
-Run as ``python -m hasten.models.pickled FILE OUT`` by `hasten.models.convert`. torch.load with
-``weights_only`` builds tensors and plain containers and refuses all else; should that ever be got
-around, this process has limits of memory, time, file size and files, and nothing of the caller's
+`hasten.models.convert` runs it as ``python -m hasten.models.pickled FILE OUT``.
+torch.load with ``weights_only`` builds tensors and plain containers and refuses
+everything else. If that protection ever fails, this process still has limits. They
+cover memory, time, file size and open files. It has nothing of the caller's
 environment.
 """
 
@@ -33,11 +34,11 @@ def main(file: Path, out: Path) -> int:
     try:
         check_stored(file, size)
         try:
-            found = torch.load(file, map_location="cpu", weights_only=True)
+            content = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:
-            said = str(error).strip().splitlines() or [type(error).__name__]
-            raise Refusal(f"{file} isn't weights alone, or is damaged: {said[0][:200]}") from error
-        tensors = weights_of(found, file)
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise Refusal(f"{file} isn't weights alone, or is damaged: {lines[0][:200]}") from error
+        tensors = weights_of(content, file)
         # A copy of each: a pickle's tensors may be views of one another's memory.
         save_file({n: t.contiguous().clone() for n, t in tensors.items()}, out, {"format": "pt"})
     except Refusal as refusal:
@@ -47,7 +48,7 @@ def main(file: Path, out: Path) -> int:
 
 
 def limit(size: int) -> None:
-    """What this process may use from here on, by the size of the file."""
+    """Limits the memory, time and files of this process, by the size of the input file."""
     try:
         import resource
     except ImportError:  # not on Windows
@@ -75,22 +76,22 @@ def check_stored(file: Path, size: int) -> None:
         raise Refusal(f"{file} unfolds to more bytes than it has, which torch.save never writes")
 
 
-def weights_of(found: Any, file: Path) -> Mapping[str, Any]:
+def weights_of(content: Any, file: Path) -> Mapping[str, Any]:
     """The mapping of names to tensors, under one of the usual names or by itself."""
     import torch
 
     for _ in range(len(AROUND) + 1):
-        if isinstance(found, Mapping) and found:
-            names = [str(name) for name in found]
-            if all(isinstance(value, torch.Tensor) for value in found.values()):
-                return {str(name): value for name, value in found.items()}
-            inner = next((found[n] for n in AROUND if isinstance(found.get(n), Mapping)), None)
+        if isinstance(content, Mapping) and content:
+            names = [str(name) for name in content]
+            if all(isinstance(value, torch.Tensor) for value in content.values()):
+                return {str(name): value for name, value in content.items()}
+            inner = next((content[n] for n in AROUND if isinstance(content.get(n), Mapping)), None)
             if inner is not None:
-                found = inner
+                content = inner
                 continue
             raise Refusal(f"{file} holds {', '.join(names[:5])}, and no weights by name")
         break
-    raise Refusal(f"{file} holds a {type(found).__name__}, not weights by name")
+    raise Refusal(f"{file} holds a {type(content).__name__}, not weights by name")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,21 @@
-"""The DeepSeek family as data: published sizes and small relatives, buildable without a download.
+"""The DeepSeek family as data: published sizes and small relatives, no download.
 
-A preset is a model's ``config.json`` under a name, without weights and without a tokenizer. The
-published ones carry the numbers of the files on the hub; ``-tiny`` and ``-small`` have the same
-architecture at a size that a processor trains in minutes. ``presets.json`` holds them. Importing
-this module costs nothing: transformers comes in when a config is built.
+A preset is a model's ``config.json`` under a name, without weights and without a
+tokenizer. The published ones have the numbers of the files on the hub. Those with
+``-tiny`` and ``-small`` have the same architecture at a size that a processor trains in
+minutes. ``presets.json`` contains them. Importing this module costs nothing:
+transformers is imported when a config is built.
 
-The small relatives keep each architecture's proportions: grouped heads stay grouped, latent
-attention keeps its low ranks and its split of plain and rotary dimensions, a mixture of experts
-keeps groups, shared experts, a dense first layer and as much active as dense width. They are
-trained from scratch, so their positions are plain rotary ones; the published YaRN stretch is a
-later stage of a model's life. Without a tokenizer's word they have the embedded corpus' vocabulary
-and no token ids.
+The small relatives keep each architecture's proportions:
+
+- Grouped heads stay grouped.
+- Latent attention keeps its low ranks and its split of plain and rotary dimensions.
+- A mixture of experts keeps groups, shared experts, a dense first layer, and as much
+  active as dense width.
+
+They are trained from scratch, so their positions are plain rotary ones. The published
+YaRN scaling belongs to a later stage of training. Without a tokenizer they have the
+vocabulary of the embedded corpus and no token ids.
 """
 
 from __future__ import annotations
@@ -79,26 +84,26 @@ def with_vocabulary(
     eos_token_id: int | None,
     pad_token_id: int | None,
 ) -> PreTrainedConfig:
-    """The same config, changed in place, with the vocabulary and token ids of a tokenizer.
+    """Sets the vocabulary and token ids of a tokenizer in the config and returns it.
 
-    None keeps what the config says, except that another vocabulary size also forgets the config's
-    own token ids: they number another tokenizer's tokens. Raises InputError for an id outside the
-    vocabulary.
+    None keeps the config's value, with one exception. Another vocabulary size also clears
+    the config's own token ids, because they refer to another tokenizer's tokens. Raises
+    InputError for an id outside the vocabulary.
     """
-    given = {"bos": bos_token_id, "eos": eos_token_id, "pad": pad_token_id}
+    special_tokens = {"bos": bos_token_id, "eos": eos_token_id, "pad": pad_token_id}
     if vocab_size is not None and vocab_size < 1:
         raise InputError(f"a vocabulary of {vocab_size} tokens can't be trained: give at least 1")
     replaced = vocab_size is not None and vocab_size != config.vocab_size
     if replaced:
         config.vocab_size = vocab_size
-    for token, token_id in given.items():
+    for token, token_id in special_tokens.items():
         key = f"{token}_token_id"
         if token_id is not None or replaced:
             setattr(config, key, token_id)
         elif getattr(config, key, None) == -1:  # the first Llama conversions: there is none
             setattr(config, key, None)
-        found = getattr(config, key, None)
-        for one in found if isinstance(found, list | tuple) else [found]:
+        token_ids = getattr(config, key, None)
+        for one in token_ids if isinstance(token_ids, list | tuple) else [token_ids]:
             if one is not None and not 0 <= one < config.vocab_size:
                 raise InputError(
                     f"{key} {one} lies outside the vocabulary of {config.vocab_size} tokens: give "
@@ -109,16 +114,16 @@ def with_vocabulary(
 
 def _read() -> Iterator[Preset]:
     """The presets of the file; each has the fields of those that it is ``like``, then its own."""
-    found: dict[str, dict[str, Any]] = {}
+    configs: dict[str, dict[str, Any]] = {}
     text = Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
     for name, entry in json.loads(text).items():
         config: dict[str, Any] = {}
         for other in entry["like"]:
-            config |= found[other]
-        found[name] = config | entry["config"]
+            config |= configs[other]
+        configs[name] = config | entry["config"]
         if "architecture" in entry:  # else it is what others have in common
-            said = entry["description"], entry["source"]
-            yield Preset(name, entry["architecture"], found[name], *said)
+            texts = entry["description"], entry["source"]
+            yield Preset(name, entry["architecture"], configs[name], *texts)
 
 
 PRESETS: Final[Mapping[str, Preset]] = {entry.name: entry for entry in _read()}

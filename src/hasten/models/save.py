@@ -1,14 +1,19 @@
-"""Models and adapters as Hugging Face folders, complete under their name or not there at all.
+"""Saves models and adapters as Hugging Face folders, complete or not at all.
 
-(1) Everything is written into a hidden sibling, ``.name.partial-...``, the weights first => (2) its
-files are forced to the disk => (3) one rename gives it its name. Who finds the folder finds all of
-it. Where a folder of that name exists it is moved aside, to ``.name.replaced-...``, just before (3)
-and deleted after; a machine that dies between the two renames leaves both, whole, under those
-names. What can't be written beside the weights (a config that its own library refuses, say) costs
-neither them nor the rest: it is returned by name.
+(1) Everything is written into a hidden sibling, ``.name.partial-...``, the weights
+    first.
+(2) Its files are forced to the disk.
+(3) One rename gives it its name. So a folder with this name is always complete.
 
-A folder is written for readers of several releases: transformers 4 and what builds on it (vLLM,
-llama.cpp's converter) know keys by other names than transformers 5 does. Both are written.
+If a folder of that name exists, it is moved to ``.name.replaced-...`` just before (3)
+and deleted afterwards. If the machine stops between the two renames, both folders
+remain complete under those names. A file other than the weights may fail (for example a
+config that its own library refuses). The weights and the other files are still written,
+and the failed file is returned by name.
+
+A folder can be read by several releases. Version 4 of transformers and tools based on
+it (vLLM, llama.cpp's converter) use other names for some keys than transformers 5. Both
+are written.
 """
 
 from __future__ import annotations
@@ -64,14 +69,14 @@ def save_model(
             "this model carries an adapter: save the adapter alone with save_adapter, or merge it "
             "into the weights first"
         )
-    rest = _Rest()
+    writer = _Rest()
     with quiet(), appearing_at_once(folder) as partial:
-        most = _write_weights(model, partial, formats, rest)
-        rest.write("config.json", lambda: _write_config(model, most, partial))
-        rest.write("generation_config.json", lambda: _write_generation_config(model, partial))
+        most = _write_weights(model, partial, formats, writer)
+        writer.write("config.json", lambda: _write_config(model, most, partial))
+        writer.write("generation_config.json", lambda: _write_generation_config(model, partial))
         if tokenizer is not None:
-            rest.write("the tokenizer", lambda: _write_tokenizer(tokenizer, partial))
-    return rest.problems
+            writer.write("the tokenizer", lambda: _write_tokenizer(tokenizer, partial))
+    return writer.problems
 
 
 def save_adapter(
@@ -91,19 +96,19 @@ def save_adapter(
 
     if not isinstance(model, PeftModel):
         raise InputError("this model carries no adapter: save it whole with save_model")
-    rest = _Rest()
+    writer = _Rest()
     with quiet(), appearing_at_once(folder) as partial:
         # Embeddings are never adapted here; left to itself, peft asks the hub about their size.
         model.save_pretrained(partial, safe_serialization=True, save_embedding_layers=False)
         # An empty form of a model card, which says nothing about this adapter.
         (partial / "README.md").unlink(missing_ok=True)
         if tokenizer is not None:
-            rest.write("the tokenizer", lambda: _write_tokenizer(tokenizer, partial))
-    return rest.problems
+            writer.write("the tokenizer", lambda: _write_tokenizer(tokenizer, partial))
+    return writer.problems
 
 
 class _Rest:
-    """Writes what a folder holds beside its weights, and keeps what went wrong."""
+    """Writes the files of a folder other than its weights and collects the problems."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
@@ -117,14 +122,14 @@ class _Rest:
 
 
 def _write_weights(
-    model: PreTrainedModel, folder: Path, formats: NumberFormats, rest: _Rest
+    model: PreTrainedModel, folder: Path, formats: NumberFormats, writer: _Rest
 ) -> torch.dtype:
     """The weights in their formats; the format that the config names."""
     from transformers import GenerationConfig
 
     most = model.dtype if formats.most is None else formats.most
     if overflowing := _overflowing(model, formats):
-        rest.problems.append(
+        writer.problems.append(
             f"{overflowing} has values that {str(most).removeprefix('torch.')} can't hold, so all "
             "weights are saved as they are in memory"
         )
@@ -178,10 +183,11 @@ def _write_config(model: PreTrainedModel, most: torch.dtype, folder: Path) -> No
 
 
 def _older_rope(rope: Any) -> dict[str, Any]:
-    """``rope_parameters`` as releases before 5 call their parts; nothing of one for each layer.
+    """``rope_parameters`` under the names of releases before 5; empty if per layer.
 
-    transformers 5 reads ``rope_scaling`` in the place of ``rope_parameters`` where both are there
-    (modeling_rope_utils.py, convert_rope_params_to_dict), so both say the same.
+    If both are present, transformers 5 reads ``rope_scaling`` instead of
+    ``rope_parameters`` (modeling_rope_utils.py, convert_rope_params_to_dict). So both have
+    the same values.
     """
     if not isinstance(rope, dict) or "rope_theta" not in rope:
         return {}
@@ -195,7 +201,10 @@ def _older_rope(rope: Any) -> dict[str, Any]:
 
 
 def _write_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    """As the model has it: transformers' own writer refuses what its reader takes."""
+    """Writes the model's generation config unchanged.
+
+    transformers' own writer refuses values that its reader accepts.
+    """
     generation = model.generation_config
     if generation is None:
         return
@@ -205,10 +214,11 @@ def _write_generation_config(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """The tokenizer's files, readable by transformers 4 and 5.
+    """Writes the tokenizer's files so that transformers 4 and 5 can read them.
 
-    transformers 5 calls the class TokenizersBackend and lists further special tokens under
-    ``extra_special_tokens``, which 4 expects to be an object; the names of 4 are read by both.
+    transformers 5 names the class TokenizersBackend. It lists further special tokens under
+    ``extra_special_tokens``, which 4 expects to be an object. Both releases read the names
+    of 4.
     """
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"

@@ -1,13 +1,18 @@
-"""The stored weights of a model's folder: their files, names, number formats, and what is refused.
+"""Stored weights of a model's folder: files, names, number formats, refused contents.
 
-Trainers leave the names of their wrappers in what they save (``_orig_mod.`` of torch.compile,
-``module.`` of data parallelism, ``base_model.model.`` of PEFT), and folders hold tensors that a
-language model has no place for: layers that predict further tokens ahead and, in folders of old
-releases, rotary frequencies. Weights in block-scaled float8 mean nothing without their scales.
+Trainers leave the names of their wrappers in saved files: ``_orig_mod.`` of
+torch.compile, ``module.`` of data parallelism, ``base_model.model.`` of PEFT. Folders
+also hold tensors that a language model doesn't use. Examples are layers that predict
+further tokens ahead and, in folders of old releases, rotary frequencies. Weights in
+block-scaled float8 mean nothing without their scales.
 
-(1) the files are found whole => (2) their headers are read => (3) names lose what wrappers added;
-each tensor is the model's, known and left out, or refused => (4) transformers takes the tensors
-one by one, and float8 is multiplied by its scales as it is taken. Steps 1 to 3 read no weights.
+(1) All files are located.
+(2) Their headers are read.
+(3) Wrapper prefixes are removed from names. Each tensor belongs to the model, is left
+    out on purpose, or is refused.
+(4) transformers takes the tensors one by one. float8 is multiplied by its scales then.
+
+Steps 1 to 3 read no weights.
 """
 
 from __future__ import annotations
@@ -104,7 +109,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """What a folder's files hold, under the names that transformers knows."""
+    """Contents of a folder's files, under the names that transformers uses."""
 
     tensors: Mapping[str, StoredTensor]
     ahead: tuple[str, ...] = ()  # left out: tensors that predict further tokens ahead
@@ -113,13 +118,13 @@ class StoredWeights:
     def formats(self) -> NumberFormats:
         """The formats that the weights would be saved in again; float8 becomes bfloat16."""
         sizes: Counter[torch.dtype] = Counter()
-        found = {}
+        by_name = {}
         for name, tensor in self.tensors.items():
             if tensor.dtype in _FORMATS or tensor.scales is not None:
-                found[name] = _FORMATS.get(tensor.dtype, torch.bfloat16)
-                sizes[found[name]] += math.prod(tensor.shape)
+                by_name[name] = _FORMATS.get(tensor.dtype, torch.bfloat16)
+                sizes[by_name[name]] += math.prod(tensor.shape)
         most = sizes.most_common(1)[0][0] if sizes else None
-        return NumberFormats(most, {name: kind for name, kind in found.items() if kind != most})
+        return NumberFormats(most, {name: kind for name, kind in by_name.items() if kind != most})
 
     def notes(self) -> Iterator[str]:
         """A sentence for each kind of tensor that isn't simply read."""
@@ -134,11 +139,12 @@ class StoredWeights:
 
 
 def read_weights(folder: Path, config: PreTrainedConfig) -> StoredWeights:
-    """The folder's weights, from the headers of its files.
+    """Returns the folder's weights, from the headers of its files.
 
     Raises:
-        InputError: no whole files, tensors of an adapter, layers that the config doesn't count, a
-            number format that can't be trained, or two tensors of one name.
+        InputError: no complete files, tensors of an adapter, or layers that the config
+            doesn't count. Also a number format that can't be trained, or two tensors of one
+            name.
     """
     named: dict[str, StoredTensor] = {}
     for tensor in _stored(folder):
@@ -156,8 +162,8 @@ def read_weights(folder: Path, config: PreTrainedConfig) -> StoredWeights:
         named[name] = tensor
     ahead = _ahead(folder, named, config)
     frequencies = tuple(t for n, t in named.items() if n.endswith("rotary_emb.inv_freq"))
-    own = {n: t for n, t in named.items() if n not in ahead and not _ROTARY.search(n)}
-    return StoredWeights(_with_scales(folder, own), tuple(sorted(ahead)), frequencies)
+    trunk = {n: t for n, t in named.items() if n not in ahead and not _ROTARY.search(n)}
+    return StoredWeights(_with_scales(folder, trunk), tuple(sorted(ahead)), frequencies)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -252,22 +258,22 @@ def _ahead(folder: Path, named: Mapping[str, Any], config: PreTrainedConfig) -> 
     count = config.get_text_config().num_hidden_layers
     behind: dict[int, list[str]] = {}
     for name in named:
-        if (found := _LAYER.match(name)) and int(found[1]) >= count:
-            behind.setdefault(int(found[1]), []).append(name)
+        if (match := _LAYER.match(name)) and int(match[1]) >= count:
+            behind.setdefault(int(match[1]), []).append(name)
     for layer, names in behind.items():
         if not any(_AHEAD_PARTS & set(name.split(".")) for name in names):
             raise InputError(
                 f"the weights of {folder} hold layer {layer} ({names[0]}) and its config.json has "
                 f"num_hidden_layers {count}: give the config and the weights of the same model"
             )
-    own = {name for name in named if _AHEAD.match(name)}
-    return own.union(*behind.values())
+    ahead_names = {name for name in named if _AHEAD.match(name)}
+    return ahead_names.union(*behind.values())
 
 
 def _with_scales(folder: Path, named: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors with the scales of float8 put beside their weights."""
+    """Returns the tensors, float8 weights together with their scales."""
     scales = {n.removesuffix(_SCALES) + ".weight": t for n, t in named.items() if _SCALES in n}
-    found = {name: tensor for name, tensor in named.items() if _SCALES not in name}
+    tensors = {name: tensor for name, tensor in named.items() if _SCALES not in name}
     block = None
     if scales:
         block = (read_json(folder / "config.json").get("quantization_config") or {}).get(
@@ -278,17 +284,18 @@ def _with_scales(folder: Path, named: Mapping[str, StoredTensor]) -> dict[str, S
                 f"the weights of {folder} have block scales ({_SCALES[1:]}) and its config.json "
                 "names no weight_block_size: add the quantization_config of the published model"
             )
-    for name, tensor in found.items():
-        own = scales.pop(name, None)
-        if own is not None and block is not None:
+    for name, tensor in tensors.items():
+        weight_scales = scales.pop(name, None)
+        if weight_scales is not None and block is not None:
             blocks = tuple(-(-n // b) for n, b in zip(tensor.shape, block, strict=False))
-            if tensor.dtype != _FLOAT8 or len(tensor.shape) != 2 or own.shape != blocks:
+            if tensor.dtype != _FLOAT8 or len(tensor.shape) != 2 or weight_scales.shape != blocks:
                 raise InputError(
                     f"{tensor.name} of {folder} is {tensor.dtype} {list(tensor.shape)} with scales "
-                    f"{list(own.shape)}, which blocks of {list(block)} don't fit: convert the "
+                    f"{list(weight_scales.shape)}, which blocks of {list(block)} don't fit: "
+                    f"convert the "
                     "weights to bfloat16 first"
                 )
-            found[name] = replace(tensor, scales=own, block=(block[0], block[1]))
+            tensors[name] = replace(tensor, scales=weight_scales, block=(block[0], block[1]))
         elif tensor.dtype not in _PLAIN:
             raise InputError(
                 f"the weights of {folder} are quantised ({tensor.name} is {tensor.dtype}) and "
@@ -299,4 +306,4 @@ def _with_scales(folder: Path, named: Mapping[str, StoredTensor]) -> dict[str, S
             f"the weights of {folder} have scales without a weight ({next(iter(scales))}): copy or "
             "download the folder again"
         )
-    return found
+    return tensors

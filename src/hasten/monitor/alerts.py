@@ -63,9 +63,9 @@ class Alerts:
         """Compare where the run stands with the limits."""
         now = time.time() if now is None else now
         with run.lock:
-            found, began = run.standing(now), number(run.start.get("began"))
+            standing, began = run.standing(now), number(run.start.get("began"))
         with self._lock:
-            causes = self._causes(run.name, found, began, now)
+            causes = self._causes(run.name, standing, began, now)
             for kind in KINDS:
                 key, cause = (run.name, kind), causes.get(kind)
                 if cause is None:
@@ -75,42 +75,42 @@ class Alerts:
                     self._give(Alert(run.name, kind, f"{kind}: {run.name}: {cause}"))
 
     def _causes(
-        self, name: str, found: dict[str, Any], began: float | None, now: float
+        self, name: str, standing: dict[str, Any], began: float | None, now: float
     ) -> dict[str, str]:
         causes = {}
-        status, limits = found["status"], self._limits
+        status, limits = standing["status"], self._limits
         if status in ("starting", "running", "silent"):
             patience = max(
-                limits.stall_seconds, limits.stall_steps * (found["step_seconds_median"] or 0.0)
+                limits.stall_seconds, limits.stall_steps * (standing["step_seconds_median"] or 0.0)
             )
-            sign = found["last_sign"] or began
+            sign = standing["last_sign"] or began
             if sign is not None and now - sign > patience:
                 causes["stall"] = f"no step for {duration(now - sign)}"
-            free = found["disk_free_bytes"]
+            free = standing["disk_free_bytes"]
             if free is not None and free < limits.disk_bytes:
                 causes["disk"] = f"{free / 1e9:.1f} GB are free where it writes"
-            ratio = found["slowest_rank_ratio"]
+            ratio = standing["slowest_rank_ratio"]
             if ratio is not None and ratio > limits.slow_rank:
                 causes["slow_rank"] = (
-                    f"rank {found['slowest_rank']} takes {ratio:.1f} times as long as the others"
+                    f"rank {standing['slowest_rank']} takes {ratio:.1f} times as long as the others"
                 )
         before = self._skipped.get(name)
         if status != "reading":  # what was skipped before anybody looked is no news
-            self._skipped[name] = found["skipped_steps"]
-            if before is not None and found["skipped_steps"] > before:
-                step = found["step"]  # a file of others may have lines without one
+            self._skipped[name] = standing["skipped_steps"]
+            if before is not None and standing["skipped_steps"] > before:
+                step = standing["step"]  # a file of others may have lines without one
                 which = "a step" if step is None else f"step {step:.0f} or one before it"
                 causes["nan"] = f"{which} wasn't finite"
         if status == "ended":
-            causes["ended"] = found["words"]
+            causes["ended"] = standing["words"]
         return causes
 
 
 class Command:
     """Runs a command for each alert, one at a time, behind the back of whoever gives them."""
 
-    def __init__(self, words: Sequence[str], say: Say | None = None) -> None:
-        self._words = list(words)
+    def __init__(self, arguments: Sequence[str], say: Say | None = None) -> None:
+        self._words = list(arguments)
         self._say = say or _complain
         self._waiting: queue.Queue[Alert] = queue.Queue(WAITING)
         threading.Thread(target=self._work, daemon=True, name="alerts").start()
@@ -153,9 +153,13 @@ def checked_command(value: object) -> list[str]:
     Raises:
         InputError: it is something else; a line of text would need a shell.
     """
-    words = value if isinstance(value, list) else []
-    if words and words[0] and all(isinstance(word, str) and "\0" not in word for word in words):
-        return words
+    arguments = value if isinstance(value, list) else []
+    if (
+        arguments
+        and arguments[0]
+        and all(isinstance(word, str) and "\0" not in word for word in arguments)
+    ):
+        return arguments
     raise InputError(
         f"--alert is {value!r}; give the command as a list, the sentence is put behind it: "
         '\'["notify-send", "hasten"]\''

@@ -13,8 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hasten.foreign_files import open_regular
 from hasten.formatting import number
 
+LARGEST = 8 << 20  # bytes of a file that is read whole
 KEPT = 200  # of each kind, the newest
 LONGEST = 300  # characters
 Line = Mapping[str, Any]
@@ -47,9 +49,9 @@ class Events:
 
     def newest(self, most: int = KEPT) -> list[dict[str, Any]]:
         """All kinds together, the last step first; those of no step lead."""
-        found = [event for kind in self._kinds.values() for event in kind]
-        found.sort(key=lambda e: float("inf") if e.step is None else e.step, reverse=True)
-        return [asdict(event) for event in found[:most]]
+        events = [event for kind in self._kinds.values() for event in kind]
+        events.sort(key=lambda e: float("inf") if e.step is None else e.step, reverse=True)
+        return [asdict(event) for event in events[:most]]
 
 
 def of_restart(line: Line) -> Event:
@@ -91,37 +93,53 @@ def of_skipped(line: Line) -> Event:
 
 def of_plan(now: Any, before: Any) -> Event | None:
     """Which techniques came, went or have other settings than in the run before; None: none."""
-    here, there = techniques(now), techniques(before)
-    if here == there:
+    new_techniques, old_techniques = techniques(now), techniques(before)
+    if new_techniques == old_techniques:
         return None
-    words = [f"+ {name}" for name in here if name not in there]
-    words += [f"- {name}" for name in there if name not in here]
-    words += [
-        f"{name}: {short(there[name])} -> {short(here[name])}"
-        for name in here
-        if name in there and here[name] != there[name]
+    differences = [f"+ {name}" for name in new_techniques if name not in old_techniques]
+    differences += [f"- {name}" for name in old_techniques if name not in new_techniques]
+    differences += [
+        f"{name}: {short(old_techniques[name])} -> {short(new_techniques[name])}"
+        for name in new_techniques
+        if name in old_techniques and new_techniques[name] != old_techniques[name]
     ]
-    return Event("plan", None, short(f"other switches than the run before: {', '.join(words)}"))
+    return Event(
+        "plan", None, short(f"other switches than the run before: {', '.join(differences)}")
+    )
 
 
 def techniques(plan: Any) -> dict[str, Any]:
     """Of a plan as files have it (``technique`` and its settings), name -> settings."""
-    found: dict[str, Any] = {}
+    by_technique: dict[str, Any] = {}
     for entry in plan if isinstance(plan, list) else ():
         if isinstance(entry, dict) and isinstance(entry.get("technique"), str):
             settings = dict(entry)
-            found[settings.pop("technique")] = settings
-    return found
+            by_technique[settings.pop("technique")] = settings
+    return by_technique
 
 
 def earlier_plan(folder: Path) -> Any:
     """The plan of the newest run that was moved to ``previous/N``; None without one."""
     try:
         numbers = [int(p.name) for p in (folder / "previous").iterdir() if p.name.isdigit()]
-        text = (folder / "previous" / str(max(numbers)) / "run.json").read_text()
-        return json.loads(text)["plan"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return read_object(folder / "previous" / str(max(numbers)) / "run.json").get("plan")
+    except (OSError, ValueError):
         return None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A file's JSON object; empty if the file is missing, half written, or something else.
+
+    Raises:
+        OSError: the file is there and can't be read.
+    """
+    try:
+        with open_regular(path) as file:
+            data = file.read(LARGEST + 1)
+        found = json.loads(data) if len(data) <= LARGEST else None
+    except (FileNotFoundError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def short(value: Any) -> str:

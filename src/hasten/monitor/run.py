@@ -24,7 +24,8 @@ from typing import Any
 
 import psutil
 
-from hasten.formatting import duration, number, open_regular
+from hasten.foreign_files import open_regular
+from hasten.formatting import duration, number
 from hasten.monitor import events as told
 from hasten.monitor.events import Event, Events, short
 from hasten.monitor.series import Series
@@ -45,20 +46,20 @@ def run_numbers(run: Run, now: float) -> dict[str, Any]:
     seconds = [s for line in run.recent if (s := number(line.get("step_seconds"))) is not None]
     middle = statistics.median(seconds) if seconds else None
     sign = run.last_sign
-    status, words = _status(run, now, sign, middle)
+    status, description = _status(run, now, sign, middle)
     step, total = number(last.get("step")), number(start.get("total_steps"))
     finished = status in FINISHED
     goes_on = status in ("running", "silent", "reading")
-    left = max(total - step, 0) if total and step is not None and goes_on else None
+    remaining_steps = max(total - step, 0) if total and step is not None and goes_on else None
     mean = _mean(seconds)
     return {
         "status": status,
-        "words": words,
+        "words": description,
         "step": step,
         "total_steps": total,
         "tokens": number(summary.get("tokens")) if finished else run.tokens,
         "seconds": run.seconds,
-        "eta_seconds": left * mean if left is not None and mean else None,
+        "eta_seconds": remaining_steps * mean if remaining_steps is not None and mean else None,
         "last_sign": sign,
         "loss": number(last.get("loss")),
         "eval_loss": run.eval_data,
@@ -99,8 +100,8 @@ def _status(run: Run, now: float, sign: float | None, middle: float | None) -> t
     if run.share_read < 1 and not run.torn:
         return "reading", f"reading the run's files, {run.share_read:.0%}"
     if run.summary:
-        found = run.summary.get("stopped")
-        return (found, found) if found in FINISHED else ("done", "done")
+        stopped = run.summary.get("stopped")
+        return (stopped, stopped) if stopped in FINISHED else ("done", "done")
     if _is_gone(run.start):
         torn = "; its last line is cut off" if run.torn else ""
         return "ended", f"its process is gone and left no summary.json{torn}"
@@ -136,9 +137,12 @@ def _machine(line: Mapping[str, Any]) -> dict[str, float | None]:
 
 def _cost(run: Run, finished: bool) -> dict[str, Any]:
     """What the steps have cost so far; of a finished run, what its summary says."""
-    told = run.summary.get("cost")
-    if finished and isinstance(told, dict):
-        return {"cost": number(told.get("total")), "currency": short(told.get("currency") or "")}
+    summary_cost = run.summary.get("cost")
+    if finished and isinstance(summary_cost, dict):
+        return {
+            "cost": number(summary_cost.get("total")),
+            "currency": short(summary_cost.get("currency") or ""),
+        }
     hour = number(run.start.get("price_per_hour"))
     cost = None if hour is None else hour * run.seconds / 3600
     return {"cost": cost, "currency": short(run.start.get("currency") or "")}
@@ -146,12 +150,13 @@ def _cost(run: Run, finished: bool) -> dict[str, Any]:
 
 def _slowest(ranks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The rank whose own work (data, copy, forward: before it waits for others) takes longest."""
-    own = {rank: s for rank, line in ranks.items() if (s := number(line.get("own_seconds")))}
-    if len(own) < 2:
+    times = {rank: number(line.get("own_seconds")) for rank, line in ranks.items()}
+    busy_seconds = {rank: seconds for rank, seconds in times.items() if seconds and seconds > 0}
+    if len(busy_seconds) < 2:
         return {"slowest_rank": None, "slowest_rank_ratio": None}
-    slowest = max(own, key=lambda rank: own[rank])
-    others = statistics.median(s for rank, s in own.items() if rank != slowest)
-    return {"slowest_rank": slowest, "slowest_rank_ratio": own[slowest] / others}
+    slowest = max(busy_seconds, key=lambda rank: busy_seconds[rank])
+    others = statistics.median(s for rank, s in busy_seconds.items() if rank != slowest)
+    return {"slowest_rank": slowest, "slowest_rank_ratio": busy_seconds[slowest] / others}
 
 
 def _communication(run: Run) -> float | None:
@@ -162,8 +167,11 @@ def _communication(run: Run) -> float | None:
         return recent
     if not isinstance(parts, dict):
         return None
-    found, whole = number(parts.get("communication")), sum(number(v) or 0 for v in parts.values())
-    return found / whole if found is not None and whole else None
+    comm_seconds, total_seconds = (
+        number(parts.get("communication")),
+        sum(number(v) or 0 for v in parts.values()),
+    )
+    return comm_seconds / total_seconds if comm_seconds is not None and total_seconds else None
 
 
 def _mean_of(lines: Iterable[Mapping[str, Any]], name: str) -> float | None:
@@ -243,11 +251,11 @@ class FollowedFile:
 
     def _read(self, file: Any) -> FollowedLines:
         now = os.fstat(file.fileno())
-        found = FollowedLines()
+        followed = FollowedLines()
         identity = (now.st_dev, now.st_ino)
         if self._offset and not self._same(file, identity, now.st_size):
             self._forget()
-            found.anew = True
+            followed.anew = True
         self._identity = identity
         file.seek(self._offset)
         data = file.read(LOOK_BYTES) or b""
@@ -256,15 +264,15 @@ class FollowedFile:
             self._skipping, end = True, len(data)
             self._consume(data)
         else:
-            found.lines = self._parsed(data[:end])
+            followed.lines = self._parsed(data[:end])
             self._consume(data[:end])
-        found.more = bool(end) and self._offset < now.st_size
-        self.torn = not found.more and self._offset < now.st_size
+        followed.more = bool(end) and self._offset < now.st_size
+        self.torn = not followed.more and self._offset < now.st_size
         self.share = self._offset / now.st_size if now.st_size else 1.0
-        return found
+        return followed
 
     def _parsed(self, data: bytes) -> list[dict[str, Any]]:
-        found = []
+        rows = []
         for line in data.split(b"\n")[:-1]:  # it ends with a line's end
             if self._skipping:  # the rest of the line that was too long
                 self._skipping = False
@@ -272,10 +280,10 @@ class FollowedFile:
                 continue
             value = _value(line)
             if isinstance(value, dict):
-                found.append(value)
+                rows.append(value)
             elif line.strip():
                 self.unreadable += 1
-        return found
+        return rows
 
     def _consume(self, data: bytes) -> None:
         if data:
@@ -312,7 +320,6 @@ SHARES = {
     "data_stall_share": "data_seconds",
     "exposed_communication_share": "exposed_comm_seconds",
 }
-LARGEST = 8 << 20  # bytes of a file that is read whole
 MOST_RANKS = 4096
 Line = dict[str, Any]
 
@@ -385,6 +392,9 @@ class Run:
         except OSError as error:
             sign = self.last_sign
             trouble = told.short(f"the folder can't be read: {error.strerror or error}")
+        except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
+            sign = self.last_sign  # of foreign values: the other runs are read on
+            trouble = told.short(f"its files can't be used: {error}")
         with self.lock:
             self.answered, self.last_sign = time.time(), sign
             changed |= trouble != self.trouble
@@ -408,8 +418,19 @@ class Run:
         return self._files[0].follow.share if self._files[0].follow.share else 1.0
 
     def standing(self, now: float | None = None) -> dict[str, Any]:
-        """Where the run stands; the lock must be held."""
-        return run_numbers(self, time.time() if now is None else now)
+        """Where the run stands; the lock must be held. Every number is finite or None."""
+        now = time.time() if now is None else now
+        try:
+            numbers = run_numbers(self, now)
+        except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
+            numbers = run_numbers(self.unreadable_copy(error), now)
+        return {k: number(v) if isinstance(v, float) else v for k, v in numbers.items()}
+
+    def unreadable_copy(self, error: Exception) -> Run:
+        """A run of this name and folder without numbers, whose words are the error."""
+        copy = Run(self.name, self.folder)
+        copy.trouble = told.short(f"its files hold numbers that can't be shown: {error}")
+        return copy
 
     def _step(self, line: Line) -> None:
         seconds = number(line.get("step_seconds"))
@@ -447,22 +468,22 @@ class Run:
         start, summary = self.folder / "run.json", self.folder / "summary.json"
         changed = False
         if self._is_new(start):
-            found, before = _object(start), told.earlier_plan(self.folder)
+            contents, before = told.read_object(start), told.earlier_plan(self.folder)
             with self.lock:
-                changed, self.start = True, found
+                changed, self.start = True, contents
                 self.events.forget("plan")
-                other = told.of_plan(found.get("plan"), before) if before is not None else None
+                other = told.of_plan(contents.get("plan"), before) if before is not None else None
                 if other is not None:
                     self.events.add(other)
         if self._is_new(summary):
-            found = _object(summary)
+            contents = told.read_object(summary)
             with self.lock:
-                changed, self.summary = True, found
+                changed, self.summary = True, contents
         for path in sorted((self.folder / "ranks").glob("*.json"))[:MOST_RANKS]:
             if self._is_new(path):
-                found = _object(path)
+                contents = told.read_object(path)
                 with self.lock:
-                    changed, self.ranks[path.stem] = True, found
+                    changed, self.ranks[path.stem] = True, contents
         return changed
 
     def _is_new(self, path: Path) -> bool:
@@ -490,16 +511,3 @@ def _changed(path: Path) -> float | None:
         return path.stat().st_mtime
     except FileNotFoundError:
         return None
-
-
-def _object(path: Path) -> Line:
-    """A file's JSON object; an empty one where it's missing, half written, or something else."""
-    try:
-        with open_regular(path) as file:
-            data = file.read(LARGEST + 1)
-        found = json.loads(data) if len(data) <= LARGEST else None
-    except FileNotFoundError:
-        return {}
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -105,10 +105,10 @@ class Series:
             cells = [bucket.cells[index] for bucket in rows]
             if all(bucket.cells[index] is None for bucket in self._buckets):
                 continue
-            found = [[_short(c[1] / c[0]) if c else None for c in cells]]
+            column = [[_short(c[1] / c[0]) if c else None for c in cells]]
             if self.stride > 1:
-                found += [[_short(c[k]) if c else None for c in cells] for k in (2, 3)]
-            columns[name] = found
+                column += [[_short(c[k]) if c else None for c in cells] for k in (2, 3)]
+            columns[name] = column
         return {
             "generation": self.generation,
             "start": start,
@@ -129,5 +129,5 @@ def _short(value: float, digits: int = DIGITS) -> float | int:
     """The number with few digits: a page of 2,000 points is sent in kilobytes."""
     if value == 0 or not math.isfinite(value):
         return 0 if value == 0 else math.copysign(1.7e308, value)
-    found = float(f"{value:.{digits}g}")
-    return int(found) if found.is_integer() and abs(found) < 1e15 else found
+    rounded = float(f"{value:.{digits}g}")
+    return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded

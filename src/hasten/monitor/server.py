@@ -23,7 +23,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
 import psutil
@@ -32,8 +32,10 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hasten.errors import InputError
+from hasten.monitor.run import Run
 from hasten.monitor.watching import Cursor, RunsReader, page_update
 
 # Where runs stand, in the text format that Prometheus reads (exposition format 0.0.4).
@@ -48,21 +50,27 @@ def exposition(runs: Sequence[tuple[str, dict[str, Any]]]) -> str:
     """All runs, by name and standing; what isn't known is left out."""
     lines = []
     for field, meaning in HELP.items():
-        rows = [(name, found[field]) for name, found in runs if found.get(field) is not None]
+        rows = [
+            (name, standing[field]) for name, standing in runs if standing.get(field) is not None
+        ]
         if rows:
             lines.append(f"# HELP {PREFIX}{field} {meaning}")
             lines.append(f"# TYPE {PREFIX}{field} gauge")
             lines += [f'{PREFIX}{field}{{run="{escaped(n)}"}} {float(v)!r}' for n, v in rows]
     lines.append(f"# HELP {PREFIX}status 1 for the run's status just now")
     lines.append(f"# TYPE {PREFIX}status gauge")
-    for name, found in runs:
-        labels = f'run="{escaped(name)}",status="{escaped(found["status"])}"'
+    for name, standing in runs:
+        labels = f'run="{escaped(name)}",status="{escaped(standing["status"])}"'
         lines.append(f"{PREFIX}status{{{labels}}} 1.0")
     return "\n".join(lines) + "\n"
 
 
 def escaped(text: str) -> str:
-    """A label's value: backslash, quote and line feed are written with a backslash."""
+    """A label's value: backslash, quote and line feed are written with a backslash.
+
+    A file name may have bytes that aren't UTF-8; each becomes U+FFFD.
+    """
+    text = re.sub("[\ud800-\udfff]", "\ufffd", text)
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
@@ -110,9 +118,9 @@ class CheckedRequests:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         if scope["method"] != "GET":
             await refuse(send, 405, "only GET: the monitor changes nothing")
-        elif not self._is_here(headers):
+        elif not names_this_server(headers, self._names):
             await refuse(send, 421, "this name is not the monitor's; use the address it printed")
-        elif not self._is_own_page(headers):
+        elif not is_same_origin(headers):
             await refuse(send, 403, "other pages may not read the monitor")
         elif self._has_token(headers):
             await self._app(scope, receive, with_headers(send))
@@ -121,39 +129,20 @@ class CheckedRequests:
         else:
             await refuse(send, 401, "the token is missing or wrong; open the address with ?token=")
 
-    def _is_here(self, headers: list[tuple[bytes, bytes]]) -> bool:
-        hosts = _all(headers, b"host")
-        return len(hosts) == 1 and _name(hosts[0]) in self._names
-
-    def _is_own_page(self, headers: list[tuple[bytes, bytes]]) -> bool:
-        origins = _all(headers, b"origin")
-        if not origins:
-            return True
-        scheme, separator, host = origins[0].partition("://")
-        own = separator and scheme in ("http", "https") and len(origins) == 1
-        return bool(own) and host.lower() == _all(headers, b"host")[0].lower()
-
     def _has_token(self, headers: list[tuple[bytes, bytes]]) -> bool:
-        given = [
-            word[len("bearer ") :].strip()
-            for word in _all(headers, b"authorization")
-            if word[: len("bearer ")].lower() == "bearer "
-        ]
+        tokens = bearer_tokens(headers)
         for cookies in _all(headers, b"cookie"):
             for cookie in cookies.split(";"):
                 name, _, value = cookie.strip().partition("=")
                 if name == self._cookie:
-                    given.append(value)
-        return any(self._is_token(word) for word in given)
+                    tokens.append(value)
+        return any(is_token(word, self._token) for word in tokens)
 
     def _token_in(self, query: bytes) -> bool:
         if len(query) > LONGEST:
             return False
-        words = parse_qs(query.decode("latin-1"), max_num_fields=8).get("token", [])
-        return len(words) == 1 and self._is_token(words[0])
-
-    def _is_token(self, given: str) -> bool:
-        return len(given) <= LONGEST and hmac.compare_digest(given.encode(), self._token.encode())
+        tokens = parse_qs(query.decode("latin-1"), max_num_fields=8).get("token", [])
+        return len(tokens) == 1 and is_token(tokens[0], self._token)
 
     async def _welcome(self, send: Send) -> None:
         """The token moves from the address, which browsers remember, into a cookie."""
@@ -163,9 +152,39 @@ class CheckedRequests:
         await send({"type": "http.response.body", "body": b""})
 
 
-async def refuse(send: Send, status: int, words: str) -> None:
+def names_this_server(headers: list[tuple[bytes, bytes]], names: frozenset[str]) -> bool:
+    """True if the Host header has one of the names, whatever its port."""
+    hosts = _all(headers, b"host")
+    return len(hosts) == 1 and _name(hosts[0]) in names
+
+
+def is_same_origin(headers: list[tuple[bytes, bytes]]) -> bool:
+    """True unless a browser sends the request for a page of another origin."""
+    origins = _all(headers, b"origin")
+    if not origins:
+        return True
+    scheme, separator, host = origins[0].partition("://")
+    own = separator and scheme in ("http", "https") and len(origins) == 1
+    return bool(own) and host.lower() == _all(headers, b"host")[0].lower()
+
+
+def is_token(text: str, token: str) -> bool:
+    """True if the text is the token; compares in constant time."""
+    return len(text) <= LONGEST and hmac.compare_digest(text.encode(), token.encode())
+
+
+def bearer_tokens(headers: list[tuple[bytes, bytes]]) -> list[str]:
+    """The tokens of ``Authorization: Bearer`` headers."""
+    return [
+        value[len("bearer ") :].strip()
+        for value in _all(headers, b"authorization")
+        if value[: len("bearer ")].lower() == "bearer "
+    ]
+
+
+async def refuse(send: Send, status: int, sentence: str) -> None:
     """Answer with one sentence and nothing else."""
-    body = f"hasten monitor: {words}\n".encode()
+    body = f"hasten monitor: {sentence}\n".encode()
     headers = [
         (b"content-type", b"text/plain; charset=utf-8"),
         (b"content-length", str(len(body)).encode()),
@@ -189,23 +208,23 @@ def with_headers(send: Send) -> Send:
 
 def names_for(address: str) -> frozenset[str]:
     """The names under which a server bound to an address may be asked for."""
-    own = {"localhost", "127.0.0.1", "[::1]"}
+    local_names = {"localhost", "127.0.0.1", "[::1]"}
     try:
         bound = ipaddress.ip_address(address)
     except ValueError:
-        return frozenset({*own, address.lower()})
+        return frozenset({*local_names, address.lower()})
     if not bound.is_unspecified:
-        return frozenset({*own, _written(bound)})
+        return frozenset({*local_names, _written(bound)})
     node = platform.node().lower()
-    found = {*own, node, node.partition(".")[0]} - {""}
+    names = {*local_names, node, node.partition(".")[0]} - {""}
     for addresses in psutil.net_if_addrs().values():
         for each in addresses:
             text = each.address.partition("%")[0]
             try:
-                found.add(_written(ipaddress.ip_address(text)))
+                names.add(_written(ipaddress.ip_address(text)))
             except ValueError:  # a card's hardware address
                 continue
-    return frozenset(found)
+    return frozenset(names)
 
 
 def _written(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
@@ -236,6 +255,8 @@ EVERY_SECONDS = 0.5
 ALIVE_SECONDS = 10.0  # a comment is sent so often, so that a lost connection is noticed
 MOST_STREAMS = 16
 MOST_CONNECTIONS = 64
+MOST_WAITING = 16  # connections without a request; when more come, the oldest is closed
+REQUEST_SECONDS = 5.0  # for a connection to send its next request whole
 LARGEST_HEADERS = 16 << 10
 
 
@@ -254,14 +275,14 @@ class MonitorServer:
 
     def __init__(self, watching: RunsReader, address: str, port: int, token: str) -> None:
         self._watching = watching
-        self._socket = _listen(address, port)
+        self._socket = listen(address, port, "the monitor")
         self.port: int = self._socket.getsockname()[1]
         host = f"[{address}]" if ":" in address else address
         self.url = f"http://{host}:{self.port}/"
         app = application(watching, token, address, self.port, lambda: self._server.should_exit)
         config = uvicorn.Config(
             app,
-            http="h11",
+            http=_Connection,
             ws="none",
             lifespan="off",
             access_log=False,
@@ -284,6 +305,38 @@ class MonitorServer:
 
     def stop(self) -> None:
         self._server.should_exit = True
+
+
+class _Connection(H11Protocol):
+    """A connection that is closed if it sends no whole request in time.
+
+    uvicorn limits the time after an answer alone: silent connections would take every place.
+    """
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(cast(asyncio.Transport, transport))
+        self._began = self.loop.time()
+        self._handled: object = None  # the last request of which the end was seen
+        self._timer = self.loop.call_later(REQUEST_SECONDS, self._look)
+        # Other protocols' connections are not among them: the server has this one alone.
+        waiting = [c for c in self.connections if isinstance(c, _Connection) and c.is_waiting()]
+        for connection in sorted(waiting, key=lambda c: c._began)[:-MOST_WAITING]:
+            connection.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        super().connection_lost(exc)
+
+    def is_waiting(self) -> bool:
+        """True before the first request and between two."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _look(self) -> None:
+        if self.is_waiting() and self.cycle is self._handled:
+            self.transport.close()
+            return
+        self._handled = self.cycle
+        self._timer = self.loop.call_later(REQUEST_SECONDS, self._look)
 
 
 def application(
@@ -337,11 +390,11 @@ async def stream(watching: RunsReader, is_over: Callable[[], bool]) -> AsyncIter
             if sent.get(run.name) == now:
                 continue
             sent[run.name] = now
-            runs.append(page_update(run, cursor))
+            runs.append(_update_text(run, cursor))
             await asyncio.sleep(0)  # others may be answered between two runs
         if runs:
             quiet = 0.0
-            yield f"data: {json.dumps({'runs': runs}, allow_nan=False, separators=(',', ':'))}\n\n"
+            yield f'data: {{"runs":[{",".join(runs)}]}}\n\n'
         elif quiet >= ALIVE_SECONDS:
             quiet = 0.0
             yield ": still here\n\n"
@@ -349,12 +402,21 @@ async def stream(watching: RunsReader, is_over: Callable[[], bool]) -> AsyncIter
         quiet += EVERY_SECONDS
 
 
+def _update_text(run: Run, cursor: Cursor) -> str:
+    """What a page lacks of a run as JSON; an error in a run's numbers takes no other run along."""
+    try:
+        return json.dumps(page_update(run, cursor), allow_nan=False, separators=(",", ":"))
+    except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
+        cursor.clear()
+        return json.dumps(page_update(run.unreadable_copy(error), {}), separators=(",", ":"))
+
+
 def _standings(watching: RunsReader) -> str:
-    found: list[tuple[str, dict[str, Any]]] = []
+    standings: list[tuple[str, dict[str, Any]]] = []
     for run in watching.runs:
         with run.lock:
-            found.append((run.name, run.standing()))
-    return exposition(found)
+            standings.append((run.name, run.standing()))
+    return exposition(standings)
 
 
 def page_and_policy() -> tuple[str, str]:
@@ -373,7 +435,12 @@ def _hash(page: str, tag: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _listen(address: str, port: int) -> socket.socket:
+def listen(address: str, port: int, server: str) -> socket.socket:
+    """A socket that listens at an address; ``server`` is named if that is refused.
+
+    Raises:
+        InputError: the address or port can't be used.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -384,7 +451,7 @@ def _listen(address: str, port: int) -> socket.socket:
         listener.close()
         why = getattr(error, "strerror", None) or str(error)
         raise InputError(
-            f"the monitor can't listen at {address}, port {port}: {why}; give another --port, "
+            f"{server} can't listen at {address}, port {port}: {why}; give another --port, "
             "or 0 for any that is free"
         ) from error
     return listener

@@ -70,33 +70,35 @@ def eta(s: Standing) -> str:
 
 def device(s: Standing) -> str:
     """``87 %, 61 °C, 312 W``, as far as it is known."""
-    words = []
+    readings = []
     if s["device_utilisation"] is not None:
-        words.append(f"{s['device_utilisation']:.0%}")
+        readings.append(f"{s['device_utilisation']:.0%}")
     if s["device_temperature"] is not None:
-        words.append(f"{s['device_temperature']:.0f} °C")
+        readings.append(f"{s['device_temperature']:.0f} °C")
     if s["device_power_watts"] is not None:
-        words.append(f"{s['device_power_watts']:.0f} W")
-    return ", ".join(words) or UNKNOWN
+        readings.append(f"{s['device_power_watts']:.0f} W")
+    return ", ".join(readings) or UNKNOWN
 
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
     """Values as a row of bars; where there are more than fit, each bar is a mean."""
-    known = [v for v in values if v is not None]
-    if not known or width < 1:
+    numbers = [v for v in values if v is not None]
+    if not numbers or width < 1:
         return ""
-    low, high = min(known), max(known)
+    low, high = min(numbers), max(numbers)
     share = max(len(values) / width, 1.0)
-    found = []
+    bars = []
     for index in range(min(width, len(values))):
-        piece = values[int(index * share) : max(int((index + 1) * share), int(index * share) + 1)]
-        there = [v for v in piece if v is not None]
-        if not there:
-            found.append(" ")
+        bucket = values[int(index * share) : max(int((index + 1) * share), int(index * share) + 1)]
+        bucket_numbers = [v for v in bucket if v is not None]
+        if not bucket_numbers:
+            bars.append(" ")
             continue
-        height = (sum(there) / len(there) - low) / (high - low) if high > low else 0.5
-        found.append(BARS[min(int(height * len(BARS)), len(BARS) - 1)])
-    return "".join(found)
+        height = (
+            (sum(bucket_numbers) / len(bucket_numbers) - low) / (high - low) if high > low else 0.5
+        )
+        bars.append(BARS[min(int(height * len(BARS)), len(BARS) - 1)])
+    return "".join(bars)
 
 
 def _number(value: float | None, form: str) -> str:
@@ -141,13 +143,13 @@ def _panels(watching: RunsReader, width: int) -> Group:
 
 def _panel(run: Run, width: int) -> Panel:
     with run.lock:
-        found = run.standing()
+        standing = run.standing()
         columns = run.steps.since(0, 0)["columns"]
         happened = run.events.newest(EVENTS)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
-    for label, value in rows(found):
+    for label, value in rows(standing):
         if value != UNKNOWN:
             table.add_row(label, Text(value))
     for label, name in (("loss", "loss"), ("tokens/s", "tokens_per_second")):
@@ -157,6 +159,8 @@ def _panel(run: Run, width: int) -> Panel:
     for event in happened:
         where = "" if event["step"] is None else f"step {event['step']:.0f}: "
         table.add_row(event["kind"], Text(where + event["text"], style="red" * event["bad"]))
-    colour = COLOURS.get(found["status"], "default")
-    title = Text.assemble((run.name, "bold"), "  ", (found["words"], colour), "  ", progress(found))
+    colour = COLOURS.get(standing["status"], "default")
+    title = Text.assemble(
+        (run.name, "bold"), "  ", (standing["words"], colour), "  ", progress(standing)
+    )
     return Panel(table, title=title, title_align="left")

@@ -33,41 +33,41 @@ def find_runs(places: Sequence[Path]) -> dict[str, Path]:
 
     A name is the way from the place, or the place's own where it is a run itself.
     """
-    found: dict[str, Path] = {}
-    for place in places:
-        for folder in _below(place):
-            name = place.resolve().name if folder == place else str(folder.relative_to(place))
-            if name in found and found[name] != folder:
+    runs: dict[str, Path] = {}
+    for root in places:
+        for folder in _below(root):
+            name = root.resolve().name if folder == root else str(folder.relative_to(root))
+            if name in runs and runs[name] != folder:
                 name = str(folder)
-            found.setdefault(name, folder)
-    newest = sorted(found, key=lambda name: _changed(found[name]), reverse=True)[:MOST_RUNS]
-    return {name: found[name] for name in sorted(newest)}
+            runs.setdefault(name, folder)
+    newest = sorted(runs, key=lambda name: _changed(runs[name]), reverse=True)[:MOST_RUNS]
+    return {name: runs[name] for name in sorted(newest)}
 
 
 def check_places(places: Sequence[Path]) -> None:
     """Raise InputError for a place that isn't a run and has none below it."""
-    for place in places:
+    for root in places:
         try:
-            os.scandir(place).close()
+            os.scandir(root).close()
         except FileNotFoundError as error:
             raise InputError(
-                f"{place}: there is no such folder; give a run's folder, the `output` of its recipe"
+                f"{root}: there is no such folder; give a run's folder, the `output` of its recipe"
             ) from error
         except OSError as error:
             raise InputError(
-                f"{place}: can't be looked into ({error.strerror}); give a run's folder, the "
+                f"{root}: can't be looked into ({error.strerror}); give a run's folder, the "
                 "`output` of its recipe"
             ) from error
-        if next(_below(place), None) is None:
+        if next(_below(root), None) is None:
             raise InputError(
-                f"{place}: no run is in it, {DEEPEST} folders deep ({', '.join(MARKS)}); "
+                f"{root}: no run is in it, {DEEPEST} folders deep ({', '.join(MARKS)}); "
                 "give the `output` of a recipe that has begun to train"
             )
 
 
-def _below(place: Path) -> Iterator[Path]:
+def _below(root: Path) -> Iterator[Path]:
     """Runs, the nearest first; links aren't followed, so there are no circles."""
-    level, looked = [place], 0
+    level, looked = [root], 0
     for _ in range(DEEPEST + 1):
         following: list[Path] = []
         for folder in level:
@@ -186,11 +186,11 @@ def page_update(run: Run, cursor: Cursor, now: float | None = None) -> dict[str,
     """What a page lacks of a run, and its cursor moved on: JSON-ready."""
     now = time.time() if now is None else now
     with run.lock:
-        found: dict[str, Any] = {"name": run.name, "standing": run.standing(now)}
-        found["events"] = run.events.newest(MOST_EVENTS)
+        update: dict[str, Any] = {"name": run.name, "standing": run.standing(now)}
+        update["events"] = run.events.newest(MOST_EVENTS)
         for name in ("steps", "evaluations", "machine"):
             series = getattr(run, name)
-            found[name] = series.since(*cursor.get(name, (0, 0)))
+            update[name] = series.since(*cursor.get(name, (0, 0)))
             # The last bucket may still take lines, so it is sent again.
             cursor[name] = (series.generation, max(len(series) - 1, 0))
-    return found
+    return update

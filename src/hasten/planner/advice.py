@@ -1,7 +1,8 @@
-"""Why a layout isn't the plan: it can't be, doesn't fit by so much, or another does better.
+"""Reasons why a layout isn't the plan: invalid, too large, or slower than another.
 
-Every sentence has the numbers that it speaks of. ``why_not`` answers for one layout that somebody
-asks about, ``rejected`` for each way to deal out the devices, by its best variant.
+Every sentence contains its numbers. The function ``why_not`` answers for one layout
+that a user names. The function ``rejected`` answers for each division of the devices,
+by its best variant.
 """
 
 from __future__ import annotations
@@ -42,22 +43,22 @@ def count_of(text: str, what: str) -> float:
     Raises:
         InputError: it is none, or not positive.
     """
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmbt]?)\s*", text.lower())
-    value = float(found[1]) * _TIMES[found[2]] if found else 0.0
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmbt]?)\s*", text.lower())
+    value = float(match[1]) * _TIMES[match[2]] if match else 0.0
     if value <= 0 or value > 1e18:
         raise InputError(f"{what} is {text!r}; give a number such as 500M, 1B or 14.8T")
     return value
 
 
-def layout_fields(words: Sequence[str]) -> dict[str, Any]:
+def layout_fields(assignments: Sequence[str]) -> dict[str, Any]:
     """``tp=8``, ``recompute=full`` ... as fields of a layout, also several in one word.
 
     Raises:
         InputError: a key that a layout doesn't have, or no number where one is needed.
     """
     kinds = {f.name: f.default for f in fields(PlannedLayout)}
-    found: dict[str, Any] = {}
-    for word in (w for text in words for w in re.split(r"[,\s]+", text) if w):
+    settings: dict[str, Any] = {}
+    for word in (w for text in assignments for w in re.split(r"[,\s]+", text) if w):
         key, equals, value = word.partition("=")
         name = _SHORT.get(key, key)
         if not equals or name not in kinds:
@@ -65,12 +66,12 @@ def layout_fields(words: Sequence[str]) -> dict[str, Any]:
                 f"a layout has no {word!r}{did_you_mean(key, kinds)}: write tp=8,recompute=full"
             )
         if isinstance(kinds[name], bool):
-            found[name] = _switch(value, name)
+            settings[name] = _switch(value, name)
         elif isinstance(kinds[name], int):
-            found[name] = _whole(value, name)
+            settings[name] = _whole(value, name)
         else:
-            found[name] = value
-    return found
+            settings[name] = value
+    return settings
 
 
 def changed_cluster(cluster: Cluster, change: str) -> Cluster:
@@ -90,8 +91,8 @@ def changed_cluster(cluster: Cluster, change: str) -> Cluster:
         )
     if key == "gpu":
         chip = device(value)
-        own = cluster.intra == cluster.device.link
-        return replace(cluster, device=chip, intra=chip.link if own else cluster.intra)
+        uses_device_link = cluster.intra == cluster.device.link
+        return replace(cluster, device=chip, intra=chip.link if uses_device_link else cluster.intra)
     if key == "nodes":
         return replace(cluster, nodes=_whole(value, key))
     if key == "gpus_per_node":
@@ -120,11 +121,11 @@ def _whole(value: str, name: str) -> int:
 
 
 def _switch(value: str, name: str) -> bool:
-    known = {"1": True, "true": True, "yes": True, "on": True}
-    known |= {"0": False, "false": False, "no": False, "off": False}
-    if value.lower() not in known:
+    booleans = {"1": True, "true": True, "yes": True, "on": True}
+    booleans |= {"0": False, "false": False, "no": False, "off": False}
+    if value.lower() not in booleans:
         raise InputError(f"{name} is {value!r}; write yes or no")
-    return known[value.lower()]
+    return booleans[value.lower()]
 
 
 # Reasons.
@@ -154,65 +155,69 @@ class RejectedLayout:
     fits: bool
 
 
-def why_not(found: ClusterPlan, layout: PlannedLayout) -> list[str]:
+def why_not(cluster_plan: ClusterPlan, layout: PlannedLayout) -> list[str]:
     """Why that layout isn't the best of the plan, a sentence each; empty: it is."""
-    model, job = found.model, found.job
-    against = impossibilities(model, found.cluster, job, layout)
+    model, job = cluster_plan.model, cluster_plan.job
+    against = impossibilities(model, cluster_plan.cluster, job, layout)
     if against:
         return against
     rows = Layouts.of([layout])
-    told = predict(model, found.cluster, job, rows, found.calibration, found.stack)
-    one = resimulated(model, candidate(told, rows, 0, found.cluster, job), job.task == "lora")
-    bits = int(told.reasons[0])
-    said = [too_much(one)] if bits & MEMORY else []
-    said += [
+    prediction = predict(
+        model, cluster_plan.cluster, job, rows, cluster_plan.calibration, cluster_plan.stack
+    )
+    one = resimulated(
+        model, candidate(prediction, rows, 0, cluster_plan.cluster, job), job.task == "lora"
+    )
+    bits = int(prediction.reasons[0])
+    reasons = [too_much(one)] if bits & MEMORY else []
+    reasons += [
         sentence.partition(": ")[2]
-        for place, sentence in enumerate(REASONS)
-        if bits >> place & 1 and place and FATAL >> place & 1
+        for index, sentence in enumerate(REASONS)
+        if bits >> index & 1 and index and FATAL >> index & 1
     ]
-    best = found.best[0]
-    if said or layout == best.layout:
-        return said
+    best = cluster_plan.best[0]
+    if reasons or layout == best.layout:
+        return reasons
     return [dominated(one, best)]
 
 
 def impossibilities(
     model: Architecture, cluster: Cluster, job: PlannedJob, layout: PlannedLayout
 ) -> list[str]:
-    """What numbers alone forbid, each with the nearest that would do."""
-    said = []
+    """The constraints that a layout violates, each with the nearest valid value."""
+    reasons = []
     if layout.devices != cluster.devices:
-        said.append(
+        reasons.append(
             f"dp {layout.dp} x tp {layout.tp} x pp {layout.pp} x cp {layout.cp} are "
             f"{layout.devices} devices, the cluster has {cluster.devices}"
         )
     share = layout.dp * layout.micro_batch
     if job.global_batch % share:
         near = max(share, round(job.global_batch / share) * share)
-        said.append(
+        reasons.append(
             f"a global batch of {job.global_batch} isn't a multiple of dp {layout.dp} x "
             f"micro-batch {layout.micro_batch}: {near} would be"
         )
     if model.heads % layout.tp:
-        said.append(f"{model.heads} attention heads can't be shared by tp {layout.tp}")
+        reasons.append(f"{model.heads} attention heads can't be shared by tp {layout.tp}")
     if layout.pp * layout.virtual > model.layers + 2:  # input and output may be stages
-        said.append(
+        reasons.append(
             f"{model.layers} layers can't make {layout.pp * layout.virtual} stages (pp "
             f"{layout.pp} x {layout.virtual})"
         )
     ranks = layout.dp * layout.cp * layout.tp
     experts = model.moe.count if model.moe else 1
     if layout.ep > 1 and (experts % layout.ep or ranks % layout.ep):
-        said.append(
+        reasons.append(
             f"ep {layout.ep} must divide the {experts} routed experts and the {ranks} ranks of a "
             "stage"
         )
     if layout.pp > 1 and layout.schedule in SIMULATED and not job.global_batch % share:
-        told = why_impossible(
+        schedule_reason = why_impossible(
             layout.schedule, layout.pp, micro_batches_of(layout, job), layout.virtual
         )
-        said += [told] if told else []
-    return said
+        reasons += [schedule_reason] if schedule_reason else []
+    return reasons
 
 
 def too_much(one: PlanCandidate) -> str:
@@ -244,68 +249,72 @@ def dominated(one: PlanCandidate, best: PlanCandidate) -> str:
     )
 
 
-def rejected(found: ClusterPlan, limit: int | None = None) -> list[RejectedLayout]:
+def rejected(cluster_plan: ClusterPlan, limit: int | None = None) -> list[RejectedLayout]:
     """Each way to deal out all devices that isn't among the best, the nearest to them first."""
-    whole, best = found.considered[0], found.best[0]
-    shown = {_deal(c.layout) for c in found.best}
-    rows = best_of_each_deal(whole)
-    rows = sorted(rows, key=lambda row: float(whole.found.step_seconds[row]))
-    said: list[RejectedLayout] = []
+    evaluated, best = cluster_plan.considered[0], cluster_plan.best[0]
+    shown = {_deal(c.layout) for c in cluster_plan.best}
+    rows = best_of_each_deal(evaluated)
+    rows = sorted(rows, key=lambda row: float(evaluated.found.step_seconds[row]))
+    rejected_layouts: list[RejectedLayout] = []
     for row in rows:
-        if limit is not None and len(said) == limit:
+        if limit is not None and len(rejected_layouts) == limit:
             break
-        one = whole.candidate(row)
+        one = evaluated.candidate(row)
         if _deal(one.layout) in shown:
             continue
-        bits = int(whole.found.reasons[row]) & FATAL
+        bits = int(evaluated.found.reasons[row]) & FATAL
         if not bits:
-            one = resimulated(found.model, one, found.job.task == "lora")
+            one = resimulated(cluster_plan.model, one, cluster_plan.job.task == "lora")
             reason = dominated(one, best)
         elif bits & MEMORY:
             reason = too_much(one)
         else:
             reason = "; ".join(REASONS[p] for p in range(len(REASONS)) if bits >> p & 1)
-        said.append(RejectedLayout(one.layout, reason, one.step_seconds.middle, one.fits))
-    return sorted(said, key=lambda r: r.seconds)
+        rejected_layouts.append(
+            RejectedLayout(one.layout, reason, one.step_seconds.middle, one.fits)
+        )
+    return sorted(rejected_layouts, key=lambda r: r.seconds)
 
 
-def refusals(found: ClusterPlan) -> list[str]:
+def refusals(cluster_plan: ClusterPlan) -> list[str]:
     """How many ways to deal out the devices each rule has left out, and how many didn't fit."""
-    whole = found.considered[0]
-    said = [f"{count} x {rule}" for rule, count in whole.enumeration.refused.items()]
-    bits = whole.found.reasons & FATAL
+    evaluated = cluster_plan.considered[0]
+    sentences = [f"{count} x {rule}" for rule, count in evaluated.enumeration.refused.items()]
+    bits = evaluated.found.reasons & FATAL
     full = int(np.count_nonzero(bits & MEMORY))
     if full:
-        said.append(f"{full:,} of {len(bits):,} layouts don't fit into memory")
-    return said
+        sentences.append(f"{full:,} of {len(bits):,} layouts don't fit into memory")
+    return sentences
 
 
-def best_of_each_deal(whole: EvaluatedLayouts) -> list[int]:
+def best_of_each_deal(evaluated: EvaluatedLayouts) -> list[int]:
     """For each way to deal out the devices the row of its quickest that fits, or leanest."""
-    rows, told = whole.layouts, whole.found
+    rows, predictions = evaluated.layouts, evaluated.found
     deals = np.stack([rows.dp, rows.tp, rows.pp, rows.ep, rows.cp], axis=1)
     # Those that fit come first, by time; those that don't, by memory.
-    value = np.where(told.fits, told.step_seconds, told.memory_p90)
-    order = np.lexsort((value, ~told.fits))
+    value = np.where(predictions.fits, predictions.step_seconds, predictions.memory_p90)
+    order = np.lexsort((value, ~predictions.fits))
     _, first = np.unique(deals[order], axis=0, return_index=True)
     return [int(row) for row in order[first]]
 
 
 def read_layout(words_: Sequence[str], like: PlannedLayout) -> PlannedLayout:
-    """``dp=4 tp=8 micro=2 recompute=full`` as a layout; what isn't said is as in ``like``.
+    """Parses a layout, for example ``dp=4 tp=8 micro=2 recompute=full``.
 
-    Where it has no pipeline, or another schedule, the schedule or the chunks of ``like`` aren't
-    taken over.
+    Values that are missing come from ``like``.
+
+    If it has no pipeline, or another schedule, the schedule and the chunks of ``like``
+    aren't used.
 
     Raises:
-        InputError: by ``Layout``, for values that can't be.
+        InputError: from ``Layout``, for invalid values.
     """
-    said = layout_fields(words_)
-    if said.get("pp", like.pp) == 1:
-        said = {"schedule": "1f1b", "virtual": 1} | said
-    elif said.get("schedule", like.schedule) != like.schedule:
-        said = {"virtual": 1} | said
-    return replace(like, **said)
+    settings = layout_fields(words_)
+    if settings.get("pp", like.pp) == 1:
+        settings = {"schedule": "1f1b", "virtual": 1} | settings
+    elif settings.get("schedule", like.schedule) != like.schedule:
+        settings = {"virtual": 1} | settings
+    return replace(like, **settings)
 
 
 def _deal(layout: PlannedLayout) -> tuple[int, ...]:
@@ -322,7 +331,10 @@ WORTH = 500  # of the quickest layouts, those that another machine may prefer
 
 @dataclass(frozen=True)
 class LayoutChange:
-    """Something changed: the rate against that of the plan's best, with its layout and anew."""
+    """A change and its effect on the rate, relative to the plan's best.
+
+    It has the rate of the same layout, and that of the best layout after the change.
+    """
 
     what: str
     same_layout: float  # times the tokens per second; nan where it no longer fits
@@ -341,30 +353,32 @@ class HardwareOption:
     price_ratio: float = float("nan")  # an hour of it may cost so many times one of the plan's
 
 
-def sensitivity(found: ClusterPlan) -> list[LayoutChange]:
-    """What twice or half of each property of the machine would do to the rate."""
-    here = found.cluster
-    chip = here.device
+def sensitivity(cluster_plan: ClusterPlan) -> list[LayoutChange]:
+    """The effect on the rate of doubling or halving each property of the machine."""
+    planned_cluster = cluster_plan.cluster
+    chip = planned_cluster.device
     twice = {
-        "twice the network": replace(here, inter=2 * here.inter),
-        "half the network": replace(here, inter=here.inter / 2),
-        "twice the link within a node": replace(here, intra=2 * here.intra),
-        "half the link within a node": replace(here, intra=here.intra / 2),
+        "twice the network": replace(planned_cluster, inter=2 * planned_cluster.inter),
+        "half the network": replace(planned_cluster, inter=planned_cluster.inter / 2),
+        "twice the link within a node": replace(planned_cluster, intra=2 * planned_cluster.intra),
+        "half the link within a node": replace(planned_cluster, intra=planned_cluster.intra / 2),
         "twice the memory's rate": replace(
-            here, device=replace(chip, memory_rate=2 * chip.memory_rate)
+            planned_cluster, device=replace(chip, memory_rate=2 * chip.memory_rate)
         ),
-        "twice the products' rate": replace(here, device=_faster(chip, 2.0)),
-        "twice the memory": replace(here, device=replace(chip, memory_bytes=2 * chip.memory_bytes)),
+        "twice the products' rate": replace(planned_cluster, device=_faster(chip, 2.0)),
+        "twice the memory": replace(
+            planned_cluster, device=replace(chip, memory_bytes=2 * chip.memory_bytes)
+        ),
     }
-    if here.nodes == 1:
+    if planned_cluster.nodes == 1:
         twice = {name: value for name, value in twice.items() if "network" not in name}
-    return [_changed(found, name, cluster) for name, cluster in twice.items()]
+    return [_changed(cluster_plan, name, cluster) for name, cluster in twice.items()]
 
 
-def switches(found: ClusterPlan) -> list[LayoutChange]:
-    """What formats and compression that change the mathematics would do to the rate."""
-    best, chip = found.best[0].layout, found.cluster.device
-    said = "other mathematics: have the verification prove it"
+def switches(cluster_plan: ClusterPlan) -> list[LayoutChange]:
+    """The effect on the rate of formats and compression that change the mathematics."""
+    best, chip = cluster_plan.best[0].layout, cluster_plan.cluster.device
+    caveat = "other mathematics: have the verification prove it"
     tried = {"fp8 products": replace(best, precision="fp8")} if chip.peak8 else {}
     if chip.peak4:
         tried["nvfp4 products"] = replace(best, precision="nvfp4")
@@ -373,51 +387,57 @@ def switches(found: ClusterPlan) -> list[LayoutChange]:
             tried[f"gradients as {word}"] = replace(best, compression=word)
     changes = []
     for name, layout in tried.items():
-        ratio = _ratio(found, found.cluster, [layout])[0]
-        changes.append(LayoutChange(name, ratio, ratio, None, said))
+        ratio = _ratio(cluster_plan, cluster_plan.cluster, [layout])[0]
+        changes.append(LayoutChange(name, ratio, ratio, None, caveat))
     return changes
 
 
-def devices(found: ClusterPlan) -> list[HardwareOption]:
+def devices(cluster_plan: ClusterPlan) -> list[HardwareOption]:
     """The job on as many devices of each kind known, the quickest first."""
     choices = []
     for name, chip in DEVICES.items():
-        if name == found.cluster.device.name:
-            choices.append(HardwareOption(name, found.best[0], "", 1.0))
+        if name == cluster_plan.cluster.device.name:
+            choices.append(HardwareOption(name, cluster_plan.best[0], "", 1.0))
             continue
-        own = found.cluster.intra == found.cluster.device.link
-        there = replace(found.cluster, device=chip, intra=chip.link if own else found.cluster.intra)
+        uses_device_link = cluster_plan.cluster.intra == cluster_plan.cluster.device.link
+        other_cluster = replace(
+            cluster_plan.cluster,
+            device=chip,
+            intra=chip.link if uses_device_link else cluster_plan.cluster.intra,
+        )
         try:
             best = plan(
-                *(found.model, there, found.job),
-                space=found.space,
+                *(cluster_plan.model, other_cluster, cluster_plan.job),
+                space=cluster_plan.space,
                 top=1,
                 fewer_nodes=False,
-                calibration=found.calibration,
-                stack=found.stack,
+                calibration=cluster_plan.calibration,
+                stack=cluster_plan.stack,
             ).best[0]
         except InputError as error:
             choices.append(HardwareOption(name, None, str(error)))
             continue
-        ratio = found.best[0].step_seconds.middle / best.step_seconds.middle
+        ratio = cluster_plan.best[0].step_seconds.middle / best.step_seconds.middle
         choices.append(HardwareOption(name, best, "", ratio))
     return sorted(choices, key=lambda c: -c.price_ratio if c.found else 0.0)
 
 
-def what_if(found: ClusterPlan, change: str) -> tuple[Cluster, ClusterPlan]:
-    """The plan anew with one change: ``gpu=a100``, ``nodes=8``, ``network=25``, ``network=2x``.
+def what_if(cluster_plan: ClusterPlan, change: str) -> tuple[Cluster, ClusterPlan]:
+    """Plans again with one change.
+
+    Examples: ``gpu=a100``, ``nodes=8``, ``network=25``, ``network=2x``.
 
     Raises:
         InputError: a change that can't be read, or a cluster on which nothing fits.
     """
-    there = changed_cluster(found.cluster, change)
-    return there, plan(
-        *(found.model, there, found.job),
-        space=found.space,
+    other_cluster = changed_cluster(cluster_plan.cluster, change)
+    return other_cluster, plan(
+        *(cluster_plan.model, other_cluster, cluster_plan.job),
+        space=cluster_plan.space,
         top=1,
         fewer_nodes=False,
-        calibration=found.calibration,
-        stack=found.stack,
+        calibration=cluster_plan.calibration,
+        stack=cluster_plan.stack,
     )
 
 
@@ -427,38 +447,63 @@ def _faster(chip: Device, times: float) -> Device:
     return replace(chip, **rates)
 
 
-def _changed(found: ClusterPlan, name: str, cluster: Cluster) -> LayoutChange:
+def _changed(cluster_plan: ClusterPlan, name: str, cluster: Cluster) -> LayoutChange:
     """The plan's layout on the changed cluster, and the best of those that may be best there."""
-    whole, best = found.considered[0], found.best[0].layout
-    order = np.argsort(whole.found.step_seconds)[:WORTH]
-    fitting = whole.order()[:WORTH]
-    rows = [whole.layouts.at(int(row)) for row in {*order.tolist(), *fitting.tolist()}]
+    evaluated, best = cluster_plan.considered[0], cluster_plan.best[0].layout
+    order = np.argsort(evaluated.found.step_seconds)[:WORTH]
+    fitting = evaluated.order()[:WORTH]
+    rows = [evaluated.layouts.at(int(row)) for row in {*order.tolist(), *fitting.tolist()}]
     # Closed forms may call another layout quicker than the best here already: not by the change.
-    ahead = np.nan_to_num(_ratio(found, found.cluster, [best, *rows]), nan=1.0)
-    ratios = (np.array(_ratio(found, cluster, [best, *rows])) / np.maximum(ahead, 1.0)).tolist()
+    ahead = np.nan_to_num(_ratio(cluster_plan, cluster_plan.cluster, [best, *rows]), nan=1.0)
+    ratios = (
+        np.array(_ratio(cluster_plan, cluster, [best, *rows])) / np.maximum(ahead, 1.0)
+    ).tolist()
     winner = int(np.nanargmax(ratios)) if not np.all(np.isnan(ratios)) else 0
     another = rows[winner - 1] if winner and ratios[winner] > 1.01 * ratios[0] else None
     return LayoutChange(name, ratios[0], ratios[winner] if another else ratios[0], another)
 
 
-def _ratio(found: ClusterPlan, cluster: Cluster, layouts: list[PlannedLayout]) -> list[float]:
+def _ratio(
+    cluster_plan: ClusterPlan, cluster: Cluster, layouts: list[PlannedLayout]
+) -> list[float]:
     """Rates of the layouts there, over that of the plan's best here; nan where they don't fit."""
     rows = Layouts.of(layouts)
-    there = predict(found.model, cluster, found.job, rows, found.calibration, found.stack)
-    here = predict(
-        *(found.model, found.cluster, found.job, Layouts.of([found.best[0].layout])),
-        *(found.calibration, found.stack),
+    prediction = predict(
+        cluster_plan.model,
+        cluster,
+        cluster_plan.job,
+        rows,
+        cluster_plan.calibration,
+        cluster_plan.stack,
     )
-    ratio = here.step_seconds[0] / there.step_seconds
-    return [float(r) if fits else float("nan") for r, fits in zip(ratio, there.fits, strict=True)]
+    base_prediction = predict(
+        *(
+            cluster_plan.model,
+            cluster_plan.cluster,
+            cluster_plan.job,
+            Layouts.of([cluster_plan.best[0].layout]),
+        ),
+        *(cluster_plan.calibration, cluster_plan.stack),
+    )
+    ratio = base_prediction.step_seconds[0] / prediction.step_seconds
+    return [
+        float(r) if fits else float("nan") for r, fits in zip(ratio, prediction.fits, strict=True)
+    ]
 
 
-def predicted(found: ClusterPlan, layout: PlannedLayout) -> PlanCandidate:
-    """What a layout of the user's own would do on the plan's cluster."""
+def predicted(cluster_plan: ClusterPlan, layout: PlannedLayout) -> PlanCandidate:
+    """The prediction for a user's layout on the plan's cluster."""
     rows = Layouts.of([layout])
-    told = predict(found.model, found.cluster, found.job, rows, found.calibration, found.stack)
-    one = candidate(told, rows, 0, found.cluster, found.job)
-    return resimulated(found.model, one, found.job.task == "lora")
+    prediction = predict(
+        cluster_plan.model,
+        cluster_plan.cluster,
+        cluster_plan.job,
+        rows,
+        cluster_plan.calibration,
+        cluster_plan.stack,
+    )
+    one = candidate(prediction, rows, 0, cluster_plan.cluster, cluster_plan.job)
+    return resimulated(cluster_plan.model, one, cluster_plan.job.task == "lora")
 
 
 # Advice on a model's shape: neighbours of the same size that would train faster, and why.
@@ -485,20 +530,20 @@ class Shape:
     reason: str
 
 
-def shape_advice(found: ClusterPlan, most: int = 5) -> list[Shape]:
+def shape_advice(cluster_plan: ClusterPlan, most: int = 5) -> list[Shape]:
     """The neighbours that gain the most in the plan's best layout, one for each kind of change."""
-    like = found.best[0]
-    base = _predicted(found, found.model, like)
+    like = cluster_plan.best[0]
+    base = _predicted(cluster_plan, cluster_plan.model, like)
     shapes: dict[str, Shape] = {}
-    for kind, said, model in neighbours(found.model):
-        one = _predicted(found, model, like)
+    for kind, description, model in neighbours(cluster_plan.model):
+        one = _predicted(cluster_plan, model, like)
         if not one.fits:
             continue
-        size = model.parameters() / found.model.parameters()
+        size = model.parameters() / cluster_plan.model.parameters()
         gain = base.step_seconds.middle / one.step_seconds.middle * size - 1
         if gain < WORTH_SHAPING:
             continue
-        shape = Shape(model, said, size, gain, _reason(base, one, size))
+        shape = Shape(model, description, size, gain, _reason(base, one, size))
         if kind not in shapes or gain > shapes[kind].gain:
             shapes[kind] = shape
     return sorted(shapes.values(), key=lambda s: -s.gain)[:most]
@@ -506,9 +551,9 @@ def shape_advice(found: ClusterPlan, most: int = 5) -> list[Shape]:
 
 def neighbours(model: Architecture) -> Iterator[tuple[str, str, Architecture]]:
     """(kind of change, in words, the neighbour), all within ``SIZE`` of the parameters."""
-    for kind, said, other in _changes(model):
+    for kind, description, other in _changes(model):
         if abs(other.parameters() / model.parameters() - 1) <= SIZE and other != model:
-            yield kind, said, other
+            yield kind, description, other
 
 
 def _changes(model: Architecture) -> Iterator[tuple[str, str, Architecture]]:
@@ -559,11 +604,20 @@ def _wide(model: Architecture, layers: int, width: int) -> Architecture:
     return replace(model, layers=layers, moe=replace(model.moe, width=width))
 
 
-def _predicted(found: ClusterPlan, model: Architecture, like: PlanCandidate) -> PlanCandidate:
+def _predicted(
+    cluster_plan: ClusterPlan, model: Architecture, like: PlanCandidate
+) -> PlanCandidate:
     """That model in the layout of the plan's best, by the closed form as all of them are."""
     rows = Layouts.of([like.layout])
-    told = predict(model, found.cluster, found.job, rows, found.calibration, found.stack)
-    return candidate(told, rows, 0, found.cluster, found.job)
+    prediction = predict(
+        model,
+        cluster_plan.cluster,
+        cluster_plan.job,
+        rows,
+        cluster_plan.calibration,
+        cluster_plan.stack,
+    )
+    return candidate(prediction, rows, 0, cluster_plan.cluster, cluster_plan.job)
 
 
 def _reason(base: PlanCandidate, one: PlanCandidate, size: float) -> str:

@@ -114,7 +114,7 @@ class PlanCandidate:
 
 
 def candidate(
-    found: Prediction, layouts: Layouts, row: int, cluster: Cluster, job: PlannedJob
+    prediction: Prediction, layouts: Layouts, row: int, cluster: Cluster, job: PlannedJob
 ) -> PlanCandidate:
     """Row ``row`` of a prediction."""
     layout = layouts.at(row)
@@ -122,18 +122,18 @@ def candidate(
     def span(middle: Any, low: Any, high: Any) -> Span:
         return Span(float(middle[row]), float(low[row]), float(high[row]))
 
-    rate = found.tokens_per_second_per_device
+    rate = prediction.tokens_per_second_per_device
     return PlanCandidate(
         layout=layout,
         cluster=cluster,
         micro_batches=micro_batches_of(layout, job),
-        step_parts={name: float(getattr(found.step, name)[row]) for name in STEP_PARTS},
-        step_seconds=span(found.step_seconds, found.step_p10, found.step_p90),
-        tokens_per_second_per_device=span(rate, found.tokens_p10, found.tokens_p90),
-        mfu=float(found.mfu[row]),
-        memory_parts={n: float(np.atleast_1d(v)[row]) for n, v in vars(found.memory).items()},
-        memory_bytes=span(found.memory_bytes, found.memory_p10, found.memory_p90),
-        fits=bool(found.fits[row]),
+        step_parts={name: float(getattr(prediction.step, name)[row]) for name in STEP_PARTS},
+        step_seconds=span(prediction.step_seconds, prediction.step_p10, prediction.step_p90),
+        tokens_per_second_per_device=span(rate, prediction.tokens_p10, prediction.tokens_p90),
+        mfu=float(prediction.mfu[row]),
+        memory_parts={n: float(np.atleast_1d(v)[row]) for n, v in vars(prediction.memory).items()},
+        memory_bytes=span(prediction.memory_bytes, prediction.memory_p10, prediction.memory_p90),
+        fits=bool(prediction.fits[row]),
     )
 
 
@@ -144,27 +144,28 @@ def micro_batches_of(layout: PlannedLayout, job: PlannedJob) -> int:
 
 def words(layout: PlannedLayout) -> str:
     """A layout for people: what differs from one device with nothing special."""
-    said = [f"{name}={getattr(layout, name)}" for name in ("dp", "tp", "pp", "ep", "cp")]
-    said = [s for s in said if not s.endswith("=1")] or ["dp=1"]
+    parts = [f"{name}={getattr(layout, name)}" for name in ("dp", "tp", "pp", "ep", "cp")]
+    parts = [s for s in parts if not s.endswith("=1")] or ["dp=1"]
     if layout.dp * layout.cp > 1:
-        said.append(f"zero={layout.zero}")
-    said.append(f"micro={layout.micro_batch}")
+        parts.append(f"zero={layout.zero}")
+    parts.append(f"micro={layout.micro_batch}")
     if layout.pp > 1:
         deep = f"x{layout.virtual}" if layout.virtual > 1 else ""
-        said.append(f"{layout.schedule}{deep}")
+        parts.append(f"{layout.schedule}{deep}")
     if layout.recompute != "none":
-        said.append(f"recompute={layout.recompute}")
+        parts.append(f"recompute={layout.recompute}")
     if layout.precision not in ("bf16", "fp16"):
-        said.append(layout.precision)
+        parts.append(layout.precision)
     if layout.compression != "none":
-        said.append(f"gradients={layout.compression}")
-    return " ".join(said)
+        parts.append(f"gradients={layout.compression}")
+    return " ".join(parts)
 
 
 def recipe_lines(layout: PlannedLayout) -> str:
-    """The layout as lines of a recipe that the trainer runs; '' where ``beyond_trainer`` says why.
+    """The layout as recipe lines for the trainer; '' if ``beyond_trainer`` has a reason.
 
-    ZeRO's stages 1 and 2 keep whole weights: FSDP2 that doesn't let them go between passes.
+    ZeRO's stages 1 and 2 keep full weights. That is FSDP2 without freeing them between
+    passes.
     """
     if beyond_trainer(layout):
         return ""
@@ -197,9 +198,10 @@ def recipe_lines(layout: PlannedLayout) -> str:
 
 
 def beyond_trainer(layout: PlannedLayout, lora: bool = False) -> str:
-    """What of the layout hasten's own trainer can't run, in one sentence; empty: it runs it.
+    """The part of the layout that hasten's trainer doesn't support; '' if it supports all.
 
-    ``lora``: adapters are trained, which the files for Megatron-LM don't cover.
+    The result is one sentence. ``lora``: adapters are trained, which the files for
+    Megatron-LM don't support.
     """
     lacks = ["cp"] if layout.cp > 1 else []
     others = [name for name in ("tp", "ep") if getattr(layout, name) > 1]
@@ -264,7 +266,7 @@ WATTS: Mapping[str, int] = {name: watts for watts, names in _WATTS.items() for n
 
 @dataclass(frozen=True)
 class JobCost:
-    """Of a whole job, or of a billion tokens where the job doesn't say how many."""
+    """Cost of a whole job, or of a billion tokens if the job has no number of tokens."""
 
     tokens: float
     seconds: Span
@@ -289,16 +291,18 @@ class JobCost:
         }
 
 
-def spending(found: PlanCandidate, job: PlannedJob, price: Price | None = None) -> JobCost:
-    """What the job takes in that layout; neither failures nor evaluations are in it."""
+def spending(plan_candidate: PlanCandidate, job: PlannedJob, price: Price | None = None) -> JobCost:
+    """Cost of the job in that layout, without failures and evaluations."""
     tokens = job.tokens or PER_BILLION
-    rate = found.tokens_per_second_per_device
-    seconds = Span(*(tokens / (v * found.devices) for v in (rate.middle, rate.high, rate.low)))
-    hours = seconds.times(found.devices / 3600)
+    rate = plan_candidate.tokens_per_second_per_device
+    seconds = Span(
+        *(tokens / (v * plan_candidate.devices) for v in (rate.middle, rate.high, rate.low))
+    )
+    hours = seconds.times(plan_candidate.devices / 3600)
     paid = None
     if price is not None:
         each = (seconds.middle, seconds.low, seconds.high)
-        paid = Span(*(price.money(s, found.devices) for s in each))
-    watts = WATTS.get(found.cluster.device.name)
+        paid = Span(*(price.money(s, plan_candidate.devices) for s in each))
+    watts = WATTS.get(plan_candidate.cluster.device.name)
     energy = hours.high * watts / 1000 if watts else None
     return JobCost(tokens, seconds, hours, paid, price.currency if price else "", energy)

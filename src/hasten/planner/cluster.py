@@ -1,8 +1,8 @@
-"""A cluster as the planner sees it: devices, nodes, and what their links carry one way.
+"""A cluster for the planner: devices, nodes, and one-way bandwidths of their links.
 
-Bandwidths are bytes per second in one direction of one device's share, as a ring of NCCL uses them;
-a figure that a maker gives for both directions together has to be halved. Latency is that of one
-message between two neighbours, software included.
+Bandwidths are bytes per second in one direction of one device's share, as a ring of
+NCCL uses them. If a vendor's figure is for both directions together, halve it. Latency
+is that of one message between two neighbours, software included.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Cluster:
 
     @classmethod
     def preset(cls, topology: str, nodes: int, per_node: int = 8, device_name: str = "") -> Cluster:
-        """A named topology; the device is the one that its name says, or the one given.
+        """A named topology, with the device in its name or ``device_name``.
 
         Raises:
             InputError: an unknown topology or device.
@@ -98,16 +98,16 @@ def own_machine(
     Raises:
         InputError: it isn't such a file, or has no product or no copy in it.
     """
-    found = source if isinstance(source, Mapping) else load_json(source)
+    rates = source if isinstance(source, Mapping) else load_json(source)
     name = "its file" if isinstance(source, Mapping) else str(source)
     try:
-        if found["kind"] != "hasten machine rates":
+        if rates["kind"] != "hasten machine rates":
             raise KeyError("kind")
         best: dict[str, float] = {}
-        for product in found["products"]:
+        for product in rates["products"]:
             best[product["dtype"]] = max(best.get(product["dtype"], 0.0), float(product["best"]))
-        copies = [float(copy["best"]) for copy in found["copies"] if "memory" in copy["way"]]
-        memory_rate = max(copies or [float(copy["best"]) for copy in found["copies"]])
+        copies = [float(copy["best"]) for copy in rates["copies"] if "memory" in copy["way"]]
+        memory_rate = max(copies or [float(copy["best"]) for copy in rates["copies"]])
         half = best.get("bf16") or best.get("fp16") or best["fp32"]
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(
@@ -115,7 +115,7 @@ def own_machine(
         ) from error
     single = max(best.get("fp32", 0.0), best.get("tf32", 0.0))
     chip = Device(
-        name=str(found.get("device_name") or found.get("device") or "this machine"),
+        name=str(rates.get("device_name") or rates.get("device") or "this machine"),
         peak16=half,
         memory_bytes=memory_bytes,
         memory_rate=memory_rate,
@@ -126,8 +126,8 @@ def own_machine(
         reached16=half,
         reached8=best.get("fp8", 0.0),
         reached32=single,
-        gloo=str(found.get("device") or "").startswith("cpu"),
-        source=f"hasten env --bench, {found.get('measured_at', 'undated')}",
+        gloo=str(rates.get("device") or "").startswith("cpu"),
+        source=f"hasten env --bench, {rates.get('measured_at', 'undated')}",
     )
     return Cluster(chip, 1, devices, link, link, topology="single_node")
 

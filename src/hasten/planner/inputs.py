@@ -1,4 +1,4 @@
-"""Input of ``hasten estimate``: cluster, job, price, runs to calibrate or compare with."""
+"""Reads the inputs of ``hasten plan``: cluster, job, price, runs to compare with."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ HALF = ("autocast", "bf16_master_weights", "float8")  # techniques that don't mu
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What the command line asks for; see ``cli.estimate``."""
+    """Options of the command line; see ``cli.plan``."""
 
     cluster: str
     gpu: str
@@ -85,24 +85,28 @@ def cluster_of(options: PlanOptions) -> Cluster:
     if not options.gpu.endswith(".json"):
         return Cluster.of(cloud, options.gpu)
     path = Path(options.gpu)
-    found = _json(path)
-    if found.get("kind") == "hasten machine rates":
+    figures = _json(path)
+    if figures.get("kind") == "hasten machine rates":
         if not options.memory:
             raise InputError(f"{path} says nothing of memory: give --memory, GB of a device")
-        link = float(found.get("link") or 10e9)
-        own = own_machine(found, memory_bytes=options.memory * 1e9, link=link)
-        if str(found.get("device")) == "cpu":  # it takes tiles one by one, so none stand idle
-            own = dataclasses.replace(own, device=dataclasses.replace(own.device, units=1))
-        return dataclasses.replace(own, nodes=options.nodes, per_node=options.gpus_per_node)
+        link = float(figures.get("link") or 10e9)
+        measured_cluster = own_machine(figures, memory_bytes=options.memory * 1e9, link=link)
+        if str(figures.get("device")) == "cpu":  # it takes tiles one by one, so none stand idle
+            measured_cluster = dataclasses.replace(
+                measured_cluster, device=dataclasses.replace(measured_cluster.device, units=1)
+            )
+        return dataclasses.replace(
+            measured_cluster, nodes=options.nodes, per_node=options.gpus_per_node
+        )
     like = Cluster.of(cloud, "h100")
-    chip = _device(path, found)
+    chip = _device(path, figures)
     return dataclasses.replace(like, device=chip, intra=chip.link)
 
 
 def job_of(
     options: PlanOptions, recipe: Recipe | None, cluster: Cluster
 ) -> tuple[PlannedJob, list[str]]:
-    """The job, and what of it nobody has said."""
+    """The job, and the values that were assumed because they aren't given."""
     assumed = []
     task = options.task or _task(recipe)
     sequence = options.sequence or (recipe.cutoff_len if recipe else None)
@@ -124,7 +128,7 @@ def job_of(
 
 
 def space_of(options: PlanOptions, cluster: Cluster) -> LayoutSpace:
-    """What may vary."""
+    """The layout choices that the planner may vary."""
     formats, schedules = _listed(options.precision), _listed(options.schedules)
     space = LayoutSpace.everything(cluster) if options.lossy else LayoutSpace()
     return dataclasses.replace(
@@ -150,11 +154,11 @@ def calibration_of(options: PlanOptions, cluster: Cluster) -> tuple[Calibration 
     Raises:
         InputError: a folder that isn't a run's, or runs on more devices than the cluster has.
     """
-    known = calibrated().stacks
-    if options.stack is not None and options.stack not in known:
+    stacks = calibrated().stacks
+    if options.stack is not None and options.stack not in stacks:
         raise InputError(
             f"no measurements of {options.stack!r} were fitted; leave --stack out, or take one of "
-            f"{', '.join(sorted(known))}"
+            f"{', '.join(sorted(stacks))}"
         )
     if not options.calibrate:
         return None, options.stack
@@ -193,24 +197,24 @@ def own_run(folder: Path, cluster: Cluster) -> OwnRun:
         precision="bf16" if names & set(HALF) else "fp32",
     )
     task = "lora" if recipe.get("finetuning_type") == "lora" else "full"
-    here = cluster
+    run_cluster = cluster
     if cluster.devices != ranks:
-        here = dataclasses.replace(cluster, nodes=1, per_node=max(ranks, 1))
+        run_cluster = dataclasses.replace(cluster, nodes=1, per_node=max(ranks, 1))
     seconds = statistics.median(float(row["step_seconds"]) for row in rows)
-    return OwnRun(model, here, PlannedJob(sequence, share * ranks, task), layout, seconds)
+    return OwnRun(model, run_cluster, PlannedJob(sequence, share * ranks, task), layout, seconds)
 
 
 def _ranks(folder: Path, recipe: Mapping[str, Any]) -> int:
-    """Of a run that is over; a launcher's ranks stand in its summary, not in its recipe."""
+    """Number of ranks of a finished run; with a launcher, only the run's summary has it."""
     try:
-        found = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-        return max(1, int(found["world_size"]))
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        return max(1, int(summary["world_size"]))
     except (OSError, ValueError, LookupError, TypeError):
         return int(recipe.get("nproc") or 1)
 
 
-def _listed(words: str | None) -> tuple[str, ...]:
-    return tuple(word.strip() for word in (words or "").split(",") if word.strip())
+def _listed(text: str | None) -> tuple[str, ...]:
+    return tuple(word.strip() for word in (text or "").split(",") if word.strip())
 
 
 def _task(recipe: Recipe | None) -> str:
@@ -225,33 +229,35 @@ def _batch(recipe: Recipe, sequence: int) -> int:
     return recipe.global_batch_size or RECORDS
 
 
-def _device(path: Path, found: Mapping[str, Any]) -> Device:
-    known = {field.name: field for field in dataclasses.fields(Device)}
+def _device(path: Path, figures: Mapping[str, Any]) -> Device:
+    device_fields = {field.name: field for field in dataclasses.fields(Device)}
     needed = ("name", "peak16", "memory_bytes", "memory_rate", "link")
-    for key in found:
-        if key not in known:
-            raise InputError(f"{path}: unknown key {key!r}; a device has {', '.join(known)}")
-    lacks = [key for key in needed if key not in found]
+    for key in figures:
+        if key not in device_fields:
+            raise InputError(
+                f"{path}: unknown key {key!r}; a device has {', '.join(device_fields)}"
+            )
+    lacks = [key for key in needed if key not in figures]
     if lacks:
         raise InputError(f"{path}: the device lacks {', '.join(lacks)} (FLOP/s, bytes, bytes/s)")
-    for key, value in found.items():
-        words = known[key].type == "str"
-        if isinstance(value, bool) or not isinstance(value, str if words else int | float):
+    for key, value in figures.items():
+        is_text = device_fields[key].type == "str"
+        if isinstance(value, bool) or not isinstance(value, str if is_text else int | float):
             raise InputError(
-                f"{path}: {key} is {value!r}; it must be a {'text' if words else 'number'}"
+                f"{path}: {key} is {value!r}; it must be a {'text' if is_text else 'number'}"
             )
-    return Device(**{"source": str(path), **found})
+    return Device(**{"source": str(path), **figures})
 
 
 def _json(path: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        figures = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise InputError(f"--gpu: {path} can't be read: {why}") from error
-    if not isinstance(found, dict):
+    if not isinstance(figures, dict):
         raise InputError(f"--gpu: {path} must hold a device's figures as a JSON object")
-    return found
+    return figures
 
 
 # A finished run, predicted as it ran, beside what it measured: for ``plan`` and ``report``.
@@ -262,7 +268,7 @@ UNCALIBRATED = "fitted to published measurements of GPUs; --calibrate RUN fits t
 
 
 def is_run(name: str) -> bool:
-    """Whether a name is the folder of a run rather than of a model."""
+    """Returns True if a name is the folder of a run instead of a model."""
     return (Path(name) / "metrics.jsonl").is_file() and (Path(name) / "recipe.yaml").is_file()
 
 
@@ -272,7 +278,7 @@ def predicted_and_measured(
     calibration: Calibration | None = None,
     stack: str | None = None,
 ) -> str:
-    """The table: each term predicted and measured, and whether it lies in its interval."""
+    """A table of terms: predicted, measured, and if the measurement is in the interval."""
     head, terms = _closing(folder, cluster, calibration, stack)
     shown = aligned(actual.table(terms))
     return f"{head}\n{shown}" + ("" if calibration else f"\n{UNCALIBRATED}")
@@ -298,17 +304,18 @@ def _closing(
 ) -> tuple[str, list[actual.CalibratedTerm]]:
     run = own_run(folder, cluster)
     rows = Layouts.of([run.layout])
-    told = predict(run.architecture, run.cluster, run.job, rows, calibration, stack)
-    one = candidate(told, rows, 0, run.cluster, run.job)
+    prediction = predict(run.architecture, run.cluster, run.job, rows, calibration, stack)
+    one = candidate(prediction, rows, 0, run.cluster, run.job)
     head = f"{folder}, {words(run.layout)}: predicted as it ran on {run.cluster.device.name}"
     return head, actual.terms_of_run(one, folder)
 
 
 def machine_of(folder: Path) -> Cluster:
-    """What the run ran on: its GPU by name, or rates that were measured there and kept.
+    """The run's machine: its GPU by name, or rates that were measured there and stored.
 
     Raises:
-        InputError: nobody knows the machine's rates; says how to measure them.
+        InputError: the machine's rates are unknown; the message explains how to measure
+            them.
     """
     summary = _object(folder / "summary.json")
     hardware = summary.get("hardware")
@@ -329,8 +336,10 @@ def machine_of(folder: Path) -> Cluster:
         rates = _object(folder / name)
         if rates.get("kind") == "hasten machine rates":
             memory = float(hardware.get("memory_limit_bytes") or 16e9)
-            own = own_machine(rates, memory_bytes=memory, link=LINK)
-            return dataclasses.replace(own, device=dataclasses.replace(own.device, units=1))
+            measured_cluster = own_machine(rates, memory_bytes=memory, link=LINK)
+            return dataclasses.replace(
+                measured_cluster, device=dataclasses.replace(measured_cluster.device, units=1)
+            )
     raise InputError(
         f"{folder}: it ran on a processor, whose rates no datasheet tells: hasten env --bench -o "
         f"bench.json, then hasten estimate {folder} --gpu bench.json --memory GB"
@@ -338,7 +347,7 @@ def machine_of(folder: Path) -> Cluster:
 
 
 def predicted_lines(folder: Path) -> str:
-    """For a run's report: the table, or one line that says what is missing for it."""
+    """Lines for a run's report: the table, or one line with the missing input."""
     try:
         return "\n" + predicted_and_measured(folder, machine_of(folder))
     except InputError as error:
@@ -347,7 +356,7 @@ def predicted_lines(folder: Path) -> str:
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        contents = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return contents if isinstance(contents, dict) else {}

@@ -1,4 +1,4 @@
-"""What a launch takes from the plan: Megatron-LM's layout, the recipe, a rehearsal's links."""
+"""Inputs of a launch from the plan: Megatron-LM's layout, recipe, rehearsal's links."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def config_of(recipe: Recipe) -> dict[str, Any]:
     """The fields of the model's config."""
     from hasten.models.load import read_config
 
-    found: dict[str, Any] = read_config(recipe.model).to_dict()
-    return found
+    config_fields: dict[str, Any] = read_config(recipe.model).to_dict()
+    return config_fields
 
 
 def planned(
@@ -57,7 +57,7 @@ def planned(
     batch = _batch(recipe, job)
     if recipe.finetuning_type == "lora":
         arguments(config, {}, batch, cloud.devices)  # says why not
-    found = plan(
+    cluster_plan = plan(
         recipe.model,
         Cluster.of(cloud, gpu),
         PlannedJob(sequence, size, "pretrain" if recipe.from_scratch else "full"),
@@ -66,21 +66,23 @@ def planned(
         fewer_nodes=False,
     )
     refused = ""
-    for one in found.best:
+    for one in cluster_plan.best:
         layout = dataclasses.asdict(one.layout)
         try:
             arguments(config, layout, batch, cloud.devices)
             return layout, batch
         except InputError as error:
             refused = refused or str(error)
-    raise InputError(f"none of the {len(found.best)} best layouts can be launched: {refused}")
+    raise InputError(
+        f"none of the {len(cluster_plan.best)} best layouts can be launched: {refused}"
+    )
 
 
 def scaled_rate(cloud: CloudConfig, gpu: str) -> float | None:
-    """A host's link for the rehearsal, in bit/s; None where the devices aren't known.
+    """A host's link rate for the rehearsal, in bit/s; None if the devices are unknown.
 
-    Slower than the cluster's by as much as a rank here computes slower than its device, so that
-    exchanges take about the share of a step that they take there.
+    It is the cluster's rate, divided by the ratio of the device's compute speed to that of
+    a local rank. Communication then takes about the same share of a step as on the cluster.
     """
     from hasten.planner.cluster import Cluster
 
@@ -94,14 +96,14 @@ def scaled_rate(cloud: CloudConfig, gpu: str) -> float | None:
         return None
     node = 8 * cluster.inter * cloud.gpus_per_node
     cores = max(1, host.usable_cores())
-    mine = core_flops() * min(1.0, cores / cloud.devices)
-    return max(SLOWEST, node * mine / (REACHED * cluster.device.peak16))
+    host_flops = core_flops() * min(1.0, cores / cloud.devices)
+    return max(SLOWEST, node * host_flops / (REACHED * cluster.device.peak16))
 
 
 def _from_file(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        layout, job = found["best"][0]["layout"], found["job"]
+        stored_plan = json.loads(path.read_text(encoding="utf-8"))
+        layout, job = stored_plan["best"][0]["layout"], stored_plan["job"]
         if not isinstance(layout, dict) or not isinstance(job, dict):
             raise ValueError("its layout is no object")
     except (OSError, ValueError, LookupError, TypeError) as error:
@@ -138,9 +140,10 @@ TINY = {
 
 
 def recipe_there(recipe: Recipe, checkpoints: str | None, leave_file: str | None) -> str:
-    """Its text: ranks and restarts are the launcher's, and every start goes on where one ended.
+    """The recipe's text for the launch; the launcher controls ranks and restarts.
 
-    Without checkpoints in the plan a lost machine would cost the whole run: dynamic ones join it.
+    Every start continues where the previous one ended. If the plan has no checkpoints, a
+    lost machine would cost the whole run. Dynamic checkpoints are therefore added.
     """
     values = recipe.model_dump(mode="json")
     values |= {"nproc": 1, "min_nproc": None, "max_restarts": 0, "warm_restarts": False}
@@ -200,8 +203,8 @@ def tiny_recipe(recipe: Recipe, ranks: int, output: Path, dataset: Path) -> Reci
 def _family(recipe: Recipe) -> str:
     from hasten.models.load import read_config
 
-    known = PRESETS.get(recipe.model)
-    family = known.architecture if known else str(read_config(recipe.model).model_type)
+    preset = PRESETS.get(recipe.model)
+    family = preset.architecture if preset else str(read_config(recipe.model).model_type)
     if family not in TINY:
         raise InputError(f"--rehearse: there is no tiny {family}; there is {', '.join(TINY)}")
     return family

@@ -1,7 +1,8 @@
-"""Layouts as numbers: which rank holds which part, and every layout that a job could have.
+"""Layouts as numbers: the parts of each rank, and every possible layout of a job.
 
-One is a ``PlannedLayout``, many are columns of ``Layouts``. A layout says nothing of speed. Words
-are coded as their place in the tuples below, so that a hundred thousand layouts are a few arrays.
+One layout is a ``PlannedLayout``; many are columns of ``Layouts``. A layout contains no
+speed. Words are coded as their index in the tuples below, so a hundred thousand layouts
+are a few arrays.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Column = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """What is trained: tokens per sequence, sequences per step, and how many tokens in all."""
+    """A training job: tokens per sequence, sequences per step, and the total of tokens."""
 
     sequence: int
     global_batch: int
@@ -79,11 +80,11 @@ class PlannedLayout:
                 raise InputError(f"layout: {name} is {getattr(self, name)}; give 1 at least")
         if self.zero not in (0, 1, 2, 3):
             raise InputError(f"layout: zero is {self.zero}; it must be 0, 1, 2 or 3")
-        for name, known in _WORDS.items():
-            if getattr(self, name) not in known:
+        for name, choices in _WORDS.items():
+            if getattr(self, name) not in choices:
                 raise InputError(
                     f"layout: {name} is {getattr(self, name)!r}; it must be one of "
-                    f"{', '.join(known)}"
+                    f"{', '.join(choices)}"
                 )
         if self.virtual > 1 and self.schedule != "interleaved":
             raise InputError(
@@ -139,7 +140,7 @@ class Layouts:
     def at(self, row: int) -> PlannedLayout:
         """One row as a Layout again."""
         values: dict[str, Any] = {f.name: int(getattr(self, f.name)[row]) for f in _FIELDS}
-        values |= {name: words[values[name]] for name, words in _WORDS.items()}
+        values |= {name: choices[values[name]] for name, choices in _WORDS.items()}
         values |= {name: bool(values[name]) for name in ("sequence_parallel", "flash")}
         return PlannedLayout(**values)
 
@@ -156,8 +157,8 @@ _FIELDS = fields(PlannedLayout)
 
 
 def _column(values: Sequence[Any], name: str) -> Column:
-    words = _WORDS.get(name)
-    coded = [words.index(value) for value in values] if words else values
+    choices = _WORDS.get(name)
+    coded = [choices.index(value) for value in values] if choices else values
     return np.asarray(coded, dtype=np.float64)
 
 
@@ -195,7 +196,11 @@ Deal = tuple[int, int, int, int, int]  # dp, tp, pp, ep, cp
 
 @dataclass(frozen=True)
 class LayoutSpace:
-    """What may vary. Formats below 16 bits and compression change the mathematics: ask for them."""
+    """The choices that may vary.
+
+    Formats below 16 bits and compression change the mathematics, and are only included on
+    request.
+    """
 
     zero: tuple[int, ...] = (0, 1, 2, 3)
     schedules: tuple[str, ...] = SIMULATED
@@ -204,12 +209,12 @@ class LayoutSpace:
     compressions: tuple[str, ...] = ("none",)
 
     def __post_init__(self) -> None:
-        known: dict[str, tuple[str, ...]] = {"schedules": SIMULATED, "recompute": RECOMPUTE}
-        known |= {"compressions": COMPRESSIONS, "precisions": PRECISIONS}
-        for name, words in known.items():
+        allowed: dict[str, tuple[str, ...]] = {"schedules": SIMULATED, "recompute": RECOMPUTE}
+        allowed |= {"compressions": COMPRESSIONS, "precisions": PRECISIONS}
+        for name, choices in allowed.items():
             for word in getattr(self, name):
-                if word not in words:
-                    raise InputError(f"{name}: {word!r} isn't one of {', '.join(words)}")
+                if word not in choices:
+                    raise InputError(f"{name}: {word!r} isn't one of {', '.join(choices)}")
         if not set(self.zero) <= {0, 1, 2, 3}:
             raise InputError(f"zero: {self.zero} has other stages than 0, 1, 2 and 3")
 
@@ -244,7 +249,7 @@ def enumerate_layouts(
     refused: Counter[str] = Counter()
     rows: list[tuple[int, ...]] = []
     formats = space.precisions or (own_format(cluster),)
-    rest = list(
+    combinations = list(
         itertools.product(
             [RECOMPUTE.index(r) for r in space.recompute or _recompute(model)],
             [PRECISIONS.index(p) for p in formats],
@@ -254,7 +259,9 @@ def enumerate_layouts(
     for dp, tp, pp, ep, cp in _deals(model, cluster, job, refused):
         # One rank alone has nothing to shard or to compress.
         zeros = space.zero if dp * cp > 1 else space.zero[:1]
-        more = rest if dp * cp > 1 else [r for r in rest if r[2] == rest[0][2]]
+        more = (
+            combinations if dp * cp > 1 else [r for r in combinations if r[2] == combinations[0][2]]
+        )
         for micro in micro_batches(job, dp):
             count = job.global_batch // (dp * micro)
             ways = _schedules(space, model, pp, count)
@@ -315,12 +322,12 @@ def _schedules(
     """(schedule, virtual stages); without stages there is nothing to schedule."""
     if pp == 1:
         return [(SCHEDULES.index("1f1b"), 1)]
-    found = []
+    schedules = []
     for name in space.schedules:
         for virtual in (2, 3, 4, 6, 8) if name == "interleaved" else (1,):
             if pp * virtual <= model.layers and not why_impossible(name, pp, count, virtual):
-                found.append((SCHEDULES.index(name), virtual))
-    return found
+                schedules.append((SCHEDULES.index(name), virtual))
+    return schedules
 
 
 @functools.cache
@@ -330,13 +337,16 @@ def _divisors(number: int) -> tuple[int, ...]:
 
 
 def _recompute(model: Architecture) -> list[str]:
-    """Megatron Core and DeepSeek recompute norms and activation functions alone beside experts."""
+    """The recomputation modes of a model; ``light`` only for models with experts.
+
+    Megatron Core and DeepSeek recompute only norms and activation functions there.
+    """
     return [word for word in RECOMPUTE if word != "light" or model.moe is not None]
 
 
 def _columns(rows: list[tuple[int, ...]]) -> Layouts:
     table = np.asarray(rows, dtype=np.float64).reshape(len(rows), 12)
     deal = ("dp", "tp", "pp", "ep", "cp", "zero", "micro_batch", "schedule", "virtual")
-    found = dict(zip((*deal, "recompute", "precision", "compression"), table.T, strict=True))
+    columns = dict(zip((*deal, "recompute", "precision", "compression"), table.T, strict=True))
     on = np.ones(len(rows))
-    return Layouts(**found, sequence_parallel=on, flash=on)
+    return Layouts(**columns, sequence_parallel=on, flash=on)

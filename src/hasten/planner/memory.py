@@ -1,10 +1,11 @@
-"""Bytes that a layout keeps on its fullest rank: state, activations, logits, and the rest.
+"""Bytes of a layout on its fullest rank: state, activations, logits, and the rest.
 
-Weights take 2 bytes, gradients 4 where they are summed in fp32 over micro-batches and 2 where they
-are sharded at once, AdamW 12 with its fp32 master weights (arXiv 1910.02054, section 3). In a
-pipeline three ranks may be the fullest: the first, with the embedding and the most micro-batches in
-flight; the second, with as many layers and more of them with experts; the last, with the head and
-the logits. What a layer keeps is counted by ``layer_bytes``.
+Weights take 2 bytes. Gradients take 4 if they are summed in fp32 over micro-batches,
+and 2 if they are sharded at once. AdamW takes 12 with its fp32 master weights
+(arXiv 1910.02054, section 3). In a pipeline three ranks may be the fullest. The first
+has the embedding and the most micro-batches in flight. The second has as many layers
+and more of them with experts. The last has the head and the logits. The function
+``layer_bytes`` counts the bytes of a layer.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ KEPT_BYTES = np.array([_KEPT_BYTES.get(name, 2.0) for name in PRECISIONS])
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Of one layer and one micro-batch: kept by a plain layer, by one with experts; at work."""
+    """Bytes of one layer and one micro-batch: stored by kind of layer, and working memory."""
 
     plain: Column
     expert: Column
@@ -77,7 +78,7 @@ class _Elements:
 
     @property
     def expanded(self) -> Column:
-        """Elements of queries, keys and values that latent attention makes anew from fewer."""
+        """Elements of queries, keys and values that latent attention recomputes from fewer."""
         more = np.maximum(self.heads - self.latent, 0.0)
         return np.asarray(np.where(self.latent > 0, more, 0.0))
 
@@ -96,32 +97,32 @@ class _Elements:
 
 
 def layer_bytes(model: ModelNumbers, layouts: Layouts) -> LayerBytes:
-    """What one layer keeps for one micro-batch, and what it needs while it is at work."""
+    """Bytes that one layer stores for one micro-batch, and its working memory."""
     T = tokens(model, layouts)
     size = KEPT_BYTES[layouts.precision.astype(int)]
     scores = 5 * T * model.sequence * model.heads / layouts.tp * (1 - layouts.flash)
     split = np.where(layouts.sequence_parallel > 0, layouts.tp, 1)
     broad = np.maximum(size, 2.0)  # bytes of what is never kept in fewer than 16 bits
     boundary = broad * T * model.hidden / split
-    kept, largest = [], np.zeros(len(T))
+    retained_bytes, largest = [], np.zeros(len(T))
     for made in (_elements(model, layouts, False), _elements(model, layouts, True)):
-        whole = T * made.whole(size) + scores
+        full_bytes = T * made.whole(size) + scores
         # Latent attention goes back to its low ranks.
         fewer = made.whole(broad) - broad * made.expanded
         fewer = np.where(layouts.flash > 0, SELECTIVE_KEEPS, 1.0) * T * fewer
-        found = np.where(layouts.recompute == SELECTIVE, fewer, whole)
-        found = np.where(layouts.recompute == LIGHT, T * made.light(size) + scores, found)
-        found = np.where(layouts.recompute == FULL, boundary, found)
-        kept.append(np.where(made.stream > 0, found, 0.0))
+        retained = np.where(layouts.recompute == SELECTIVE, fewer, full_bytes)
+        retained = np.where(layouts.recompute == LIGHT, T * made.light(size) + scores, retained)
+        retained = np.where(layouts.recompute == FULL, boundary, retained)
+        retained_bytes.append(np.where(made.stream > 0, retained, 0.0))
         # Softmax, mask and gradients of scores pass through memory beside what is kept of them.
         largest = np.maximum(largest, T * made.whole(size) + 2 * scores)
-    return LayerBytes(kept[0], kept[1], largest)
+    return LayerBytes(retained_bytes[0], retained_bytes[1], largest)
 
 
 def _elements(model: ModelNumbers, layouts: Layouts, expert: bool) -> _Elements:
-    """Of a layer with a plain MLP, or of one with experts; nothing of its MLP where there is none.
+    """Elements of a layer with a plain MLP, or with experts; 0 if there is no such layer.
 
-    A slot's width is that of the layers that have it, so no average is taken.
+    The width of a slot is that of the layers that have it, so no average is used.
     """
     tp = layouts.tp
     split = np.where(layouts.sequence_parallel > 0, tp, 1)
@@ -135,16 +136,16 @@ def _elements(model: ModelNumbers, layouts: Layouts, expert: bool) -> _Elements:
     )
     routed = model.active * model.hidden if expert else 0.0
     base = 2 * model.hidden / split
-    there = np.where(has, 1.0, 0.0)
+    present = np.where(has, 1.0, 0.0)
     return _Elements(
-        stream=there * base,
-        normed=there * base,
-        heads=there * heads / tp,
-        latent=there * ranks,
-        attended=there * model.heads * model.value_width / tp,
-        wide=there * width * (model.gate - 1) / tp,
-        active=there * width / tp,
-        routed=there * routed / tp,
+        stream=present * base,
+        normed=present * base,
+        heads=present * heads / tp,
+        latent=present * ranks,
+        attended=present * model.heads * model.value_width / tp,
+        wide=present * width * (model.gate - 1) / tp,
+        active=present * width / tp,
+        routed=present * routed / tp,
     )
 
 
@@ -176,8 +177,8 @@ class MemoryColumns:
     @property
     def doubt(self) -> Column:
         """A share of the total: the unit of its interval (``Calibration.spread``)."""
-        rest = self.total - self.gradients
-        unsure = np.hypot(GRADIENTS_DOUBT * self.gradients, REST_DOUBT * rest)
+        other_bytes = self.total - self.gradients
+        unsure = np.hypot(GRADIENTS_DOUBT * self.gradients, REST_DOUBT * other_bytes)
         return np.asarray(unsure / self.total)
 
 
@@ -216,21 +217,21 @@ def first_rank(model: ModelNumbers, layouts: Layouts) -> tuple[Column, Column]:
 def memory(
     model: ModelNumbers, layouts: Layouts, micro_batches: Value, c: MemoryConstants, lora: Value
 ) -> MemoryColumns:
-    """What stays on the fullest rank at its worst moment."""
+    """Bytes on the fullest rank at its maximum."""
     one = layer_bytes(model, layouts)
     ranks = _ranks(model, layouts, micro_batches, one)
-    held = [_held(rank, one, model, layouts, c, lora) for rank in ranks]
-    totals = np.stack([r.there * h.total for r, h in zip(ranks, held, strict=True)])
+    rank_columns = [_held(rank, one, model, layouts, c, lora) for rank in ranks]
+    totals = np.stack([r.there * h.total for r, h in zip(ranks, rank_columns, strict=True)])
     fullest = np.argmax(totals, axis=0)
     parts = {
-        f.name: np.choose(fullest, [getattr(h, f.name) for h in held])
+        f.name: np.choose(fullest, [getattr(h, f.name) for h in rank_columns])
         for f in fields(MemoryColumns)
     }
     return MemoryColumns(**parts)
 
 
 def in_flight(layouts: Layouts, micro_batches: Value, rank: Value = 0) -> Column:
-    """Micro-batches whose activations that rank keeps, in units of all its layers."""
+    """Micro-batches with stored activations on that rank, in units of all its layers."""
     pp, v, code = layouts.pp, layouts.virtual, layouts.schedule
     most = pp - rank + 0 * v
     most = np.where(code == INTERLEAVED, (2 * (pp - rank - 1) + (v - 1) * pp + 1) / v, most)
@@ -285,7 +286,7 @@ def _held(
     c: MemoryConstants,
     lora: Value,
 ) -> MemoryColumns:
-    """What that rank keeps."""
+    """Bytes stored on that rank."""
     body, experts = rank_parameters(model, layouts, rank.layers, rank.ends)
     shards = layouts.dp * layouts.cp
     spread = np.maximum(shards * layouts.tp / layouts.ep, 1.0)
@@ -297,7 +298,7 @@ def _held(
         return body / np.where(sharded, cut, 1) + experts / np.where(sharded, rare, 1)
 
     learns = np.where(lora, LORA_SHARE, 1.0)
-    whole = layouts.precision == FP32
+    is_fp32 = layouts.precision == FP32
     layer = (body + experts) / np.maximum(rank.layers, 1)
     gathered = np.where(layouts.zero >= 3, 2 * layer, 0.0)  # one at work, the next on its way
     # DualPipe's second copy of the weights shares the optimizer's shards with the first.
@@ -305,9 +306,9 @@ def _held(
     working = np.maximum(c.working * one.working - np.maximum(one.plain, one.expert), 0.0)
     logits = rank.head * tokens(model, layouts) * model.vocabulary / layouts.tp * c.logits
     return MemoryColumns(
-        weights=c.state * np.where(whole, 4.0, 2.0) * (held(3) + gathered),
-        gradients=c.state * np.where((layouts.zero >= 2) & ~whole, 2.0, 4.0) * held(2) * learns,
-        optimizer=c.state * np.where(whole, 8.0, 12.0) * held(1, copies) * learns,
+        weights=c.state * np.where(is_fp32, 4.0, 2.0) * (held(3) + gathered),
+        gradients=c.state * np.where((layouts.zero >= 2) & ~is_fp32, 2.0, 4.0) * held(2) * learns,
+        optimizer=c.state * np.where(is_fp32, 8.0, 12.0) * held(1, copies) * learns,
         activations=c.activations * rank.kept + working,
         logits=logits,
         overhead=c.context * 1e9 + 0 * rank.kept,

@@ -1,8 +1,8 @@
 """Models, clusters and the cost model's constants as plain numbers.
 
-One formula serves one case or thousands of rows: every field of a model or machine is a float, or
-an array with one entry per row. ``numbers`` makes the first from an architecture. The
-matrices become columns in a fixed order.
+One formula serves one case or thousands of rows. Every field of a model or machine is a
+float, or an array with one entry per row. The function ``numbers`` makes the floats
+from an architecture. The matrices become columns in a fixed order.
 """
 
 from __future__ import annotations
@@ -178,8 +178,10 @@ def stage_layers(layers: Value, stages: Value, virtual: Value) -> StageLayers:
     chunks = stages * virtual
     most = np.ceil(layers / chunks) * virtual
     ends = (np.mod(layers, chunks) > 0) & (np.mod(layers + 2, chunks) == 0)
-    left = np.maximum(layers - most * (stages - 1), 0)
-    return StageLayers(np.where(ends, most - 1, most), most, np.where(ends, most - 1, left))
+    remaining_layers = np.maximum(layers - most * (stages - 1), 0)
+    return StageLayers(
+        np.where(ends, most - 1, most), most, np.where(ends, most - 1, remaining_layers)
+    )
 
 
 # The constants of the cost model, what each means, and what was believed before any measurement.
@@ -199,7 +201,7 @@ def prior(middle: float, spread: float) -> Any:
 
 @dataclass(frozen=True)
 class Constants:
-    """What turns FLOPs and bytes into seconds; rates are shares of what devices reach at best."""
+    """Factors from FLOPs and bytes to seconds; rates are shares of the devices' peaks."""
 
     gemm16: float = prior(0.9, 0.1)  # of the best 16-bit product
     gemm16_new: float = prior(0.9, 0.1)  # the same on devices that have an 8-bit unit
@@ -242,7 +244,7 @@ class Constants:
 
 @dataclass(frozen=True)
 class MemoryConstants:
-    """What turns counts into resident bytes of a device."""
+    """Factors from counts to resident bytes of a device."""
 
     context: float = prior(5.0, 0.3)  # 10^9 bytes: context, libraries, communicators
     state: float = prior(1.0, 0.1)  # weights, gradients, moments against their count
@@ -255,9 +257,10 @@ class MemoryConstants:
 class Calibration:
     """Fitted constants, one factor per software stack, and the spread of held-out errors.
 
-    ``spread`` holds, by the kind of prediction, the 10 % and 90 % quantiles of the logarithm of
-    measured over predicted, for memory in units of its doubt (``Memory.doubt``); ``provenance``
-    says from what, when and how all of it was fitted.
+    The field ``spread`` has the 10 % and 90 % quantiles of the logarithm of measured over
+    predicted, by the kind of prediction. For memory the unit is its uncertainty
+    (``Memory.doubt``). The field ``provenance`` describes the data, the date and the method
+    of the fit.
     """
 
     constants: Constants = Constants()
@@ -285,17 +288,17 @@ class Calibration:
         }
 
     @classmethod
-    def from_dict(cls, found: Any) -> Calibration:
-        """What ``to_dict`` gave, also by way of JSON; InputError for anything else."""
+    def from_dict(cls, stored: Any) -> Calibration:
+        """The inverse of ``to_dict``, also through JSON; InputError for other values."""
         try:
-            if found["kind"] != "hasten calibration":
+            if stored["kind"] != "hasten calibration":
                 raise KeyError("kind")
             return cls(
-                Constants(**{k: float(v) for k, v in found["constants"].items()}),
-                MemoryConstants(**{k: float(v) for k, v in found["memory"].items()}),
-                {str(k): float(v) for k, v in found["stacks"].items()},
-                {str(k): (float(v[0]), float(v[1])) for k, v in found["spread"].items()},
-                found["provenance"],
+                Constants(**{k: float(v) for k, v in stored["constants"].items()}),
+                MemoryConstants(**{k: float(v) for k, v in stored["memory"].items()}),
+                {str(k): float(v) for k, v in stored["stacks"].items()},
+                {str(k): (float(v[0]), float(v[1])) for k, v in stored["spread"].items()},
+                stored["provenance"],
             )
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise InputError(

@@ -1,10 +1,11 @@
-"""Fits constants to measurements, also a user's own few, and compares a run with its prediction.
+"""Fits constants to measurements, even a few own ones; compares runs with predictions.
 
-Levenberg-Marquardt on theta = ln(constant): the residuals are ln(measured / predicted) over their
-noise, and (theta - prior) over its spread (maximum a posteriori). After each step the rows are
-weighted anew by Cauchy's function, so that a broken row pulls less the further off it is. Every
-software stack has one more unknown, shrunk towards nothing. No random number is drawn and the
-order of rows is kept: the same rows give the same bits.
+The method is Levenberg-Marquardt on theta = ln(constant). The residuals are ln(measured
+/ predicted) over their noise, and (theta - prior) over its spread (maximum a
+posteriori). After each step the rows are weighted again by Cauchy's function. An
+outlier therefore has less influence the larger its error is. Every software stack has
+one more unknown, regularised towards zero. No random number is drawn and the order of
+rows is fixed: the same rows give the same bits.
 """
 
 from __future__ import annotations
@@ -65,30 +66,30 @@ def fit(
     theta, damping = middle.copy(), 1e-2
 
     def constants(at: Column) -> C:
-        found = np.exp(at[: len(chosen)])
-        values = [v[:, None] if at.ndim > 1 else float(v) for v in found]
+        factors = np.exp(at[: len(chosen)])
+        values = [v[:, None] if at.ndim > 1 else float(v) for v in factors]
         return replace(start, **{f.name: v for f, v in zip(chosen, values, strict=True)})
 
     def residuals(at: Column) -> Column:
-        """Of one point, or a row for each column of points."""
+        """The residuals of one point, or a row for each column of points."""
         return np.asarray(target - predicted(constants(at)) - (one_hot @ at[len(chosen) :]).T)
 
-    def cost(at: Column, rest: Column) -> float:
-        odd = np.log1p((rest / (ODD * noise)) ** 2) * ODD**2
+    def cost(at: Column, errors: Column) -> float:
+        odd = np.log1p((errors / (ODD * noise)) ** 2) * ODD**2
         return float(weight @ odd + np.sum(((at - middle) / scale) ** 2))
 
-    rest = residuals(theta)
-    best = cost(theta, rest)
+    errors = residuals(theta)
+    best = cost(theta, errors)
     for _ in range(STEPS):
         if at_once:
-            slopes = (residuals(_moved(theta, len(chosen))) - rest).T / NUDGE
+            slopes = (residuals(_moved(theta, len(chosen))) - errors).T / NUDGE
         else:
             moved = _moved(theta, len(chosen)).T
-            slopes = np.column_stack([residuals(at) - rest for at in moved]) / NUDGE
+            slopes = np.column_stack([residuals(at) - errors for at in moved]) / NUDGE
         jacobian = np.column_stack([slopes, -one_hot])
-        trust = weight / (1 + (rest / (ODD * noise)) ** 2) / noise**2
+        trust = weight / (1 + (errors / (ODD * noise)) ** 2) / noise**2
         curvature = jacobian.T @ (trust[:, None] * jacobian) + np.diag(1 / scale**2)
-        slope = jacobian.T @ (trust * rest) + (theta - middle) / scale**2
+        slope = jacobian.T @ (trust * errors) + (theta - middle) / scale**2
         for _ in range(8):
             damped = curvature + damping * np.diag(np.diag(curvature))
             step = np.clip(np.linalg.solve(damped, -slope), -0.7, 0.7)
@@ -100,7 +101,7 @@ def fit(
         else:
             break
         gained, best = best - value, value
-        theta, rest, damping = theta + step, tried, max(damping / 4, 1e-6)
+        theta, errors, damping = theta + step, tried, max(damping / 4, 1e-6)
         if gained < 1e-4 * best:
             break
     return constants(theta), theta[len(chosen) :]
@@ -164,19 +165,19 @@ class MachineFactors:
 def calibrate_machine(
     runs: Sequence[OwnRun], calibration: Calibration | None = None, *, link_measured: bool = False
 ) -> Calibration:
-    """The calibration of the machine that these runs ran on; predict with ``stack=OWN_STACK``.
+    """The calibration of the machine of these runs; predict with ``stack=OWN_STACK``.
 
-    ``link_measured``: the cluster's links are what a collective was seen to reach, not what
-    they are called.
+    ``link_measured``: the cluster's links are measured rates of a collective, not nominal
+    rates.
 
     Raises:
-        InputError: no runs, or one whose seconds aren't above 0.
+        InputError: no runs, or one with seconds that aren't above 0.
     """
     if not runs:
         raise InputError("no run to calibrate from: run twenty steps of the job first")
-    for place, run in enumerate(runs, start=1):
+    for number, run in enumerate(runs, start=1):
         if not 0 < run.step_seconds < float("inf"):
-            raise InputError(f"run {place} took {run.step_seconds} s a step; give seconds above 0")
+            raise InputError(f"run {number} took {run.step_seconds} s a step; give seconds above 0")
     start = calibration or calibrated()
 
     def seconds(factors: MachineFactors) -> Column:
@@ -187,12 +188,12 @@ def calibrate_machine(
     free = [f.name for f in fields(MachineFactors) if not (link_measured and f.name == "links")]
     first = MachineFactors(links=1.0) if link_measured else MachineFactors()
     factors, _ = fit(first, seconds, target, even, NARROWEST, no_stacks, free)
-    left = target - seconds(factors)
-    wide = max(NARROWEST, 1.2816 * float(np.std(left, ddof=1))) if len(runs) > 3 else FEW
-    found: dict[str, Any] = {f.name: getattr(factors, f.name) for f in fields(factors)}
-    provenance = {**start.provenance, "own_runs": len(runs), "own_factors": found}
-    own = (min(-wide, float(np.min(left))), max(wide, float(np.max(left))))
-    spread = {**start.spread, "dense": own, "moe": own}
+    residuals = target - seconds(factors)
+    wide = max(NARROWEST, 1.2816 * float(np.std(residuals, ddof=1))) if len(runs) > 3 else FEW
+    factor_values: dict[str, Any] = {f.name: getattr(factors, f.name) for f in fields(factors)}
+    provenance = {**start.provenance, "own_runs": len(runs), "own_factors": factor_values}
+    interval = (min(-wide, float(np.min(residuals))), max(wide, float(np.max(residuals))))
+    spread = {**start.spread, "dense": interval, "moe": interval}
     stacks = {**start.stacks, OWN_STACK: 1.0}
     return Calibration(factors.applied(start.constants), start.memory, stacks, spread, provenance)
 
@@ -233,7 +234,7 @@ _KEYS = {
 
 @dataclass(frozen=True)
 class CalibratedTerm:
-    """One term: predicted, measured, and whether the measurement lies in the interval."""
+    """One term: predicted, measured, and a flag for a measurement inside the interval."""
 
     name: str
     unit: str
@@ -260,15 +261,15 @@ def terms_of_run(predicted: PlanCandidate, run: Path) -> list[CalibratedTerm]:
     memory = max(
         (float(r["peak_memory_bytes"]) for r in rows if r.get("peak_memory_bytes")), default=None
     )
-    found = [
+    terms = [
         _told("step", "s", predicted.step_seconds, step),
         _told("rate of a device", "tokens/s", predicted.tokens_per_second_per_device, rate),
         _told("peak memory", "bytes", predicted.memory_bytes, memory),
     ]
     for name, parts in TERMS.items():
         expected = sum(predicted.step_parts[part] for part in parts)
-        found.append(CalibratedTerm(name, "s", expected, _median(rows, _KEYS[name]), None))
-    return found
+        terms.append(CalibratedTerm(name, "s", expected, _median(rows, _KEYS[name]), None))
+    return terms
 
 
 def measured_steps(run: Path) -> list[dict[str, Any]]:
@@ -305,9 +306,9 @@ def _told(name: str, unit: str, span: Span, measured: float | None) -> Calibrate
 
 
 def _median(rows: list[dict[str, Any]], key: str) -> float | None:
-    known = [float(r[key]) for r in rows if isinstance(r.get(key), int | float)]
-    known = [v for v in known if math.isfinite(v)]
-    return statistics.median(known) if known else None
+    finite = [float(r[key]) for r in rows if isinstance(r.get(key), int | float)]
+    finite = [v for v in finite if math.isfinite(v)]
+    return statistics.median(finite) if finite else None
 
 
 def _number(value: float, unit: str) -> str:

@@ -1,12 +1,14 @@
-"""The plan: which layouts a job has on a cluster, what each costs, and which are worth having.
+"""The plan: a job's possible layouts on a cluster, their costs, and the best of them.
 
-  1. every layout within the rules (``layout``), on all nodes and on fewer
-  2. all predicted at once (``predict``)
-  3. the best few with their pipelines simulated (``simulate``)
-  4. of those that fit, the ones that nothing beats in time, memory and device hours together
+  1. Every layout within the rules (``layout``), on all nodes and on fewer.
+  2. All predicted at once (``predict``).
+  3. The best few, with their pipelines simulated (``simulate``).
+  4. The layouts that fit and that no other beats in time, memory and device hours
+     together.
 
-Answers are for people who are about to rent machines: ``ClusterPlan`` holds the best layouts with
-their intervals, and enough of the rest to say why each of them isn't among the best (``advice``).
+The answers are for users before they rent machines. The class ``ClusterPlan`` has the
+best layouts with their intervals. For all others it has enough data to explain why they
+aren't among the best (``advice``).
 """
 
 from __future__ import annotations
@@ -46,22 +48,23 @@ Fits = Callable[[Architecture, Cluster, PlannedJob], bool]
 
 
 def nothing_fits(
-    model: Architecture, cluster: Cluster, job: PlannedJob, found: EvaluatedLayouts, fits: Fits
+    model: Architecture, cluster: Cluster, job: PlannedJob, evaluated: EvaluatedLayouts, fits: Fits
 ) -> str:
     """Why no layout can run, by how much, and what would, in one sentence."""
-    here = f"{cluster.devices} x {cluster.device.name}"
-    bits = found.found.reasons & FATAL
+    cluster_text = f"{cluster.devices} x {cluster.device.name}"
+    bits = evaluated.found.reasons & FATAL
     lean = np.flatnonzero((bits & ~MEMORY) == 0)
     if not len(lean):
         rarest = reason_sentences(int(bits[np.argmin([int(b).bit_count() for b in bits])]))
-        return f"{model.name} has no layout on {here}: {'; '.join(rarest)}"
-    row = int(lean[np.argmin(found.found.memory_p90[lean])])
-    needs, has = found.found.memory_p90[row] / 1e9, cluster.device.memory_bytes / 1e9
-    part = largest_part(found.found.memory, row)
+        return f"{model.name} has no layout on {cluster_text}: {'; '.join(rarest)}"
+    row = int(lean[np.argmin(evaluated.found.memory_p90[lean])])
+    needs, has = evaluated.found.memory_p90[row] / 1e9, cluster.device.memory_bytes / 1e9
+    part = largest_part(evaluated.found.memory, row)
     fixes = suggested_fixes(model, cluster, job, fits)
     fit = f"it would fit {' or '.join(fixes)}" if fixes else "nothing that was tried would fit it"
     return (
-        f"{model.name} doesn't fit on {here}: its leanest layout needs {needs:.1f} GB (P90) of "
+        f"{model.name} doesn't fit on {cluster_text}: its leanest layout needs {needs:.1f} GB "
+        f"(P90) of "
         f"{has:.1f}, most of it {part}; {fit}"
     )
 
@@ -69,14 +72,14 @@ def nothing_fits(
 def suggested_fixes(
     model: Architecture, cluster: Cluster, job: PlannedJob, fits: Fits
 ) -> list[str]:
-    """What would fit: more nodes, the next larger device, a LoRA, shorter sequences."""
-    found = []
+    """Changes that make the job fit: more nodes, larger device, LoRA, shorter sequences."""
+    fixes = []
     for times in (2, 4, 8, 16, 32, 64):
         nodes = cluster.nodes * times
         batch = max(job.global_batch, nodes * cluster.per_node)
         if fits(model, replace(cluster, nodes=nodes), replace(job, global_batch=batch)):
             more = "" if batch == job.global_batch else f" with a global batch of {batch}"
-            found.append(f"on {nodes} nodes{more}")
+            fixes.append(f"on {nodes} nodes{more}")
             break
     larger = sorted(
         (d for d in DEVICES.values() if d.memory_bytes > cluster.device.memory_bytes),
@@ -84,18 +87,20 @@ def suggested_fixes(
     )
     for chip in larger:
         if fits(model, replace(cluster, device=chip), job):
-            found.append(f"on as many {chip.name}")
+            fixes.append(f"on as many {chip.name}")
             break
     if job.task != "lora" and fits(model, cluster, replace(job, task="lora")):
-        found.append("as a LoRA")
+        fixes.append("as a LoRA")
     if job.sequence > 2048 and fits(model, cluster, replace(job, sequence=2048)):
-        found.append("with sequences of 2,048 tokens")
-    return found
+        fixes.append("with sequences of 2,048 tokens")
+    return fixes
 
 
-def largest_part(held: MemoryColumns, row: int) -> str:
+def largest_part(memory_columns: MemoryColumns, row: int) -> str:
     """The largest part of a layout's memory, with its size."""
-    sizes = {name: float(np.atleast_1d(column)[row]) for name, column in vars(held).items()}
+    sizes = {
+        name: float(np.atleast_1d(column)[row]) for name, column in vars(memory_columns).items()
+    }
     name = max(sizes, key=sizes.__getitem__)
     return f"{name} ({sizes[name] / 1e9:.1f} GB)"
 
@@ -134,7 +139,7 @@ class EvaluatedLayouts:
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """What was found; ``best`` by time on all nodes, ``pareto`` also on fewer."""
+    """The planner's result; ``best`` by time on all nodes, ``pareto`` also on fewer."""
 
     model: Architecture
     cluster: Cluster
@@ -168,37 +173,43 @@ def plan(
 
     Args:
         model: an architecture, a config's fields or file, or a preset's name.
-        cluster: a ``Cluster``, or a ``CloudConfig`` whose devices ``device`` names.
-        job: tokens per sequence, sequences per step, tokens in all.
-        space: what may vary; formats and compression that change the mathematics only if named.
-        top: how many layouts ``best`` holds, each dealing out the devices in its own way.
-        fewer_nodes: whether halves of the cluster are looked at too, which are slower and cheaper.
-        calibration: fitted constants; those of the package if left out.
-        stack: the software whose measurements are to be believed (``Calibration.stacks``).
+        cluster: a ``Cluster``, or a ``CloudConfig`` with devices that ``device`` names.
+        job: tokens per sequence, sequences per step, total tokens.
+        space: choices that may vary; formats and compression that change the mathematics
+            only if named.
+        top: number of layouts in ``best``, each with another division of the devices.
+        fewer_nodes: also evaluate halves of the cluster, which are slower and cheaper.
+        calibration: fitted constants; default: those of the package.
+        stack: the software stack with the measurements to use (``Calibration.stacks``).
 
     Raises:
-        InputError: unknown names, or no layout that fits: the sentence says what would.
+        InputError: unknown names, or no layout that fits; the message names changes that
+            help.
     """
-    known = model if isinstance(model, Architecture) else Architecture.from_config(model)
+    architecture = model if isinstance(model, Architecture) else Architecture.from_config(model)
     machines = Cluster.of(cluster, device) if isinstance(cluster, CloudConfig) else cluster
     if top < 1:
         raise InputError(f"top is {top}: ask for 1 layout at least")
     lora = job.task == "lora"
-    whole = evaluate_layouts(known, machines, job, space, calibration, stack)
-    if not np.any(whole.found.fits):
-        raise InputError(nothing_fits(known, machines, job, whole, _tried(space, calibration)))
-    best = [resimulated(known, c, lora) for c in distinct(whole, 3 * top, by_schedule=True)]
+    evaluated = evaluate_layouts(architecture, machines, job, space, calibration, stack)
+    if not np.any(evaluated.found.fits):
+        raise InputError(
+            nothing_fits(architecture, machines, job, evaluated, _tried(space, calibration))
+        )
+    best = [
+        resimulated(architecture, c, lora) for c in distinct(evaluated, 3 * top, by_schedule=True)
+    ]
     best = _each_deal_once(sorted(best, key=lambda c: c.step_seconds.middle))[:top]
-    considered = [whole]
+    considered = [evaluated]
     for fewer in _fewer(machines) if fewer_nodes else ():
         try:
-            considered.append(evaluate_layouts(known, fewer, job, space, calibration, stack))
+            considered.append(evaluate_layouts(architecture, fewer, job, space, calibration, stack))
         except InputError:  # the batch suits all nodes and not half of them
             continue
     corners = pareto([c for each in considered for c in _corners(each)])
-    front = pareto([*best, *(resimulated(known, c, lora) for c in corners)])
+    front = pareto([*best, *(resimulated(architecture, c, lora) for c in corners)])
     return ClusterPlan(
-        *(known, machines, job, tuple(considered), tuple(best), tuple(front)),
+        *(architecture, machines, job, tuple(considered), tuple(best), tuple(front)),
         *(calibration, stack, space),
     )
 
@@ -230,31 +241,34 @@ def evaluate_layouts(
     return EvaluatedLayouts(cluster, job, all_of_them, joined(parts))
 
 
-def distinct(found: EvaluatedLayouts, count: int, by_schedule: bool = False) -> list[PlanCandidate]:
+def distinct(
+    evaluated: EvaluatedLayouts, count: int, by_schedule: bool = False
+) -> list[PlanCandidate]:
     """The quickest that fit, one for each way to deal out devices (and to schedule)."""
     chosen: dict[tuple[float, ...], int] = {}
-    rows = found.layouts
+    rows = evaluated.layouts
     columns = [rows.dp, rows.tp, rows.pp, rows.ep, rows.cp]
     columns += [rows.schedule, rows.virtual] if by_schedule else []
-    for row in found.order():
+    for row in evaluated.order():
         chosen.setdefault(tuple(float(c[row]) for c in columns), int(row))
         if len(chosen) == count:
             break
-    return [found.candidate(row) for row in chosen.values()]
+    return [evaluated.candidate(row) for row in chosen.values()]
 
 
 def pareto(candidates: list[PlanCandidate]) -> list[PlanCandidate]:
-    """Those that no other beats in time, memory and device hours, small differences ignored.
+    """Candidates that no other beats in time, memory and device hours.
 
-    What takes twice the device hours of the cheapest is left out, however little memory it needs.
+    Small differences are ignored. A candidate with more than twice the device hours of the
+    cheapest is left out, even if it needs little memory.
     """
-    kept: list[PlanCandidate] = []
+    front: list[PlanCandidate] = []
     least = min((c.step_seconds.middle * c.devices for c in candidates), default=0.0)
     candidates = [c for c in candidates if c.step_seconds.middle * c.devices <= DEAR * least]
     for one in sorted(candidates, key=lambda c: (c.step_seconds.middle, c.memory_bytes.high)):
-        if not any(_as_good(other, one) for other in kept):
-            kept.append(one)
-    return kept
+        if not any(_as_good(other, one) for other in front):
+            front.append(one)
+    return front
 
 
 def joined(parts: list[T]) -> T:
@@ -264,21 +278,23 @@ def joined(parts: list[T]) -> T:
         columns: Any = parts
         return np.concatenate(columns)  # type: ignore[return-value]
     names = [f.name for f in fields(first)]
-    whole: dict[str, Any] = {n: joined([getattr(p, n) for p in parts]) for n in names}
+    merged: dict[str, Any] = {n: joined([getattr(p, n) for p in parts]) for n in names}
     kind: Any = type(first)
-    made: T = kind(**whole)
+    made: T = kind(**merged)
     return made
 
 
-def _corners(found: EvaluatedLayouts, steps: int = 12) -> list[PlanCandidate]:
+def _corners(evaluated: EvaluatedLayouts, steps: int = 12) -> list[PlanCandidate]:
     """For each of some limits of memory the quickest layout below it."""
-    order = found.order()
+    order = evaluated.order()
     if not len(order):
         return []
-    held = found.found.memory_p90[order]
-    limits = np.geomspace(held.min() * 1.0001, max(held.max(), held.min() * 1.001), steps)
-    rows = {int(order[np.flatnonzero(held <= limit)[0]]) for limit in limits}
-    return [found.candidate(row) for row in sorted(rows)]
+    memory_bytes = evaluated.found.memory_p90[order]
+    limits = np.geomspace(
+        memory_bytes.min() * 1.0001, max(memory_bytes.max(), memory_bytes.min() * 1.001), steps
+    )
+    rows = {int(order[np.flatnonzero(memory_bytes <= limit)[0]]) for limit in limits}
+    return [evaluated.candidate(row) for row in sorted(rows)]
 
 
 def _as_good(one: PlanCandidate, other: PlanCandidate) -> bool:
@@ -290,32 +306,32 @@ def _as_good(one: PlanCandidate, other: PlanCandidate) -> bool:
     )
 
 
-def _each_deal_once(found: list[PlanCandidate]) -> list[PlanCandidate]:
-    seen: dict[tuple[int, ...], PlanCandidate] = {}
-    for one in found:
+def _each_deal_once(candidates: list[PlanCandidate]) -> list[PlanCandidate]:
+    by_deal: dict[tuple[int, ...], PlanCandidate] = {}
+    for one in candidates:
         way = one.layout
-        seen.setdefault((way.dp, way.tp, way.pp, way.ep, way.cp), one)
-    return list(seen.values())
+        by_deal.setdefault((way.dp, way.tp, way.pp, way.ep, way.cp), one)
+    return list(by_deal.values())
 
 
 def _fewer(cluster: Cluster) -> list[Cluster]:
     """A half, a quarter ... of the nodes, while there are whole ones."""
-    found: list[Cluster] = []
+    clusters: list[Cluster] = []
     nodes = cluster.nodes
-    while nodes % 2 == 0 and len(found) < 3:
+    while nodes % 2 == 0 and len(clusters) < 3:
         nodes //= 2
-        found.append(replace(cluster, nodes=nodes))
-    return found
+        clusters.append(replace(cluster, nodes=nodes))
+    return clusters
 
 
 def _tried(space: LayoutSpace | None, calibration: Calibration | None) -> Any:
-    """Whether a model fits somewhere else: for the sentence of a job that fits nowhere here."""
+    """A function that tests if a model fits under other conditions, for an error's advice."""
 
     def fits(model: Architecture, cluster: Cluster, job: PlannedJob) -> bool:
         try:
-            there = evaluate_layouts(model, cluster, job, space, calibration)
+            evaluated = evaluate_layouts(model, cluster, job, space, calibration)
         except InputError:
             return False
-        return bool(np.any(there.found.fits))
+        return bool(np.any(evaluated.found.fits))
 
     return fits

@@ -1,12 +1,13 @@
-"""What layouts would cost: seconds of a step, tokens per second and memory, with their intervals.
+"""Predicted cost of layouts: seconds of a step, tokens per second, memory, intervals.
 
-  1. a micro-batch through all layers: products, attention, the rest (``seconds``)
-  2. what ranks tell each other, and how much of it nothing hides (``seconds``)
-  3. the slowest stage sets the pace of a pipeline; its closed form gives the bubble
-  4. once per step: the optimizer on its shard, the fixed part
-  5. the software's factor, and the interval that held-out errors of such predictions had
+  1. A micro-batch through all layers: products, attention, the rest (``seconds``).
+  2. Communication between ranks, and the part of it that isn't hidden (``seconds``).
+  3. The slowest stage sets the pace of a pipeline; its closed form gives the bubble.
+  4. Once per step: the optimizer on its shard, the fixed part.
+  5. The software's factor, and the interval of held-out errors of such predictions.
 
-All of it is arithmetic on columns: one layout or a hundred thousand cost the same few calls.
+All of it is arithmetic on columns: one layout or a hundred thousand need the same few
+calls.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Prediction:
 
 def reason_sentences(bits: int) -> list[str]:
     """The sentences behind a row of ``Prediction.reasons``."""
-    return [sentence for place, sentence in enumerate(REASONS) if int(bits) >> place & 1]
+    return [sentence for index, sentence in enumerate(REASONS) if int(bits) >> index & 1]
 
 
 def predict(
@@ -111,29 +112,31 @@ def predict(
     ``stack`` names the software where measurements of it were fitted (``Calibration.stacks``);
     without, the interval is that of software never seen before.
     """
-    known = calibration or calibrated()
-    model, here = numbers(architecture, job.sequence), machine(cluster)
+    fitted = calibration or calibrated()
+    model, machine_numbers = numbers(architecture, job.sequence), machine(cluster)
     lora = job.task == "lora"
-    seconds = steps(model, here, layouts, float(job.global_batch), known.constants, lora)
+    seconds = steps(
+        model, machine_numbers, layouts, float(job.global_batch), fitted.constants, lora
+    )
     kind = "moe" if architecture.moe else "dense"
-    kind += "" if stack in known.stacks else "_new_stack"
+    kind += "" if stack in fitted.stacks else "_new_stack"
     count = _micro_batches(layouts, job.global_batch)
-    held = memory(model, layouts, count, known.memory, lora)
+    memory_columns = memory(model, layouts, count, fitted.memory, lora)
     return finish(
-        *(model, here, layouts, job, seconds, held),
-        factor=known.stack(stack),
-        time_spread=known.quantiles(kind),
-        memory_spread=known.quantiles("memory"),
+        *(model, machine_numbers, layouts, job, seconds, memory_columns),
+        factor=fitted.stack(stack),
+        time_spread=fitted.quantiles(kind),
+        memory_spread=fitted.quantiles("memory"),
     )
 
 
 def finish(
     model: ModelNumbers,
-    here: MachineNumbers,
+    machine_numbers: MachineNumbers,
     layouts: Layouts,
     job: PlannedJob,
     step: PredictedStep,
-    held: MemoryColumns,
+    memory_columns: MemoryColumns,
     *,
     factor: float,
     time_spread: tuple[float, float],
@@ -141,13 +144,13 @@ def finish(
 ) -> Prediction:
     """Rates, intervals and reasons from seconds and bytes."""
     scaled = PredictedStep(**{name: value * factor for name, value in vars(step).items()})
-    total, used = scaled.total, held.total
+    total, used = scaled.total, memory_columns.total
     low, high = (total * np.exp(q) for q in time_spread)
-    least, most = (used * np.exp(q * held.doubt) for q in memory_spread)
+    least, most = (used * np.exp(q * memory_columns.doubt) for q in memory_spread)
     tokens = job.global_batch * model.sequence
     rate = tokens / layouts.devices
-    reasons = _reasons(model, here, layouts, job.global_batch)
-    reasons = reasons | (most > here.memory_bytes).astype(np.int64)
+    reasons = _reasons(model, machine_numbers, layouts, job.global_batch)
+    reasons = reasons | (most > machine_numbers.memory_bytes).astype(np.int64)
     learned = 2 / 3 if job.task == "lora" else 1.0
     return Prediction(
         step=scaled,
@@ -157,8 +160,8 @@ def finish(
         tokens_per_second_per_device=rate / total,
         tokens_p10=rate / high,
         tokens_p90=rate / low,
-        mfu=learned * rate / total * model.training_flops / _peak(here, layouts),
-        memory=held,
+        mfu=learned * rate / total * model.training_flops / _peak(machine_numbers, layouts),
+        memory=memory_columns,
         memory_bytes=used,
         memory_p10=least,
         memory_p90=most,
@@ -169,7 +172,7 @@ def finish(
 
 def steps(
     model: ModelNumbers,
-    here: MachineNumbers,
+    machine_numbers: MachineNumbers,
     layouts: Layouts,
     global_batch: Value,
     c: Constants,
@@ -177,8 +180,8 @@ def steps(
 ) -> PredictedStep:
     """Seconds of a step before the software's factor."""
     M = _micro_batches(layouts, global_batch)
-    part = timed.forward(model, here, layouts, c, lora)
-    sent = communication(model, here, layouts, c, lora)
+    part = timed.forward(model, machine_numbers, layouts, c, lora)
+    sent = communication(model, machine_numbers, layouts, c, lora)
     back, back_attention = timed.passes(lora)
     core = part.products + part.experts
     work = core * (1 + back) + part.elementwise * 3 + part.fixed
@@ -205,7 +208,7 @@ def steps(
         dp=exposed + sent.encode * np.where(sent.dp_each > 0, M, 1.0),
         pp=M * (slow - mean) + np.where(layouts.pp > 1, M * sends, 0.0) + bubble,
         ep=experts * share,
-        optimizer=_owned(model, layouts, lora) * c.optimizer_bytes / here.memory_rate,
+        optimizer=_owned(model, layouts, lora) * c.optimizer_bytes / machine_numbers.memory_rate,
         other=c.step_seconds + 0 * M,
     )
 
@@ -249,37 +252,37 @@ def _exposed(
     return one * np.where(each, M, 1.0)
 
 
-def _peak(here: MachineNumbers, layouts: Layouts) -> Column:
+def _peak(machine_numbers: MachineNumbers, layouts: Layouts) -> Column:
     """FLOP/s that MFU is taken of, in the format of the layers' products."""
     p = layouts.precision
     eight = (p == FP8) | (p == MXFP8)
-    eight &= np.asarray(here.peak8) > 0
-    four = (p == NVFP4) & (np.asarray(here.peak4) > 0)
-    peak = np.where(eight, here.peak8, here.peak16 * np.ones(len(layouts)))
-    peak = np.where(four, here.peak4, peak)
-    return np.asarray(np.where(p == FP32, here.peak32, peak))
+    eight &= np.asarray(machine_numbers.peak8) > 0
+    four = (p == NVFP4) & (np.asarray(machine_numbers.peak4) > 0)
+    peak = np.where(eight, machine_numbers.peak8, machine_numbers.peak16 * np.ones(len(layouts)))
+    peak = np.where(four, machine_numbers.peak4, peak)
+    return np.asarray(np.where(p == FP32, machine_numbers.peak32, peak))
 
 
 def _reasons(
-    model: ModelNumbers, here: MachineNumbers, layouts: Layouts, global_batch: Value
+    model: ModelNumbers, machine_numbers: MachineNumbers, layouts: Layouts, global_batch: Value
 ) -> NDArray[np.int64]:
-    """Bits of ``REASONS`` beside memory."""
+    """Bits of ``REASONS``, memory excluded."""
     eight = timed.low_bits(layouts) > 0
     four = layouts.precision == NVFP4
-    lacks = (eight & ~four & (here.peak8 <= 0)) | (four & (here.peak4 <= 0))
+    lacks = (eight & ~four & (machine_numbers.peak8 <= 0)) | (four & (machine_numbers.peak4 <= 0))
     shared = layouts.dp * layouts.cp * layouts.tp
     uneven = (np.mod(model.experts, layouts.ep) > 0) | (np.mod(shared, layouts.ep) > 0)
-    found = (
-        layouts.devices > here.devices,
+    violations = (
+        layouts.devices > machine_numbers.devices,
         np.mod(global_batch, layouts.dp * layouts.micro_batch) > 0,
         np.mod(model.heads, layouts.tp) > 0,
         # Input and output may be stages of their own, as in Llama 3 405B: 126 layers, 128 stages.
         layouts.pp * layouts.virtual > model.layers + 2,
         uneven,
         lacks,
-        layouts.tp > here.per_node,
+        layouts.tp > machine_numbers.per_node,
     )
     bits = np.zeros(len(layouts), dtype=np.int64)
-    for place, wrong in enumerate(found, start=1):
-        bits |= np.asarray(wrong).astype(np.int64) << place
+    for index, wrong in enumerate(violations, start=1):
+        bits |= np.asarray(wrong).astype(np.int64) << index
     return bits

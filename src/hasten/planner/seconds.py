@@ -1,13 +1,16 @@
-"""Seconds that a micro-batch computes, by kind of work; and a pipeline's pace in closed form.
+"""Compute seconds of a micro-batch, by kind of work; pipeline speed in closed form.
 
-A product of T tokens with a K x N matrix owes 2TNK FLOPs, and moves its operands: relative to the
-first the second weighs (1/T + 1/N + 1/K) times the device's FLOPs per byte. That term is why few
-tokens and matrices cut thin by tensor parallelism are slow. Flash attention runs at a share of the
-16-bit peak that falls with each generation, since exponentials didn't get faster as products did
-(arXiv 2407.08608); attention that writes its scores moves them through memory several times.
+A product of T tokens with a K x N matrix requires 2TNK FLOPs, and moves its operands.
+Relative to the first, the second has the weight (1/T + 1/N + 1/K) times the device's
+FLOPs per byte. That term is why few tokens, and matrices that tensor parallelism makes
+narrow, are slow. Flash attention runs at a share of the 16-bit peak that falls with
+each generation. The reason is that exponentials didn't get faster as products did
+(arXiv 2407.08608). Attention that writes its scores moves them through memory several
+times.
 
-Times are of the forward pass over one rank's share of each layer, as if it had all layers;
-``passes`` says how often the backward pass and recomputation repeat them.
+Times are of the forward pass over one rank's share of each layer, as if the rank had
+all layers. The function ``passes`` returns the number of times that the backward pass
+and recomputation repeat them.
 """
 
 from __future__ import annotations
@@ -200,8 +203,8 @@ def _attention(
     scores: Column = T * model.sequence * model.heads / tp * model.layers
     odd = (np.mod(model.query_width, 8) > 0) | (np.mod(model.value_width, 8) > 0)
     slow = 1 + np.asarray(odd, dtype=np.float64) * (np.maximum(c.misaligned, 1.0) - 1)
-    whole = 4 * T * model.sequence * width / 2 * model.layers
-    written: Column = whole * slow / (peak * c.attention_unfused)
+    unfused_flops = 4 * T * model.sequence * width / 2 * model.layers
+    written: Column = unfused_flops * slow / (peak * c.attention_unfused)
     written = written + scores * c.unfused_bytes / machine.memory_rate
     return np.asarray(np.where(layouts.flash > 0, fused, written))
 
@@ -216,11 +219,11 @@ def passes(lora: Value) -> tuple[Value, float]:
 
 def again(part: Forward, layouts: Layouts, c: Constants) -> Column:
     """Forward seconds that recomputation repeats."""
-    rest = part.products + part.experts + part.elementwise
-    selective = part.attention * (1 - layouts.flash) + c.selective * rest * layouts.flash
+    other_seconds = part.products + part.experts + part.elementwise
+    selective = part.attention * (1 - layouts.flash) + c.selective * other_seconds * layouts.flash
     some = np.where(layouts.recompute == SELECTIVE, selective, 0.0)
     some = np.where(layouts.recompute == LIGHT, part.elementwise + part.latent, some)
-    return np.where(layouts.recompute == FULL, rest + part.attention, some)
+    return np.where(layouts.recompute == FULL, other_seconds + part.attention, some)
 
 
 # A pipeline's pace in closed form: its slowest stage, and the idle time at its two ends.
@@ -241,10 +244,13 @@ def stage_seconds(
 
 
 def bubble_stages(layouts: Layouts) -> Column:
-    """Idle time in mean stage times, with a backward pass of two forward passes' length.
+    """Idle time in mean stage times, for a backward pass as long as two forward passes.
 
-    1F1B and GPipe (P-1)(F+B), interleaved a v-th of it (arXiv 2104.04473), ZB1P (P-1)(F+B-2W)
-    (arXiv 2401.10241), DualPipe (P/2-1)(F&B+B-3W) (arXiv 2412.19437); F = W = B/2 = 1/3.
+    - 1F1B and GPipe: (P-1)(F+B). Interleaved: 1/v of it (arXiv 2104.04473).
+    - ZB1P: (P-1)(F+B-2W) (arXiv 2401.10241).
+    - DualPipe: (P/2-1)(F&B+B-3W) (arXiv 2412.19437).
+
+    The values are F = W = B/2 = 1/3.
     """
     P, code = layouts.pp, layouts.schedule
     idle = (P - 1) / layouts.virtual
@@ -273,7 +279,7 @@ assert len(COMMUNICATION) == len(ENCODE) == len(COMPRESSIONS)
 
 @dataclass(frozen=True)
 class LinkSpeeds:
-    """What one rank's group reaches: bytes/s of a ring and seconds per hop."""
+    """Speeds of one rank's group: bytes/s of a ring and seconds per hop."""
 
     rate: Column
     hop: Column
@@ -301,7 +307,7 @@ def gather_seconds(size: Value, ranks: Value, rate: Value, hop: Value) -> Column
 
 
 def links(stride: Value, ranks: Value, machine: MachineNumbers, c: Constants) -> LinkSpeeds:
-    """A group of ``ranks`` that stand ``stride`` apart in the order of ranks."""
+    """Speeds of a group of ``ranks`` with the distance ``stride`` in the order of ranks."""
     within = stride * ranks <= machine.per_node
     together = np.maximum(1.0, np.floor(machine.per_node / stride))
     # Hops within a node are quick; a ring over nodes has as many slow ones as it has nodes.
@@ -353,11 +359,11 @@ def _boundary(
 def _experts(
     model: ModelNumbers, machine: MachineNumbers, layouts: Layouts, c: Constants
 ) -> Column:
-    """Tokens to their experts and back, forward and backward: four exchanges a layer.
+    """Seconds of expert communication, forward and backward: four exchanges per layer.
 
-    A token goes to each node once, however many of its experts live there (DeepEP); within the
-    node it is passed on. Of n nodes, k experts chosen at random meet n (1 - (1 - 1/n)^k); routing
-    that is limited to some groups of experts meets as many nodes at most.
+    A token goes to each node once, for all of its experts on that node (DeepEP). Within the
+    node it is passed on. Of n nodes, k random experts reach n (1 - (1 - 1/n)^k). Routing
+    limited to some groups of experts reaches at most that number of nodes.
     """
     T, ep = tokens(model, layouts), layouts.ep
     if not np.any(model.moe_layers):
@@ -379,13 +385,13 @@ def _experts(
 def _gradients(
     model: ModelNumbers, machine: MachineNumbers, layouts: Layouts, c: Constants, lora: Value
 ) -> tuple[Column, Column, Column, Column]:
-    """Data parallelism's exchange, whether each micro-batch has it, its end, and encoding.
+    """Data-parallel communication: exchange, if per micro-batch, final part, and encoding.
 
-    ZeRO 3 gathers weights for the forward and the backward pass and scatters gradients, ZeRO 2
-    does without the second gathering, and both do it for every micro-batch; below that gradients
-    are exchanged once a step (arXiv 1910.02054, section 7). Over gloo a reduce-scatter is an
-    all-reduce of which each rank keeps a part (torch's ProcessGroupGloo), twice the bytes, and
-    what is gathered is waited for at once.
+    ZeRO 3 gathers weights for the forward and the backward pass and scatters gradients.
+    ZeRO 2 omits the second gathering. Both do it for every micro-batch. Below that,
+    gradients are exchanged once a step (arXiv 1910.02054, section 7). Over gloo a
+    reduce-scatter is an all-reduce of which each rank keeps a part (torch's
+    ProcessGroupGloo): twice the bytes. There, the result of a gather is required at once.
     """
     tp, ep = layouts.tp, layouts.ep
     # A LoRA has too few gradients of its own to count, so none to compress.
@@ -396,8 +402,8 @@ def _gradients(
     body, rare = rank_parameters(model, layouts, *first_rank(model, layouts))
     replicas = np.maximum(shards * tp / ep, 1.0)
     expert_ring = links(ep, replicas, machine, c)
-    whole = layouts.zero >= 3
-    gathers = np.where(whole, 2.0, 1.0)
+    shards_weights = layouts.zero >= 3
+    gathers = np.where(shards_weights, 2.0, 1.0)
     # Sums over micro-batches are kept in fp32; with no 16 bits anywhere, so is all else.
     whole_width = element(layouts) / 2
     width = np.where(layouts.zero >= 2, whole_width, 2.0)
@@ -405,15 +411,16 @@ def _gradients(
 
     scattered = sent * np.where((layouts.zero >= 2) & (machine.gloo > 0), 2.0, 1.0)
 
-    def exchange(parameters: Column, ranks: Column, found: LinkSpeeds) -> Column:
+    def exchange(parameters: Column, ranks: Column, speeds: LinkSpeeds) -> Column:
         ways = np.where(layouts.zero > 0, gathers * whole_width, sent) + scattered
-        times = np.where(whole, model.layers / layouts.pp, 1.0)  # each of a rank's layers by itself
-        hops = (gathers + 1) * (ranks - 1) * found.hop * times
-        return np.asarray(2 * parameters * ways * (ranks - 1) / ranks / found.rate + hops)
+        # each of a rank's layers by itself
+        times = np.where(shards_weights, model.layers / layouts.pp, 1.0)
+        hops = (gathers + 1) * (ranks - 1) * speeds.hop * times
+        return np.asarray(2 * parameters * ways * (ranks - 1) / ranks / speeds.rate + hops)
 
     seconds = exchange(body, shards, ring) + exchange(rare, replicas, expert_ring)
     # A frozen base is gathered and nothing else.
-    seconds = seconds * np.where(lora, np.where(whole, 2 / 3, 0.0), 1.0)
+    seconds = seconds * np.where(lora, np.where(shards_weights, 2 / 3, 0.0), 1.0)
     encode = visits * 2 * (body + rare) / machine.memory_rate
     each = layouts.zero >= 2
     bucket = np.minimum(BUCKET / (2 * sent * (body + rare)), 1.0)

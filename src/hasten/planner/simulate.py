@@ -1,10 +1,11 @@
-"""Pipeline schedules as explicit orders, and a simulator that makes a timetable of an order.
+"""Pipeline schedules as explicit orders, and a simulator that makes their timetable.
 
-A schedule says in which order each rank works: F forward, B the whole backward pass of a
-micro-batch through a stage, I its half that makes the gradient of the input (the only half that
-the stage before waits for), W the half that makes the gradient of the weights. The simulator knows
-nothing of schedules: it starts each piece of work as soon as its rank is free and what it needs is
-there. So stages may differ in length, which closed forms don't allow (``idle_seconds``).
+A schedule gives the order of work of each rank. F is the forward pass and B the full
+backward pass of a micro-batch through a stage. I is its half that computes the gradient
+of the input, the only half that the previous stage waits for. W is the half that
+computes the gradient of the weights. The simulator is independent of schedules: it
+starts each piece of work as soon as its rank and its inputs are available. Stages may
+therefore differ in length, which closed forms don't allow (``idle_seconds``).
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def simulate(order: Orders, seconds: Callable[[Op], float], overlap: float = 1.0
     ranks, last = len(order), max(op[1] for cells in order for cell in cells for op in cell)
     ends: dict[Op, float] = {}
     at, clock, busy = [0] * ranks, [0.0] * ranks, [0.0] * ranks
-    kept, peaks = [0] * ranks, [0] * ranks
+    in_flight, peaks = [0] * ranks, [0] * ranks
     events: list[PipelineEvent] = []
     moved = True
     while moved:
@@ -124,8 +125,8 @@ def simulate(order: Orders, seconds: Callable[[Op], float], overlap: float = 1.0
                 busy[rank] += spent
                 for op in cell:  # the halves of a backward pass end like the whole of one
                     ends[("B" if op[0] == "I" else op[0], op[1], op[2])] = clock[rank]
-                    kept[rank] += (op[0] == "F") - (op[0] in "BW")
-                    peaks[rank] = max(peaks[rank], kept[rank])
+                    in_flight[rank] += (op[0] == "F") - (op[0] in "BW")
+                    peaks[rank] = max(peaks[rank], in_flight[rank])
                 events.append(PipelineEvent(rank, cell, start, clock[rank]))
                 at[rank] += 1
                 moved = True
@@ -147,18 +148,21 @@ def _needs(op: Op, last: int) -> list[Op]:
 def idle_seconds(
     schedule: str, stages: int, forward: float, inputs: float, weights: float, virtual: int = 1
 ) -> float:
-    """A rank's idle time in a step where all stages are alike: the papers' closed forms.
+    """A rank's idle time in a step with equal stages: the papers' closed forms.
 
-    GPipe and 1F1B (P-1)(F+B), a v-th of it interleaved (arXiv 2104.04473); ZB1P (P-1)(F+B-2W)
-    (ZB-H1 of arXiv 2401.10241); DualPipe (P/2-1)(F&B+B-3W) (arXiv 2412.19437, table 2), here with
-    F&B = F+B: nothing is gained by doing both at a time. Seconds are those of a whole rank.
+    - GPipe and 1F1B: (P-1)(F+B). Interleaved: 1/v of it (arXiv 2104.04473).
+    - ZB1P: (P-1)(F+B-2W) (ZB-H1 of arXiv 2401.10241).
+    - DualPipe: (P/2-1)(F&B+B-3W) (arXiv 2412.19437, table 2). Here F&B = F+B: doing both at
+      a time gains nothing.
+
+    Seconds are those of a whole rank.
     """
-    whole = inputs + weights
+    backward = inputs + weights
     if schedule == "dualpipe":
-        return max(stages / 2 - 1, 0) * (forward + 2 * whole - 3 * weights)
+        return max(stages / 2 - 1, 0) * (forward + 2 * backward - 3 * weights)
     if schedule == "zb1p":
-        return (stages - 1) * (forward + whole - 2 * weights)
-    return (stages - 1) * (forward + whole) / virtual
+        return (stages - 1) * (forward + backward - 2 * weights)
+    return (stages - 1) * (forward + backward) / virtual
 
 
 def _one(kind: str, stage: int, micro: int) -> Cell:
@@ -169,7 +173,7 @@ def _interleaved(P: int, M: int, v: int) -> Orders:
     """Megatron's order: rank r has stages r, r+P, ...; micro-batches travel in groups of P."""
     ahead_of = [(c, g + i) for g in range(0, M, P) for c in range(v) for i in range(P)]
     back = [(v - 1 - c, m) for c, m in ahead_of]
-    found = []
+    rank_orders = []
     for r in range(P):
         total = M * v
         ahead = min(total, (P - r - 1) * 2 + (v - 1) * P)
@@ -178,16 +182,17 @@ def _interleaved(P: int, M: int, v: int) -> Orders:
         cells = forward[:ahead]
         for k in range(total - ahead):
             cells += [forward[ahead + k], backward[k]]
-        found.append(cells + backward[total - ahead :])
-    return found
+        rank_orders.append(cells + backward[total - ahead :])
+    return rank_orders
 
 
 def _zb1p(P: int, M: int) -> Orders:
-    """1F1B whose rank r puts off the weights' gradients by r micro-batches.
+    """1F1B with the weights' gradients of rank r delayed by r micro-batches.
 
-    So all ranks keep P micro-batches, and each has weights' work left to fill the end with.
+    All ranks therefore keep P micro-batches, and each has weights' work left to fill the
+    end.
     """
-    found = []
+    rank_orders = []
     for r in range(P):
         ahead = min(P - 1 - r, M)
         cells = [_one("F", r, m) for m in range(ahead)]
@@ -199,8 +204,8 @@ def _zb1p(P: int, M: int) -> Orders:
             if m >= r:
                 cells.append(_one("W", r, done))
                 done += 1
-        found.append(cells + [_one("W", r, m) for m in range(done, M)])
-    return found
+        rank_orders.append(cells + [_one("W", r, m) for m in range(done, M)])
+    return rank_orders
 
 
 def _dualpipe(rank: int, P: int, M: int) -> list[Cell]:  # noqa: C901  # the schedule's eight phases
@@ -224,10 +229,10 @@ def _dualpipe(rank: int, P: int, M: int) -> list[Cell]:  # noqa: C901  # the sch
     def forward(phase: int) -> None:
         cells.append((next_op("F", phase),))
 
-    def backward(phase: int, apart: bool = False) -> None:
+    def backward(phase: int, split_weights: bool = False) -> None:
         kind, stage, micro = next_op("B", phase)
-        cells.append((("I" if apart else kind, stage, micro),))
-        if apart:
+        cells.append((("I" if split_weights else kind, stage, micro),))
+        if split_weights:
             waiting.append(_one("W", stage, micro))
 
     def both(ahead: int, back: int) -> None:
@@ -239,7 +244,7 @@ def _dualpipe(rank: int, P: int, M: int) -> list[Cell]:  # noqa: C901  # the sch
         forward(0)
         forward(1)
     for _ in range(half - near - 1):  # 3: I1 W1 F1
-        backward(1, apart=True)
+        backward(1, split_weights=True)
         cells.append(waiting.popleft())
         forward(1)
     for turn in range(M // 2 - P + near + 1):  # 4, most of the time: F0&B1 F1&B0
@@ -254,11 +259,11 @@ def _dualpipe(rank: int, P: int, M: int) -> list[Cell]:  # noqa: C901  # the sch
         both(1, 0)
     for turn in range(near + 1):  # 6: B1 B0, the second half of them without weights
         late = turn > (near + 1) // 2 or (turn == (near + 1) // 2 and near % 2 == 1)
-        backward(1, apart=late)
-        backward(0, apart=late or turn == (near + 1) // 2)
+        backward(1, split_weights=late)
+        backward(0, split_weights=late or turn == (near + 1) // 2)
     for _ in range(half - near - 1):  # 7: W I0
         cells.append(waiting.popleft())
-        backward(0, apart=True)
+        backward(0, split_weights=True)
     cells.extend(waiting)  # 8: W
     return cells
 
@@ -289,26 +294,26 @@ class PlannedMicroBatch:
         return self.forward + self.inputs + self.weights
 
 
-def resimulated(model: Architecture, found: PlanCandidate, lora: bool = False) -> PlanCandidate:
+def resimulated(model: Architecture, candidate: PlanCandidate, lora: bool = False) -> PlanCandidate:
     """The candidate with its pipeline simulated; as it is where it has none, or ends as stages."""
-    layout, count = found.layout, found.micro_batches
+    layout, count = candidate.layout, candidate.micro_batches
     if layout.pp == 1 or layout.pp * layout.virtual > model.layers:
-        return found
+        return candidate
     if why_impossible(layout.schedule, layout.pp, count, layout.virtual):
-        return found
-    one = micro_batch(model, found, lora)
+        return candidate
+    one = micro_batch(model, candidate, lora)
     layers, seconds = stages(model, layout, one)
     pipeline = pipeline_seconds(layout, count, seconds)
-    before = sum(found.step_parts[part] for part in PIPELINE)
-    parts = found.step_parts | {"pp": found.step_parts["pp"] + pipeline - before}
-    ratio = sum(parts.values()) / found.step_seconds.middle
-    rate = found.tokens_per_second_per_device
+    before = sum(candidate.step_parts[part] for part in PIPELINE)
+    parts = candidate.step_parts | {"pp": candidate.step_parts["pp"] + pipeline - before}
+    ratio = sum(parts.values()) / candidate.step_seconds.middle
+    rate = candidate.tokens_per_second_per_device
     return replace(
-        found,
+        candidate,
         step_parts=parts,
-        step_seconds=found.step_seconds.times(ratio),
+        step_seconds=candidate.step_seconds.times(ratio),
         tokens_per_second_per_device=Span(*(v / ratio for v in (rate.middle, rate.low, rate.high))),
-        mfu=found.mfu / ratio,
+        mfu=candidate.mfu / ratio,
         simulated=True,
         stage_layers=layers,
     )
@@ -317,8 +322,8 @@ def resimulated(model: Architecture, found: PlanCandidate, lora: bool = False) -
 def pipeline_seconds(layout: PlannedLayout, count: int, seconds: StageSeconds) -> float:
     """Seconds of a step's pipeline.
 
-    Once full, a pipeline does the same over and over: of many micro-batches two shorter steps are
-    played, and their difference tells what each further one costs.
+    A full pipeline repeats the same work. With many micro-batches, two shorter steps are
+    simulated, and their difference is the cost of each further micro-batch.
     """
 
     def played(micro_batches: int) -> float:
@@ -332,28 +337,31 @@ def pipeline_seconds(layout: PlannedLayout, count: int, seconds: StageSeconds) -
     return one + (count - few) * (other - one) / (more - few)
 
 
-def micro_batch(model: Architecture, found: PlanCandidate, lora: bool) -> PlannedMicroBatch:
-    """One micro-batch's seconds out of those of a step.
+def micro_batch(model: Architecture, candidate: PlanCandidate, lora: bool) -> PlannedMicroBatch:
+    """One micro-batch's seconds, calculated from those of a step.
 
-    Products and attention have passes of 1:2 and 1:2.5 forward to backward, half of the backward
-    products are weights' gradients (none of frozen weights), recomputation precedes backward.
+    Forward to backward, products have the ratio 1:2 and attention 1:2.5. Half of the
+    backward products are weights' gradients (none for frozen weights). Recomputation
+    precedes backward.
     """
-    layout, count = found.layout, found.micro_batches
-    part = {name: value * layout.pp / count for name, value in found.step_parts.items()}
-    products, attention, told = part["compute"], part["attention"], part["tp"] + part["ep"]
+    layout, count = candidate.layout, candidate.micro_batches
+    part = {name: value * layout.pp / count for name, value in candidate.step_parts.items()}
+    products, attention, comm_seconds = part["compute"], part["attention"], part["tp"] + part["ep"]
     weights = 0.0 if lora else products / 3
-    forward = products / (2 if lora else 3) + attention / 3.5 + told / 2
-    whole = products + attention + told + part["recompute"]
+    forward = products / (2 if lora else 3) + attention / 3.5 + comm_seconds / 2
+    total_seconds = products + attention + comm_seconds + part["recompute"]
     # Taken apart as the prediction put it together: uneven stages, handing over, bubble.
-    mean = (whole + part["head"]) / layout.pp
-    slow = max(mean, _slowest(model, layout, whole, part["head"]))
+    mean = (total_seconds + part["head"]) / layout.pp
+    slow = max(mean, _slowest(model, layout, total_seconds, part["head"]))
     backward = mean * 2 / 3
     bubble = idle_seconds(
         layout.schedule, layout.pp, mean - backward, backward / 2, backward / 2, layout.virtual
     )
-    waits = found.step_parts["pp"] - count * (slow - mean) - bubble
+    waits = candidate.step_parts["pp"] - count * (slow - mean) - bubble
     sends = max(0.0, waits / (count + bubble / mean))
-    return PlannedMicroBatch(forward, whole - forward - weights, weights, part["head"], sends)
+    return PlannedMicroBatch(
+        forward, total_seconds - forward - weights, weights, part["head"], sends
+    )
 
 
 def _slowest(model: Architecture, layout: PlannedLayout, layers: float, head: float) -> float:
@@ -402,9 +410,10 @@ MOST_CELLS = 3000  # more boxes than that are slow to show and can't be told apa
 def draw_schedule(
     schedule: str, stages: int, micro_batches: int, virtual: int, seconds: StageSeconds
 ) -> str:
-    """A schedule drawn with its stages' own lengths.
+    """Draws a schedule with the lengths of its stages.
 
-    Of many micro-batches only so many are drawn that all phases are seen; the title says so.
+    With many micro-batches, only enough are drawn to show all phases, and the title states
+    this.
     """
     fits = MOST_CELLS // (3 * stages * virtual)
     few = max(2 * stages, fits // stages * stages)

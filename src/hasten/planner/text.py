@@ -26,23 +26,24 @@ WIDTH = 100  # characters of a line where nobody says how many
 BAR = 28  # characters of a waterfall's longest bar
 
 
-def heading(found: ClusterPlan, seconds: float, assumed: Sequence[str]) -> str:
-    """What was asked, and how it was looked for."""
-    here = found.cluster
+def heading(cluster_plan: ClusterPlan, seconds: float, assumed: Sequence[str]) -> str:
+    """Heading of the report: the request, the search, and the assumptions."""
+    cluster = cluster_plan.cluster
     lines = [
-        asked(found),
-        f"{here.nodes} x {here.per_node} {here.device.name}, {here.topology}: {found.layouts:,} "
+        asked(cluster_plan),
+        f"{cluster.nodes} x {cluster.per_node} {cluster.device.name}, {cluster.topology}: "
+        f"{cluster_plan.layouts:,} "
         f"layouts in {seconds:.1f} s",
-        f"brackets: P10-P90, {basis(found)}",
+        f"brackets: P10-P90, {basis(cluster_plan)}",
     ]
     if assumed:
         lines.append(f"nobody said, so assumed: {' '.join(assumed)}")
     return "\n".join(lines)
 
 
-def asked(found: ClusterPlan) -> str:
+def asked(cluster_plan: ClusterPlan) -> str:
     """Model and job in a line."""
-    model, job = found.model, found.job
+    model, job = cluster_plan.model, cluster_plan.job
     size = f"{model.parameters() / 1e9:.3g} B parameters"
     if model.moe:
         size += f", {model.active_parameters() / 1e9:.3g} B active"
@@ -60,15 +61,15 @@ def layouts_table(
     rows = _rows(best, head, job, price)
     if not job.tokens:
         rows[0][6:8] = ["time/B tokens", "GPU hours/B tokens"]
-    return "\n" + fitted([[str(place or ""), *row] for place, row in enumerate(rows)], width)
+    return "\n" + fitted([[str(number or ""), *row] for number, row in enumerate(rows)], width)
 
 
 def _rows(
-    found: Sequence[PlanCandidate], head: Sequence[str], job: PlannedJob, price: Price | None
+    candidates: Sequence[PlanCandidate], head: Sequence[str], job: PlannedJob, price: Price | None
 ) -> list[list[str]]:
     """These columns of each candidate, the head first; the money last where there is a price."""
     rows = [[*head, *([price.currency] if price else [])]]
-    for one in found:
+    for one in candidates:
         cost = spending(one, job, price)
         cells = {
             "nodes": str(one.cluster.nodes),
@@ -126,11 +127,11 @@ def spent(cost: JobCost, one: PlanCandidate) -> str:
 
 
 def front(
-    found: Sequence[PlanCandidate], job: PlannedJob, price: Price | None, width: int = WIDTH
+    candidates: Sequence[PlanCandidate], job: PlannedJob, price: Price | None, width: int = WIDTH
 ) -> str:
-    """What nothing beats in time, memory and device hours at once."""
+    """Table of candidates that no other beats in time, memory and device hours at once."""
     head = ("nodes", "layout", "step s", "memory P90 GB", "time", "GPU hours")
-    rows = _rows(found, head, job, price)
+    rows = _rows(candidates, head, job, price)
     return "\nnothing beats these in time, memory and GPU hours together\n" + fitted(rows, width)
 
 
@@ -138,13 +139,14 @@ def rejections(nearest: Sequence[RejectedLayout], counted: Sequence[str]) -> str
     """Why not the next ones."""
     lines = ["\nwhy not"]
     lines += [f"  {words(r.layout)}: {r.reason}" for r in nearest]
-    return "\n".join([*lines, *(f"  left out: {said}" for said in counted)])
+    return "\n".join([*lines, *(f"  left out: {rule}" for rule in counted)])
 
 
 def changes_table(changes: Sequence[LayoutChange], width: int = WIDTH) -> str:
-    """What would change the rate of 1, and whether another layout would then be better.
+    """Table of changes: their effect on a rate of 1, and the best layout after each.
 
-    Ratios of two predictions, in which what both get wrong cancels: they have no interval.
+    The values are ratios of two predictions, in which common errors cancel: they have no
+    interval.
     """
     rows = [["what would change it (ratios of predictions)", "rate of 1", "of the best then", ""]]
     for change in changes:
@@ -153,11 +155,11 @@ def changes_table(changes: Sequence[LayoutChange], width: int = WIDTH) -> str:
     return "\n" + fitted(rows, width) + "\n"
 
 
-def why_text(layout: PlannedLayout, said: Sequence[str], one: PlanCandidate | None) -> str:
+def why_text(layout: PlannedLayout, reasons: Sequence[str], one: PlanCandidate | None) -> str:
     """The answer to ``--why``, with what is predicted of the layout where it can be."""
-    if not said:
+    if not reasons:
         return f"{words(layout)}: that is the plan's first"
-    lines = [f"why not {words(layout)}:", *(f"  {sentence}" for sentence in said)]
+    lines = [f"why not {words(layout)}:", *(f"  {sentence}" for sentence in reasons)]
     if one is not None:
         lines.append(
             f"  predicted: step {spanned(one.step_seconds)} s, "
@@ -171,7 +173,7 @@ def what_if_text(change: str, now: ClusterPlan, then: ClusterPlan) -> str:
     """The answer to ``--what-if``."""
     one, other = now.best[0], then.best[0]
     rate = one.step_seconds.middle / other.step_seconds.middle
-    hours = [spending(found, now.job).device_hours.middle for found in (one, other)]
+    hours = [spending(candidate, now.job).device_hours.middle for candidate in (one, other)]
     return (
         f"with {change}: {words(other.layout)}, step {spanned(other.step_seconds)} s, "
         f"{percent(rate)} in rate, {hours[1] / hours[0]:.2f} x the GPU hours "
@@ -193,12 +195,12 @@ def devices_table(choices: Sequence[HardwareOption], job: PlannedJob) -> str:
     return fitted(rows, WIDTH)
 
 
-def shapes_text(found: Sequence[Shape], model: Architecture) -> str:
+def shapes_text(shapes: Sequence[Shape], model: Architecture) -> str:
     """Neighbours of the config that train faster."""
-    if not found:
+    if not shapes:
         return f"no neighbour of {model.name} within 2 % of its parameters trains 1 % faster"
     lines = ["shapes of the same size that train faster (whether they learn as well isn't told)"]
-    for shape in found:
+    for shape in shapes:
         lines.append(
             f"  {shape.changed}: {shape.gain:+.1%} in rate at {shape.parameters_ratio:.1%} of the "
             f"parameters; {shape.reason}"
@@ -206,22 +208,22 @@ def shapes_text(found: Sequence[Shape], model: Architecture) -> str:
     return "\n".join(lines)
 
 
-def basis(found: ClusterPlan) -> str:
-    """What the intervals are made of."""
-    known = provenance(found)
-    if known.get("own_runs"):
-        return f"fitted to {known['own_runs']} runs of your own"
-    if not known.get("records"):
+def basis(cluster_plan: ClusterPlan) -> str:
+    """The source of the intervals."""
+    source = provenance(cluster_plan)
+    if source.get("own_runs"):
+        return f"fitted to {source['own_runs']} runs of your own"
+    if not source.get("records"):
         return "believed, not fitted to any measurement"
     return (
-        f"errors on held-out groups of {known['records']} published measurements "
-        f"({known.get('groups')} groups, {known.get('date')})"
+        f"errors on held-out groups of {source['records']} published measurements "
+        f"({source.get('groups')} groups, {source.get('date')})"
     )
 
 
-def provenance(found: ClusterPlan) -> dict[str, Any]:
+def provenance(cluster_plan: ClusterPlan) -> dict[str, Any]:
     """Where the constants and intervals are from."""
-    return dict((found.calibration or calibrated()).provenance)
+    return dict((cluster_plan.calibration or calibrated()).provenance)
 
 
 def spanned(span: Span | None) -> str:
@@ -263,15 +265,15 @@ def percent(ratio: float) -> str:
 
 def _bars(parts: Mapping[str, float], unit: float, name: str) -> list[str]:
     most = max(parts.values()) or 1.0
-    whole = sum(parts.values()) or 1.0
+    total = sum(parts.values()) or 1.0
     wide = max(map(len, parts))
     lines = []
     for label, value in parts.items():
-        if abs(value) < 0.0005 * whole:
+        if abs(value) < 0.0005 * total:
             continue
         bar = "#" * max(0, round(BAR * value / most))
         lines.append(
-            f"  {label.ljust(wide)}  {value / unit:8.3g} {name} {value / whole:4.0%}  {bar}"
+            f"  {label.ljust(wide)}  {value / unit:8.3g} {name} {value / total:4.0%}  {bar}"
         )
     return lines
 
@@ -290,26 +292,26 @@ STYLE = (
 
 
 def page(
-    found: ClusterPlan,
+    cluster_plan: ClusterPlan,
     price: Price | None,
     nearest: Sequence[RejectedLayout],
     changes: Sequence[LayoutChange],
 ) -> str:
     """The page; no scripts, nothing is loaded from elsewhere."""
-    best = found.best[0]
-    here = f"{found.cluster.nodes} x {found.cluster.per_node} {found.cluster.device.name}"
+    best = cluster_plan.best[0]
+    cluster_text = f"{cluster_plan.cluster.nodes} x {cluster_plan.cluster.per_node} {cluster_plan.cluster.device.name}"
     body = [
-        f"<h1>{escape(found.model.name)} on {escape(here)}</h1>",
-        f"<p>{escape(asked(found))}<br>Intervals: P10-P90, {escape(basis(found))}</p>",
+        f"<h1>{escape(cluster_plan.model.name)} on {escape(cluster_text)}</h1>",
+        f"<p>{escape(asked(cluster_plan))}<br>Intervals: P10-P90, {escape(basis(cluster_plan))}</p>",
         "<h2>Layouts (figures with P10-P90)</h2>",
-        _layouts(found, found.best, price),
+        _layouts(cluster_plan, cluster_plan.best, price),
         f"<h2>Step of {escape(words(best.layout))}</h2>",
         _page_bars({PARTS[k]: v for k, v in best.step_parts.items()}, 1.0, "s"),
         "<h2>Memory of its fullest rank</h2>",
         _page_bars(best.memory_parts, 1e9, "GB"),
-        *_schedule(found, best),
+        *_schedule(cluster_plan, best),
         "<h2>Nothing beats these in time, memory and GPU hours together</h2>",
-        _layouts(found, found.pareto, price),
+        _layouts(cluster_plan, cluster_plan.pareto, price),
         "<h2>Why not</h2>",
         html_table(["layout", "reason"], ([words(r.layout), r.reason] for r in nearest)),
         "<h2>What would change it</h2>",
@@ -337,19 +339,23 @@ def write(path: Path, content: str) -> None:
         raise InputError(f"{path} can't be written: {error.strerror or error}") from error
 
 
-def _layouts(found: ClusterPlan, chosen: Sequence[PlanCandidate], price: Price | None) -> str:
+def _layouts(
+    cluster_plan: ClusterPlan, chosen: Sequence[PlanCandidate], price: Price | None
+) -> str:
     head = ("nodes", "layout", "step s", "tokens/s/GPU", "MFU", "memory GB", "time", "GPU hours")
-    titles, *rows = _rows(chosen, head, found.job, price)
+    titles, *rows = _rows(chosen, head, cluster_plan.job, price)
     return html_table(titles, rows)
 
 
-def _schedule(found: ClusterPlan, one: PlanCandidate) -> list[str]:
+def _schedule(cluster_plan: ClusterPlan, one: PlanCandidate) -> list[str]:
     """The pipeline's timetable, where there is a pipeline."""
     layout = one.layout
     if layout.pp == 1 or not one.simulated:
         return []
     _, seconds = stages(
-        found.model, layout, micro_batch(found.model, one, found.job.task == "lora")
+        cluster_plan.model,
+        layout,
+        micro_batch(cluster_plan.model, one, cluster_plan.job.task == "lora"),
     )
     drawn = draw_schedule(layout.schedule, layout.pp, one.micro_batches, layout.virtual, seconds)
     return ["<h2>Its pipeline</h2>", drawn]

@@ -54,7 +54,7 @@ from hasten.parts.data.collate import padded
 from hasten.parts.kernels.registry import is_refused
 from hasten.parts.nn.causal_lm import routed_experts
 from hasten.parts.nn.head_form import asks_router_loss, head_form
-from hasten.parts.nn.losses import LossTerms, WholeLogitsLoss, token_accuracy
+from hasten.parts.nn.losses import ROWS, LossTerms, WholeLogitsLoss, token_accuracy
 from hasten.parts.optim.weight_average import decayed_groups
 from hasten.recipe.gpu_check import check_kernels
 from hasten.recipe.peak_flops import resolve_ceiling
@@ -70,6 +70,7 @@ from hasten.recipe.prepared_data import PreparedData, advice_on, prepare_data
 from hasten.recipe.schema import Recipe
 from hasten.recipe.shorthands import catalogue
 from hasten.techniques.adapter import LoRA
+from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.layout.hybrid import Hybrid
 from hasten.techniques.layout.pipeline import Pipeline
@@ -80,19 +81,19 @@ from hasten.techniques.routing import RealTokens
 
 
 def mixed_layouts(ranks: int) -> list[Technique]:
-    """Layouts of so many ranks that no single technique has; none of two or three ranks.
+    """Layouts of these ranks that no single technique has; none for two or three ranks.
 
-    Whether a model can be cut so is for their unsupported_reasons to say.
+    Their unsupported_reasons decide if a model can be split this way.
     """
     shares = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    found: list[Technique] = []
+    layouts: list[Technique] = []
     for dp, shard, tp in itertools.product(shares, repeat=3):
         if dp * shard * tp == ranks and sum(n > 1 for n in (dp, shard, tp)) > 1:
-            found.append(Hybrid(dp=dp, shard=shard, tp=tp))
+            layouts.append(Hybrid(dp=dp, shard=shard, tp=tp))
     for part in shares[1:-1]:
-        found.append(Hybrid(dp=ranks // part, pp=part))
-        found.append(Hybrid(dp=ranks, ep=part))
-    return found
+        layouts.append(Hybrid(dp=ranks // part, pp=part))
+        layouts.append(Hybrid(dp=ranks, ep=part))
+    return layouts
 
 
 # A recipe's keys for what can go wrong, as the objects that watch for it.
@@ -101,7 +102,7 @@ SPARES = "hasten.cli.standby_rank"
 
 
 def supervision_of(recipe: Recipe) -> Supervision:
-    """What the supervisor of the recipe's ranks may do."""
+    """The actions that the supervisor of the recipe's ranks may take."""
     return Supervision(
         recipe.max_restarts,
         RankTimeouts(recipe.hang_seconds, recipe.start_seconds),
@@ -121,21 +122,21 @@ OF_ORIGIN = ("transformers_version", "_name_or_path", "architectures", "dtype", 
 
 
 def words_of(recipe: Recipe) -> dict[str, Any]:
-    """As far as the recipe alone says it, before any data is read."""
+    """The recipe's settings that decide the training, before any data is read."""
     lora = {key for key in Recipe.model_fields if key.startswith("lora_")}
     keys = {*WORDS, *(lora if recipe.finetuning_type == "lora" else ())}
-    words = recipe.model_dump(mode="json", include=keys)
+    settings = recipe.model_dump(mode="json", include=keys)
     path = Path(recipe.model)
     # Of a folder its own name and its parent's: trees may move, and runs/a/model isn't b's.
     name = "/".join(path.resolve().parts[-2:]) if path.is_dir() else recipe.model.rstrip("/")
-    return {"model": name, **words}
+    return {"model": name, **settings}
 
 
 def terms_of(recipe: Recipe, data: PreparedData) -> dict[str, Any]:
     """All of it: the model's config and the prepared data by their hashes, too."""
     config = read_config(recipe.model, vocab_size=len(data.tokenizer)).to_diff_dict()
-    kept = {key: value for key, value in config.items() if key not in OF_ORIGIN}
-    text = json.dumps(kept, sort_keys=True, default=str)
+    config_fields = {key: value for key, value in config.items() if key not in OF_ORIGIN}
+    text = json.dumps(config_fields, sort_keys=True, default=str)
     return {
         **words_of(recipe),
         "model_config": hashlib.sha256(text.encode()).hexdigest()[:16],
@@ -196,15 +197,15 @@ DEFAULT_BATCH = 32  # examples of a step where the recipe says nothing
 
 
 def context_of(recipe: Recipe, data: PreparedData | None = None) -> JobContext:
-    """What is known of machine, model and examples before anything is built."""
-    here = facts.seen_at_start()
-    device = here.device if recipe.device == "auto" else recipe.device
-    if device.startswith("cuda") and not here.hardware.accelerators:
+    """The facts about machine, model and examples before anything is built."""
+    start_context = facts.seen_at_start()
+    device = start_context.device if recipe.device == "auto" else recipe.device
+    if device.startswith("cuda") and not start_context.hardware.accelerators:
         raise InputError("device: this machine has no CUDA device; say device: auto or cpu")
     if recipe.device == "cuda":
-        device = here.device
-    known = replace(here, device=device, model=model_facts(recipe, data))
-    return replace(known, examples=data.example_stats) if data else known
+        device = start_context.device
+    context = replace(start_context, device=device, model=model_facts(recipe, data))
+    return replace(context, examples=data.example_stats) if data else context
 
 
 def model_facts(recipe: Recipe, data: PreparedData | None) -> ModelFacts:
@@ -257,12 +258,13 @@ def plan_of(
     tell: Callable[[str], None] = lambda text: None,
     more: Iterable[type[Technique]] = (),
 ) -> Plan:
-    """The recipe's techniques, without those that can't work here if the recipe says skip.
+    """The recipe's techniques; with ``on_obstacle: skip``, unsupported ones are left out.
 
-    ``more`` are techniques beside the catalogue's.
+    ``more`` are techniques in addition to the catalogue's.
 
     Raises:
-        InputError: an unknown technique or setting, two for one slot, an obstacle.
+        InputError: an unknown technique or setting, two for one slot, an unsupported
+            technique.
     """
     plan = requested_plan(recipe, more)
     if context.world.size > 1 and Slot.LAYOUT not in plan:
@@ -272,9 +274,9 @@ def plan_of(
         if reasons and recipe.on_obstacle == "skip":
             tell(f"going on without {technique}: {reasons[0]}")
             plan = plan.without(technique)
-    found = unsupported_reasons(plan, context)
-    if found:
-        raise InputError(f"plan: {found[0]} (on_obstacle: skip goes on without it)")
+    conflicts = unsupported_reasons(plan, context)
+    if conflicts:
+        raise InputError(f"plan: {conflicts[0]} (on_obstacle: skip goes on without it)")
     return plan
 
 
@@ -295,10 +297,13 @@ def job_of(recipe: Recipe, data: PreparedData, context: JobContext, plan: Plan) 
         lengths=data.train.lengths.tolist(),
         collate=with_language_counts(partial(padded, pad_id=data.tokenizer.pad_token_id or 0)),
         batch=batch_of(recipe),
-        adapter=_adapter(recipe),
+        adapter=_adapt(recipe),
         routing=RealTokens if context.model.router_loss else None,
         eval_data=data.eval_data,
-        metrics={name: partial(METRICS[name], examples=data.eval_data) for name in measures},
+        metrics={
+            name: partial(METRICS[name], examples=data.eval_data, at_once=_examples_at_once(plan))
+            for name in measures
+        },
         max_grad_norm=recipe.max_grad_norm,
         seed=recipe.seed,
         device=context.device,
@@ -307,8 +312,16 @@ def job_of(recipe: Recipe, data: PreparedData, context: JobContext, plan: Plan) 
     sampler = prepare(job, plan, context, Path(recipe.output)).sampler
     steps = total_steps(job, sampler) if sampler else 1
     warmup = share_of(recipe.warmup_steps, steps)
-    schedule = Schedule(recipe.lr_schedule, warmup, steps, floor=recipe.min_lr_ratio)
+    schedule = Schedule(
+        recipe.lr_schedule, warmup, steps, floor=recipe.min_lr_ratio, extend=recipe.extend
+    )
     return replace(job, schedule=schedule)
+
+
+def _examples_at_once(plan: Plan) -> int:
+    """Examples of one pass of a metric: those of a micro-batch, if the plan limits them."""
+    sizes = (t.micro_batch_size for t in plan if isinstance(t, GradientAccumulation))
+    return min(ROWS, next(sizes, 0) or ROWS)
 
 
 def build_model(recipe: Recipe, data: PreparedData, skeleton: bool = False) -> nn.Module:
@@ -370,11 +383,19 @@ class Building:
         return build_model(self.recipe, self.data, skeleton=True)
 
 
-def _adapter(recipe: Recipe) -> Callable[[nn.Module], nn.Module]:
+def _adapt(recipe: Recipe) -> Callable[[nn.Module], nn.Module]:
+    lora = lora_of(recipe, Plan())
+    return (lambda model: model) if lora is None else lora.adapt
+
+
+def lora_of(recipe: Recipe, plan: Plan) -> LoRA | None:
+    """The adapter that the plan or the recipe's keys ask for; None if all weights learn."""
+    if (planned := next((t for t in plan if isinstance(t, LoRA)), None)) is not None:
+        return planned
     if recipe.finetuning_type == "full":
-        return lambda model: model
+        return None
     targets = recipe.lora_targets
-    lora = LoRA(
+    return LoRA(
         rank=recipe.lora_rank,
         alpha=recipe.lora_alpha,
         dropout=recipe.lora_dropout,
@@ -383,7 +404,6 @@ def _adapter(recipe: Recipe) -> Callable[[nn.Module], nn.Module]:
         dora=recipe.lora_dora,
         base=recipe.lora_base,
     )
-    return lora.adapt
 
 
 def total_steps(job: Job, sampler: Sampler) -> int:
@@ -416,12 +436,13 @@ def prepare_run(
     tell: Tell,
     on_tokens: Callable[[int, int], None] | None = None,
     ranks: int = 1,
-    held: ExitStack | None = None,
+    exit_stack: ExitStack | None = None,
 ) -> PreparedJob:
-    """Everything that can be wrong with a recipe, found out before anything is trained.
+    """Prepares a run and checks the whole recipe before anything is trained.
 
-    ``ranks``: so many are about to be started, where this process is none of them. ``held``: takes
-    the run's folder, before anything is written there; None: for a look, without a run.
+    If this process isn't a rank itself, ``ranks`` is the number of ranks that start later.
+    The stack ``exit_stack`` locks the run's folder before anything is written there. If it is
+    None, there is only a check, without a run.
     """
     output = Path(recipe.output)
     # The cheap part first: names, slots, architecture.
@@ -438,10 +459,10 @@ def prepare_run(
             tell(note)
     check_writers(recipe.log_to)
     check_folder(output)
-    if held is not None:
+    if exit_stack is not None:
         if not started_by_hasten():  # or who started this rank has the folder for it
             start = environment.meeting()[1] if first_look.world.size > 1 else ""
-            held.enter_context(only_run_in(output, start, first_look.world.is_main))
+            exit_stack.enter_context(only_run_in(output, start, first_look.world.is_main))
         check_resumable(recipe, plan)
     data = prepare_data(recipe, output / "data", tell, on_tokens)
     context = context_of(recipe, data)
@@ -468,13 +489,13 @@ def check_resumable(recipe: Recipe, plan: Plan) -> None:
     if recipe.resume != "never" and (path := newest_checkpoint(recipe, plan)) is not None:
         with contextlib.suppress(ValueError, LookupError, OSError):
             job = read_manifest(path)["meta"]["job"]
-    words = {
+    settings = {
         **words_of(recipe),
         **batch_record(batch_of(recipe)),
         "seed": recipe.seed,
         "max_grad_norm": recipe.max_grad_norm,
     }
-    check_same_job(job if isinstance(job, dict) else {}, words, step=0)
+    check_same_job(job if isinstance(job, dict) else {}, settings, step=0)
 
 
 def environ_of(recipe: Recipe) -> dict[str, str]:

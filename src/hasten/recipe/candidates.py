@@ -1,9 +1,10 @@
-"""The techniques from which ``plan: auto`` chooses on a job, and the plan that a forecast gives.
+"""Candidate techniques for ``plan: auto`` on a job, and the predicted initial plan.
 
-What is known before anything was measured: what stands in a technique's way, how many slots,
-operations and bytes it saves by its own forecast, what its kernels were measured to gain on this
-machine, and how much memory the plan will need. The first plan has what usually helps;
-whatever else may help is tried beside it.
+The inputs are known before any measurement. They are the reasons why a technique isn't
+supported, and the positions, operations and bytes that it predicts to save. Further
+inputs are the measured gains of its kernels on this machine, and the memory that the
+plan needs. The initial plan has the techniques that usually help. All others that may
+help are compared with it.
 """
 
 from __future__ import annotations
@@ -57,43 +58,49 @@ class TechniqueCandidate:
 def candidates(
     recipe: Recipe, context: JobContext, fidelity: str, more: Iterable[type[Technique]] = ()
 ) -> list[TechniqueCandidate]:
-    """Every technique that may serve speed on this job, in the order of the slots.
+    """Every technique that may make this job faster, in the order of the slots.
 
     Args:
-        recipe: its plan is kept whatever is chosen; those slots are taken.
+        recipe: techniques of its plan stay in every choice; their slots are taken.
         context: the job and the machine.
-        fidelity: how far techniques may move the mathematics: exact, rounding or lossy.
-        more: techniques beside the catalogue's.
+        fidelity: permitted change of the mathematics: exact, rounding or lossy.
+        more: techniques in addition to the catalogue's.
     """
     kinds = [kind for kind in (*catalogue(), *more) if kind.auto != "no"]
-    found = [_judged(kind(), recipe, context, fidelity) for kind in kinds]
+    technique_candidates = [_judged(kind(), recipe, context, fidelity) for kind in kinds]
     step_tokens = _step_tokens(recipe, context)
     if step_tokens > MICRO_BATCH_TOKENS:
         limit = max(MICRO_BATCH_TOKENS, context.examples.longest)
         cut = _judged(GradientAccumulation(micro_batch_tokens=limit), recipe, context, fidelity)
         why = cut.why if cut.refused else f"a step has {step_tokens:,.0f} tokens"
-        found.append(replace(cut, usual=not cut.refused, why=why))
-    return sorted(found, key=lambda c: list(Slot).index(c.technique.slot))
+        technique_candidates.append(replace(cut, usual=not cut.refused, why=why))
+    return sorted(technique_candidates, key=lambda c: list(Slot).index(c.technique.slot))
 
 
-def first_plan(found: Sequence[TechniqueCandidate], kept: Plan, context: JobContext) -> Plan:
+def first_plan(
+    technique_candidates: Sequence[TechniqueCandidate], base_plan: Plan, context: JobContext
+) -> Plan:
     """The kept techniques and the usual ones, of each slot the one with the better forecast."""
-    plan = kept
-    usual = [c.technique for c in found if c.usual and not c.refused]
+    plan = base_plan
+    usual = [c.technique for c in technique_candidates if c.usual and not c.refused]
     for technique in sorted(usual, key=lambda t: -expected_gain(t, context)):
         if technique.slot not in plan:
             plan = plan.with_(technique)
-    return with_document_attention(plan, found)
+    return with_document_attention(plan, technique_candidates)
 
 
 def first_plan_sentence(recipe: Recipe, context: JobContext) -> str:
-    """What ``plan: auto`` begins with on this job, in words that all commands share."""
-    found = candidates(recipe, context, (recipe.auto_plan or AutoPlan()).fidelity)
-    why = next(c.why for c in found if isinstance(c.technique, Packed))
-    return f"plan: auto begins with {first_plan(found, Plan(), context)}; packed: {why}"
+    """The initial plan of ``plan: auto`` on this job, in the wording of all commands."""
+    technique_candidates = candidates(recipe, context, (recipe.auto_plan or AutoPlan()).fidelity)
+    why = next(c.why for c in technique_candidates if isinstance(c.technique, Packed))
+    return (
+        f"plan: auto begins with {first_plan(technique_candidates, Plan(), context)}; packed: {why}"
+    )
 
 
-def with_document_attention(plan: Plan, found: Iterable[TechniqueCandidate] = ()) -> Plan:
+def with_document_attention(
+    plan: Plan, technique_candidates: Iterable[TechniqueCandidate] = ()
+) -> Plan:
     """The plan with attention within documents where, and only where, its rows are packed.
 
     Packed rows without it compute what a mask then hides; unpacked rows have one document each.
@@ -101,16 +108,16 @@ def with_document_attention(plan: Plan, found: Iterable[TechniqueCandidate] = ()
     attends, packs = DocumentAttention(), any(isinstance(t, Packed) for t in plan)
     if attends in plan.techniques and not packs:
         return plan.without(attends)
-    usable = any(c.technique == attends and not c.refused for c in found)
+    usable = any(c.technique == attends and not c.refused for c in technique_candidates)
     if packs and usable and Slot.ATTENTION not in plan:
         return plan.with_(attends)
     return plan
 
 
 def expected_gain(technique: Technique, context: JobContext) -> float:
-    """What it gains, as a logarithm: measured on this machine, or forecast from its terms.
+    """The technique's gain as a logarithm: measured on this machine, or predicted.
 
-    It orders techniques; the speed of a job it isn't.
+    It orders techniques. It doesn't predict the speed of a job.
     """
     if (gain := technique.gain(context)) is not None:
         return math.log(gain.ratio)
@@ -140,7 +147,7 @@ def fitted_to_memory(
 
 
 def fits_in_memory(plan: Plan, recipe: Recipe, context: JobContext, positions: int) -> bool:
-    """Whether the predicted memory of the fullest rank is there."""
+    """Returns True if the predicted memory of the fullest rank is available."""
     return needs_of(size_of(recipe, context), context, plan, positions).total <= room_of(context)
 
 
@@ -182,8 +189,8 @@ def _judged(  # noqa: C901  # a clause for each reason
 
 def _words(technique: Technique, context: JobContext) -> str:
     gain, cast = technique.gain(context), technique.forecast(context)
-    said = [] if gain is None else [f"its kernels: {gain} the speed, measured on this machine"]
-    said += [
+    phrases = [] if gain is None else [f"its kernels: {gain} the speed, measured on this machine"]
+    phrases += [
         f"{name} {factor:.2f} times"
         for name, factor in (
             ("positions", cast.positions),
@@ -193,7 +200,7 @@ def _words(technique: Technique, context: JobContext) -> str:
         )
         if abs(factor - 1) >= 0.005
     ]
-    return ", ".join(said) or "no forecast"
+    return ", ".join(phrases) or "no forecast"
 
 
 def _step_tokens(recipe: Recipe, context: JobContext) -> float:

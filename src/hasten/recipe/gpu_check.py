@@ -1,13 +1,13 @@
-"""First contact with a GPU: kernels are tried before they are trusted, and ranks their devices.
+"""First use of a GPU: tests kernels before use, and the devices of ranks.
 
-    verdicts kept for this GPU, driver and versions? -- yes --> refuse what failed then
+    verdicts stored for this GPU, driver and versions? -- yes --> refuse failed ones
                        | no
-    a child process tries each kernel (parts/kernels/registry.py), small, against float64
+    a child process compares each kernel with float64, small (parts/kernels/registry.py)
                        |
-    a kernel that is wrong, fails, hangs or takes its process along is refused: something else
-    runs in its place, and one sentence says which, why and what that costs
+    a kernel that is wrong, fails, hangs or kills its process is refused: another kernel
+    runs instead, and one sentence reports the kernel, the reason and the cost
 
-Nothing of it runs on a processor.
+None of this runs on a processor.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ Tell = Callable[[str], None]
 
 
 def check_kernels(context: JobContext, tell: Tell, *, again: bool = False) -> dict[str, Verdict]:
-    """Tries this rank's GPU's kernels that have no verdict yet, and refuses what doesn't work.
+    """Tests this rank's GPU kernels without a verdict, and refuses those that don't work.
 
-    Ranks of a machine take turns, and all but the first of each kind of GPU find its verdicts.
+    Ranks of a machine take turns. The first rank of each kind of GPU tests; the others read
+    its verdicts.
 
     Args:
-        tell: gets a sentence for each kernel that is refused, and before any is tried.
-        again: try once more what was refused before.
+        ``tell``: receives a sentence for each refused kernel, and one before the tests.
+        again: test refused kernels again.
     """
     if not context.on_gpu or not (kernels := kernels_on(context.device)):
         return {}
@@ -48,14 +49,16 @@ def check_kernels(context: JobContext, tell: Tell, *, again: bool = False) -> di
     def before(count: int) -> None:
         tell(f"trying {count} kernels on {gpu}, once for it and these versions")
 
-    found = registry.figures_of(kernels, context.device, sizes, retry=again, before=before)
-    verdicts = {each.key: found.proofs[each.key] for each in kernels if each.key in found.proofs}
+    figures = registry.figures_of(kernels, context.device, sizes, retry=again, before=before)
+    verdicts = {
+        each.key: figures.proofs[each.key] for each in kernels if each.key in figures.proofs
+    }
     for sentence in apply(verdicts, gpu):
         tell(sentence)
     if len(verdicts) < len(kernels):
-        asked = json.dumps({"kernels": [each.key for each in kernels], "device": context.device})
+        request = json.dumps({"kernels": [each.key for each in kernels], "device": context.device})
         command = " ".join(registry.COMMAND[1:])
-        tell(f"no kernel could be tried on {gpu}; see what {command} '{asked}' says")
+        tell(f"no kernel could be tried on {gpu}; see what {command} '{request}' says")
     return verdicts
 
 
@@ -107,19 +110,19 @@ def check_ranks(world: World, device: str) -> None:
     """
     if world.size == 1:
         return
-    place = torch.device(device)
-    told: list[Any] = [None] * world.size
-    dist.all_gather_object(told, (host_name(), device, _fault(place)))
-    for rank, (machine, its, fault) in enumerate(told):
+    torch_device = torch.device(device)
+    reports: list[Any] = [None] * world.size
+    dist.all_gather_object(reports, (host_name(), device, _fault(torch_device)))
+    for rank, (machine, its, fault) in enumerate(reports):
         if fault:
             raise InputError(f"rank {rank} ({its} of {machine}): {fault}")
-        shared = [r for r, other in enumerate(told) if other[:2] == (machine, its)]
-        if place.type != "cpu" and len(shared) > 1:
+        shared = [r for r, other in enumerate(reports) if other[:2] == (machine, its)]
+        if torch_device.type != "cpu" and len(shared) > 1:
             raise InputError(
                 f"ranks {shared[0]} and {shared[1]} have the same GPU, {its} of {machine}: start "
                 "no more ranks than GPUs there, and let the launcher set LOCAL_RANK"
             )
-    one = torch.ones(1, device=place)
+    one = torch.ones(1, device=torch_device)
     dist.all_reduce(one)
     if one.item() != world.size:
         raise InputError(
@@ -128,15 +131,18 @@ def check_ranks(world: World, device: str) -> None:
         )
 
 
-def _fault(place: torch.device) -> str:
-    """What is wrong with a rank's device; empty where nothing is."""
-    if place.type != "cpu" and place.index != torch.accelerator.current_device_index():
+def _fault(torch_device: torch.device) -> str:
+    """The error of a rank's device; empty without an error."""
+    if (
+        torch_device.type != "cpu"
+        and torch_device.index != torch.accelerator.current_device_index()
+    ):
         return (
             f"its current device is number {torch.accelerator.current_device_index()}; call "
             "torch.accelerator.set_device_index before the ranks meet"
         )
     try:
-        side = torch.ones(64, 64, device=place)
+        side = torch.ones(64, 64, device=torch_device)
         total = (side @ side).sum().item()
     except RuntimeError as error:
         return f"it can't multiply two matrices: {str(error).splitlines()[0]}"

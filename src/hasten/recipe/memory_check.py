@@ -1,7 +1,7 @@
-"""Memory before a run: what its fullest rank will need, and what would help where it is too much.
+"""Checks memory before a run: the fullest rank's need, and fixes if it is too high.
 
-Techniques say in their forecasts how many bytes they add or save, so that no technique is known
-here but those that are offered as help. What isn't known (a loader of the user's own) isn't judged.
+Techniques predict the bytes that they add or save. This module therefore names only the
+techniques that it suggests as fixes. Unknown sizes (a user's own loader) aren't judged.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ ADAPTERS = {
 
 
 class MemoryRanOutError(StoppedError):
-    """Memory ran out in training; the message says what would help."""
+    """Memory ran out in training; the message suggests fixes."""
 
 
 def settle_memory(recipe: Recipe, setup: Setup, tell: Callable[[str], None]) -> str:
@@ -100,28 +100,33 @@ def settle_memory(recipe: Recipe, setup: Setup, tell: Callable[[str], None]) -> 
 
 
 def memory_words(recipe: Recipe, setup: Setup, resident: int = 0) -> tuple[str, str]:
-    """What the fullest rank will need of what there is, in words, and what would help.
+    """Two texts: the fullest rank's memory need compared with the capacity, and fixes.
 
     Args:
-        resident: bytes that this process has already, where it is the one that trains.
+        resident: bytes that this process already uses, if it is the one that trains.
 
     Raises:
-        InputError: weights, gradients and optimizer alone don't fit; with what would.
+        InputError: weights, gradients and optimizer alone don't fit; the message has fixes.
     """
-    known, room = setup.context, room_of(setup.context)
-    size, positions, adapter = size_of(recipe, known), largest_micro_batch(setup), _adapter(recipe)
-    needs = needs_of(size, known, setup.plan.with_(*adapter), positions, one_pass(setup))
-    if not known.on_gpu:
+    context, room = setup.context, room_of(setup.context)
+    size, positions, adapter = (
+        size_of(recipe, context),
+        largest_micro_batch(setup),
+        _adapter(recipe),
+    )
+    needs = needs_of(size, context, setup.plan.with_(*adapter), positions, one_pass(setup))
+    if not context.on_gpu:
         needs = replace(needs, overhead=max(needs.overhead, resident + FIRST_STEP))
-    helps = help_for(size, known, setup.plan.with_(*adapter), positions, room)
+    helps = help_for(size, context, setup.plan.with_(*adapter), positions, room)
     if needs.state + needs.overhead > room:
         raise InputError(
             f"memory: weights, gradients and optimizer of {recipe.model} take "
-            f"{gigabytes(needs.state)} on each rank, and {known.device} has {gigabytes(room)} for "
+            f"{gigabytes(needs.state)} on each rank, and {context.device} has {gigabytes(room)} "
+            f"for "
             f"it; {helps}"
         )
-    text = f"about {needs} of {gigabytes(room)} on {known.device}"
-    if not known.on_gpu:
+    text = f"about {needs} of {gigabytes(room)} on {context.device}"
+    if not context.on_gpu:
         text += f", {gigabytes(available_bytes(int(room)))} free now"
     if needs.total > room:
         text += f"; {MAY_RUN_OUT}: {helps}"
@@ -129,7 +134,7 @@ def memory_words(recipe: Recipe, setup: Setup, resident: int = 0) -> tuple[str, 
 
 
 def _adapter(recipe: Recipe) -> tuple[Technique, ...]:
-    """The recipe's LoRA, which isn't in the plan, for what it says of memory."""
+    """The recipe's LoRA, for its memory forecast; the plan doesn't contain it."""
     return (LoRA(base=recipe.lora_base),) if recipe.finetuning_type == "lora" else ()
 
 
@@ -154,8 +159,11 @@ def size_of(recipe: Recipe, context: JobContext) -> ModelSize:
 
 
 def keeps_scores(config: Any, on_gpu: bool) -> bool:
-    """Whether attention's scores are kept: without SDPA, or by its plain form on a processor, which
-    it takes where values have another width than keys."""
+    """Returns True if attention stores its scores.
+
+    That is the case without SDPA. It is also the case with SDPA's plain form on a
+    processor, which is used if values have another width than keys.
+    """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -170,37 +178,37 @@ def keeps_scores(config: Any, on_gpu: bool) -> bool:
 def needs_of(
     size: ModelSize, context: JobContext, plan: Plan, positions: int, single: bool = False
 ) -> BytesNeeded:
-    """What the fullest rank needs under a plan, with micro-batches of so many positions.
+    """Bytes that the fullest rank needs with a plan, for micro-batches of ``positions``.
 
     Args:
         single: a step is one micro-batch, so its gradients come after its activations.
     """
-    told = {t.slot: t.forecast(context) for t in plan}
-    precision, adapts = told.get(Slot.PRECISION), Slot.ADAPTER in told
+    forecasts = {t.slot: t.forecast(context) for t in plan}
+    precision, adapts = forecasts.get(Slot.PRECISION), Slot.ADAPTER in forecasts
     number_bytes = 4.0 * min(precision.bytes if precision else 1.0, 1.0)
     halves = any(isinstance(t, BF16MasterWeights) for t in plan)
     if FusedAdamW() in plan.techniques and precision is None:
-        told.pop(Slot.OPTIMIZER)  # what it saves is a copy that only master weights have
+        forecasts.pop(Slot.OPTIMIZER)  # what it saves is a copy that only master weights have
     if adapts:
-        told.pop(Slot.OPTIMIZER, None)  # frozen weights have no moments that it could shrink
+        forecasts.pop(Slot.OPTIMIZER, None)  # frozen weights have no moments that it could shrink
     none = Forecast()
-    more = sum(told[slot].resident_bytes for slot in STATE_SLOTS if slot in told)
+    more = sum(forecasts[slot].resident_bytes for slot in STATE_SLOTS if slot in forecasts)
     if halves and adapts:  # frozen weights have no masters, and are in 16 bits themselves
         quantised = any(isinstance(t, LoRA) and t.base for t in plan)
         more -= (2.0 if quantised else 4.0) * size.parameters
-    dealt = -min(told.get(Slot.LAYOUT, none).resident_bytes, 0.0)
-    positions = round(positions * min(told.get(Slot.COLLATE, none).positions, 1.0))
-    by_document = Slot.ATTENTION in told
+    dealt = -min(forecasts.get(Slot.LAYOUT, none).resident_bytes, 0.0)
+    positions = round(positions * min(forecasts.get(Slot.COLLATE, none).positions, 1.0))
+    by_document = Slot.ATTENTION in forecasts
     examples = context.examples
     mean = examples.tokens / max(examples.count, 1)
     form = BlockForm(
-        fused=Slot.LAYERS in told,
+        fused=Slot.LAYERS in forecasts,
         frozen=adapts,
         repeats=not by_document,
         score_length=mean if by_document else examples.longest,
     )
     logits = _logits(size, context, plan, positions, number_bytes)
-    recomputed = min(3 * max(told.get(Slot.RECOMPUTE, none).flops - 1, 0.0), 1.0)
+    recomputed = min(3 * max(forecasts.get(Slot.RECOMPUTE, none).flops - 1, 0.0), 1.0)
     activations = activation_bytes(size, positions, number_bytes, recomputed, form)
     if recomputed:  # a block is computed again once the logits are gone, and then run backward
         block = block_bytes(size, positions, number_bytes, form)
@@ -232,9 +240,9 @@ def _logits(
 
 
 def one_pass(setup: Setup) -> bool:
-    """Whether each of this rank's first steps is a single micro-batch."""
+    """Returns True if each of this rank's first steps is a single micro-batch."""
     return setup.sampler is not None and all(
-        sum(len(setup.split_micro_batches(piece)) for piece in pieces if piece) <= 1
+        sum(len(setup.split_micro_batches(examples)) for examples in pieces if examples) <= 1
         for pieces in _first_steps(setup)
     )
 
@@ -245,7 +253,7 @@ def _first_steps(setup: Setup) -> Iterator[list[list[Any]]]:
     layout, examples = setup.layout, setup.job.examples
     steps = setup.sampler.local_steps(0, layout.data_rank, layout.data_size)
     for pieces in itertools.islice(steps, FIRST_STEPS):
-        yield [[examples[i] for i in piece] for piece in pieces]
+        yield [[examples[i] for i in indices] for indices in pieces]
 
 
 def largest_micro_batch(setup: Setup) -> int:
@@ -256,11 +264,13 @@ def largest_micro_batch(setup: Setup) -> int:
     if setup.sampler is None:
         return 0
     collate = setup.job.collate
-    found = 0
+    most_positions = 0
     for pieces in _first_steps(setup):
-        parts = [part for piece in pieces if piece for part in setup.split_micro_batches(piece)]
-        found = max([found, *(collate(part).counts.positions for part in parts)])
-    return found
+        parts = [
+            part for examples in pieces if examples for part in setup.split_micro_batches(examples)
+        ]
+        most_positions = max([most_positions, *(collate(part).counts.positions for part in parts)])
+    return most_positions
 
 
 def room_of(context: JobContext) -> float:

@@ -1,9 +1,9 @@
-"""What MFU refers to: the rate a recipe's ``ceiling`` names, and the model's FLOPs, as a meter.
+"""The reference of MFU: the rate of a recipe's ``ceiling``, and the model's FLOPs.
 
-``auto`` takes the makers' figure for a GPU that is known by name and nothing on a processor, of
-which no datasheet tells a matrix rate. ``measure`` takes two seconds before the first step and
-keeps the result in the run's folder, where ranks, variants and later runs find it. Anything else is
-a file that ``hasten env --bench -o`` wrote on this machine.
+``auto`` uses the vendor's figure for a GPU with a known name. On a processor it uses
+nothing, because no datasheet has a matrix rate. ``measure`` takes two seconds before
+the first step. It stores the result in the run's folder for ranks, variants and later
+runs. Any other value is a file that ``hasten bench --json`` wrote on this machine.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PeakFlops:
 def resolve_ceiling(
     recipe: Recipe, context: JobContext, tell: Callable[[str], None] = lambda text: None
 ) -> None:
-    """Before anything is trained: read the file the recipe names, or measure if it says so.
+    """Reads the recipe's ceiling file, or measures the ceiling, before the training.
 
     Raises:
         InputError: the file can't be used.
@@ -54,26 +54,26 @@ def resolve_ceiling(
 
 
 def meter_of(recipe: Recipe, context: JobContext, model: nn.Module) -> Meter:
-    """The run's meter; what it isn't told (an uncounted model, no ceiling) it doesn't know."""
+    """The run's meter; values are missing for an unsupported model or without a ceiling."""
     try:
         flops = model_flops(model)
     except ValueError:
         return Meter()
-    found, devices = ceiling_of(recipe, context), _devices(recipe, context)
-    if found is None or not devices:
+    ceiling, devices = ceiling_of(recipe, context), _devices(recipe, context)
+    if ceiling is None or not devices:
         return Meter(flops.per_token, flops.per_pair, convention=CONVENTION)
     many = f"{devices} x " if devices > 1 else ""
     return Meter(
         per_token=flops.per_token,
         per_pair=flops.per_pair,
-        ceiling=devices * found.rate,
-        source=many + found.source,
+        ceiling=devices * ceiling.rate,
+        source=many + ceiling.source,
         convention=CONVENTION,
     )
 
 
 def ceiling_of(recipe: Recipe, context: JobContext) -> PeakFlops | None:
-    """One device's ceiling as the recipe wants it; None where nobody knows it."""
+    """One device's ceiling by the recipe's setting; None if it is unknown."""
     if recipe.ceiling == "auto":
         row = datasheet(device_name(context)) if context.on_gpu else None
         if row is None:
@@ -93,9 +93,9 @@ def ceiling_of(recipe: Recipe, context: JobContext) -> PeakFlops | None:
 
 
 def mfu_words(recipe: Recipe, context: JobContext) -> str | None:
-    """What an MFU of this recipe means, in a sentence; None without a ceiling."""
-    found = ceiling_of(recipe, context)
-    return f"MFU of {found.source}; {CONVENTION}" if found else None
+    """One sentence with the meaning of this recipe's MFU; None without a ceiling."""
+    ceiling = ceiling_of(recipe, context)
+    return f"MFU of {ceiling.source}; {CONVENTION}" if ceiling else None
 
 
 def device_name(context: JobContext) -> str:
@@ -121,17 +121,17 @@ def read_rates(path: Path, context: JobContext) -> MachineRates:
         raise InputError(f"ceiling: {path}: {error.strerror or error}; {advice}") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"ceiling: {path} can't be used: {error}; {advice}") from error
-    here = device_name(context)
-    if rates.device_name != here or (rates.device == "cpu") == context.on_gpu:
+    training_device = device_name(context)
+    if rates.device_name != training_device or (rates.device == "cpu") == context.on_gpu:
         raise InputError(
             f"ceiling: {path} was measured on {rates.device_name or rates.device} and here "
-            f"{here} trains; {advice}"
+            f"{training_device} trains; {advice}"
         )
     return rates
 
 
 def _kept(recipe: Recipe, context: JobContext) -> MachineRates | None:
-    """What an earlier process measured in the run's folder, if it was on this device."""
+    """Rates that an earlier process stored in the run's folder, if from this device."""
     try:
         return read_rates(Path(recipe.output) / "data" / KEPT, context)
     except InputError:
@@ -161,7 +161,7 @@ def write_rates(rates: MachineRates, path: Path) -> None:
 
 
 def _devices(recipe: Recipe, context: JobContext) -> int:
-    """Devices that one ceiling stands for; 0: processors of machines that weren't measured."""
+    """Number of devices for the ceiling; 0: processors of machines that weren't measured."""
     if context.on_gpu:
         return context.world.size
     return 1 if context.world.size in (1, recipe.nproc) else 0

@@ -1,4 +1,4 @@
-"""Before the first step: what ranks tell each other, where they go on, how long it took."""
+"""Before the first step: agreement of ranks, the point to resume from, startup times."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ OWN = ("nproc", "output", "min_nproc")  # a rank may have its own
 
 
 def terms_of_all_ranks(recipe: Recipe, context: JobContext) -> dict[str, dict[str, Any]]:
-    """What must be the same on every rank, for :func:`hasten.launch.ranks.check_agreement`."""
+    """Values that must be equal on all ranks.
+
+    The function :func:`hasten.launch.ranks.check_agreement` compares them.
+    """
     keys = recipe.model_dump(mode="json")
     return {
         "recipe": {key: value for key, value in keys.items() if key not in OWN},
@@ -52,7 +55,7 @@ def noting_first_step(
     on_start: Callable[[Session], None],
     on_step: Callable[[StepMetrics], None],
 ) -> tuple[Callable[[Session], None], Callable[[StepMetrics], None]]:
-    """The two, and beside them the seconds from ``began`` to the end of the first step."""
+    """Wraps both callbacks to record the seconds from ``began`` to the first step's end."""
     waiting: list[Session] = []
 
     def start(session: Session) -> None:
@@ -70,21 +73,21 @@ def noting_first_step(
 
 def resume_from(session: Session, what: str, tell: Callable[[str], None]) -> None:
     """Go on from a checkpoint: the newest, or the one of a path."""
-    found = session.resume(None if what == "auto" else Path(what))
-    if found is None:
+    checkpoint = session.resume(None if what == "auto" else Path(what))
+    if checkpoint is None:
         tell("no checkpoint to resume from, starting at the beginning")
     else:
         changed = "".join(f"; {phrase}" for phrase in session.changes)
-        tell(f"resuming from {found}, step {session.progress.step}{changed}")
+        tell(f"resuming from {checkpoint}, step {session.progress.step}{changed}")
 
 
 def newest_checkpoint(recipe: Recipe, plan: Plan) -> Path | None:
-    """The checkpoint that is gone on from, where it is on this machine's disks."""
+    """The checkpoint to resume from, if it is on this machine's disks."""
     if recipe.resume != "auto":
         return Path(recipe.resume)
-    asked = next((t.folder for t in plan if isinstance(t, Checkpoints)), None)
-    place = Path(asked or Path(recipe.output) / "checkpoints")
-    return next(reversed(checkpoints(place)), None)
+    plan_folder = next((t.folder for t in plan if isinstance(t, Checkpoints)), None)
+    folder = Path(plan_folder or Path(recipe.output) / "checkpoints")
+    return next(reversed(checkpoints(folder)), None)
 
 
 def tell_what_trains(session: Session, data: PreparedData, tell: Callable[[str], None]) -> None:
@@ -107,29 +110,33 @@ def first_example(data: PreparedData) -> str:
     return f"the first example, trained parts in [[ ]]:\n{shown}"
 
 
-def evaluations_before(session: Session, file: Path) -> list[Evaluation]:
-    """What attempts before this one measured up to the step that it goes on from.
+def evaluations_before(session: Session, file: Path, metric: str) -> list[Evaluation]:
+    """Evaluations of earlier attempts up to the step from which this one resumes.
 
-    The first rank reads the file, and all get the same; the user's own metrics stay behind.
+    The first rank reads the file, and all ranks get the same rows. Metrics that a user
+    added are left out.
     """
-    rows = _rows(file, session.progress.step) if session.setup.context.world.is_main else []
+    rows = _rows(file, session.progress.step, metric) if session.setup.context.world.is_main else []
     everywhere = session.setup.layout.all_reduce_world
     count = int(everywhere(torch.tensor([len(rows)], dtype=torch.float64)).item())
     if not count:
         return []
-    mine = torch.tensor(rows or [[0.0] * 3] * count, dtype=torch.float64)
-    found = everywhere(mine.flatten()).reshape(count, 3).tolist()
-    return [Evaluation(int(step), int(tokens), loss) for step, tokens, loss in found]
+    local_rows = torch.tensor(rows or [[0.0] * 4] * count, dtype=torch.float64)
+    table = everywhere(local_rows.flatten()).reshape(count, 4).tolist()
+    return [
+        Evaluation(int(step), int(tokens), loss, {} if metric == "eval_loss" else {metric: value})
+        for step, tokens, loss, value in table
+    ]
 
 
-def _rows(file: Path, last: int) -> list[list[float]]:
-    """Step, tokens and eval loss of each whole line with a loss."""
+def _rows(file: Path, last: int, metric: str) -> list[list[float]]:
+    """Step, tokens, eval loss and metric of each whole line that has them."""
     rows: list[list[float]] = []
     with contextlib.suppress(OSError):
         for line in file.read_text(errors="replace").splitlines():
             with contextlib.suppress(ValueError, TypeError, KeyError):
-                said = json.loads(line)
-                row = [float(said[key]) for key in ("step", "tokens", "eval_loss")]
+                values = json.loads(line)
+                row = [float(values[key]) for key in ("step", "tokens", "eval_loss", metric)]
                 rows += [row] if row[0] <= last else []
     return rows
 

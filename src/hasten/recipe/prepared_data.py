@@ -1,9 +1,9 @@
-"""The data of a recipe: read, split, tokenised once into the run's folder, mapped ever after.
+"""Data of a recipe: read, split, tokenised once into the run's folder, then mapped.
 
-Reading spools the examples to disk, so memory doesn't grow with their number; one process prepares
-at a time, and others wait for it. What was prepared is noted in ``data/index.json`` under a key of
-everything that decides it, so that other processes of the run (ranks, variants of an experiment)
-and later runs open it at once.
+Reading spools the examples to disk, so memory doesn't grow with their number. One
+process prepares at a time, and others wait for it. The result is recorded in
+``data/index.json`` under a key of everything that decides it. Other processes of the
+run (ranks, variants of an experiment) and later runs therefore open it at once.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import json
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -33,8 +34,9 @@ from hasten.data.spool import ConversationSink, IndexedConversations, Selection,
 from hasten.data.token_store import StoredRecords, Subset, TokenStore, split, tokenize
 from hasten.data.tokenize import sweep, train_bpe
 from hasten.errors import InputError
+from hasten.foreign_files import open_regular, path_inside, read_json_object
 from hasten.formatting import shown
-from hasten.machine import host
+from hasten.machine import cache, host
 from hasten.machine.files import write_atomic
 from hasten.machine.locks import one_writer
 from hasten.models.load import check_rows, load_tokenizer, read_config, stop_tokens
@@ -76,9 +78,9 @@ class Conversations:
 def read_source(
     recipe: Recipe, tell: Tell, gathered: Callable[[], ConversationSink] = list
 ) -> Conversations:
-    """Everything that the recipe's words on data mean; tells what was found.
+    """Reads all data that the recipe names; reports its files and formats.
 
-    ``gathered`` makes what the examples of a file are put into: lists, or spools on disk.
+    ``gathered`` makes the container for the examples of a file: lists, or spools on disk.
 
     Raises:
         InputError: a missing or unusable file, too many rejected examples.
@@ -158,12 +160,12 @@ def _apart(
     groups: Sequence[Selection], eval_data: float, seed: int
 ) -> tuple[list[Selection], Sequence[Conversation]]:
     """The groups without the eval examples, and these."""
-    whole = Selection(groups)
-    ours, theirs = split(whole, eval_data, seed)
+    selection = Selection(groups)
+    ours, theirs = split(selection, eval_data, seed)
     firsts = np.cumsum([0, *map(len, groups)])
     borders = np.searchsorted(ours, firsts)
-    kept = [whole.take(ours[a:b]) for a, b in itertools.pairwise(borders)]
-    return kept, whole.take(theirs)
+    train_groups = [selection.take(ours[a:b]) for a, b in itertools.pairwise(borders)]
+    return train_groups, selection.take(theirs)
 
 
 def _merged(readings: Sequence[ReadRecords], name: str) -> dict[str, Any]:
@@ -185,52 +187,97 @@ def _draw(
     return Selection([conversations], np.sort(chosen))
 
 
-# Stamps of the files that a recipe names: what tells, without reading them, that they changed.
+# Contents of the files that a recipe names: hashes that decide whether prepared data is theirs.
 #
-# A file that changed has another size or time, as for make. A folder stands for all its files,
-# those in its folders included, since saved data sets and tokenizers keep theirs there.
+# A size and a time don't prove that a file is the same: `cp -p`, rsync and tar set times back. So
+# contents are hashed, once for each state of a file: its device, inode, size, time of change and
+# status change (ctime, which no program can set back). A folder stands for all its files, those in
+# its folders included, since saved data sets and tokenizers keep theirs there.
 
 DEEPEST = 4  # levels of folders within a folder
 MOST_FILES = 100_000
+CONTENTS = "contents.json"  # in the folder of prepared data: hashes by the state of a file
+BLOCK = 1 << 20  # bytes
+# A file that is written within the resolution of its ctime looks unchanged afterwards.
+SETTLED_NS = 2_000_000_000
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
-def stamps(names: Iterable[str], output: Path) -> list[list[Any]]:
-    """Name, size and time of each file, and of each in a folder; the names of what isn't there.
+class ContentHashes:
+    """Hashes of files' contents, remembered in a file by device, inode, size and both times."""
 
-    Folders count with those in them, four levels deep, since data sets and tokenizers may keep
-    their files there. Hidden folders and folders of runs (they have a recipe.yaml) don't, nor does
-    ``output``: what a run writes beside its own data must not make it prepare that data anew.
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._hashes: dict[str, str] = {}
+        with contextlib.suppress(InputError):  # absent or damaged: computed again
+            known = read_json_object(path, "list of hashes")
+            self._hashes = {k: v for k, v in known.items() if isinstance(v, str)}
+        self._current: dict[str, str] = {}
+
+    def of(self, path: Path) -> str | None:
+        """The hash of a regular file's bytes, 32 hex digits; None for anything else."""
+        try:
+            with open_regular(path) as file:
+                stat = os.fstat(file.fileno())
+                times = (stat.st_mtime_ns, stat.st_ctime_ns)
+                state = "-".join(map(str, (stat.st_dev, stat.st_ino, stat.st_size, *times)))
+                settled = stat.st_ctime_ns < time.time_ns() - SETTLED_NS
+                content = self._hashes.get(state) if settled else None
+                if content is None:
+                    digest = xxhash.xxh3_128()
+                    while block := file.read(BLOCK):
+                        digest.update(block)
+                    content = digest.hexdigest()
+        except (OSError, ValueError):  # absent, a pipe, or no name of a file
+            return None
+        if settled:
+            self._current[state] = content
+        return content
+
+    def save(self) -> None:
+        """Writes the hashes in use if the folder exists and one of them is new."""
+        if self._path.parent.is_dir() and self._current.items() - self._hashes.items():
+            cache.write(self._path, self._current)
+
+
+def content_stamps(
+    names: Iterable[str], output: Path, hashes: ContentHashes, without: tuple[str, ...] = ()
+) -> list[list[Any]]:
+    """Name and content of each file, and of each in a folder; the names of what isn't there.
+
+    Files whose names end with one of ``without`` are left out of folders.
+
+    Missing files have only a name.
+
+    Folders are read four levels deep, because data sets and tokenizers may keep files
+    there. Hidden folders, folders of runs (with a recipe.yaml) and ``output`` are skipped.
+    Otherwise the files that a run writes next to its own data would cause the data to be
+    prepared again.
     """
-    found: list[list[Any]] = []
+    file_stamps: list[list[Any]] = []
     waiting = [(Path(name), 0) for name in names]
     while waiting:
         path, depth = waiting.pop()
         if not os.path.isdir(path):  # unlike Path's, silent about names that no file can have
-            found.append(_stamp(path))
-            if len(found) > MOST_FILES:
+            content = hashes.of(path)
+            file_stamps.append([str(path)] if content is None else [str(path.resolve()), content])
+            if len(file_stamps) > MOST_FILES:
                 raise InputError(
                     f"{path.parent} and the other files that the recipe names are more than "
                     f"{MOST_FILES:,}: name the files that are meant, or a smaller folder"
                 )
         elif depth == 0 or not _stamps_apart(path, depth, output.resolve()):
             with contextlib.suppress(OSError):  # whoever needs what is in it will say so
-                waiting += [(inner, depth + 1) for inner in path.iterdir()]
-    return sorted(found, key=str)
+                inside = (i for i in path.iterdir() if not i.name.endswith(without or ("/",)))
+                waiting += [(inner, depth + 1) for inner in inside]
+    return sorted(file_stamps, key=str)
 
 
 def _stamps_apart(folder: Path, depth: int, output: Path) -> bool:
-    """Whether a folder within a folder has nothing to do with the data."""
+    """Returns True if a nested folder is unrelated to the data."""
     if depth > DEEPEST or folder.name.startswith("."):
         return True
     return folder.resolve().is_relative_to(output) or (folder / "recipe.yaml").exists()
-
-
-def _stamp(path: Path) -> list[Any]:
-    try:
-        stat = path.stat()
-    except (OSError, ValueError):  # absent, a link to nothing, or no name of a file
-        return [str(path)]
-    return [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
 
 
 # The prepared data, and its note.
@@ -246,7 +293,7 @@ _FATE = {
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What a recipe trains and is judged on."""
+    """The data on which a recipe trains and is evaluated."""
 
     tokenizer: PreTrainedTokenizerBase
     train: StoredRecords
@@ -265,8 +312,8 @@ class PreparedData:
             longest=int(train.lengths.max(initial=0)),
             trained_share=float(train.trained_counts.sum()) / max(tokens, 1),
         )
-        whole = train.examples if isinstance(train, Subset) else train
-        digest = xxhash.xxh3_128(whole.digest if isinstance(whole, TokenStore) else b"")
+        store = train.examples if isinstance(train, Subset) else train
+        digest = xxhash.xxh3_128(store.digest if isinstance(store, TokenStore) else b"")
         if isinstance(train, Subset):
             digest.update(train.indices.tobytes())
         identity = {"examples": count, "tokens": tokens, "hash": digest.hexdigest()[:16]}
@@ -276,10 +323,11 @@ class PreparedData:
 
 @dataclass(frozen=True)
 class PreparedDataIndex:
-    """What ``data/index.json`` says: where the prepared data lies and where it came from."""
+    """The content of ``data/index.json``: location and source of the prepared data."""
 
     key: str
     tokenizer: str
+    tokenizer_hash: str  # of all its files
     train: str
     eval_data: str | None
     split: float | None  # share or number held out of ``train`` itself
@@ -304,7 +352,7 @@ def prepare_data(
     Raises:
         InputError: a missing or unusable file, too many rejected examples, nothing to train on.
     """
-    key = _key(recipe)
+    key = _key(recipe, folder)
     ready = _opened(recipe, folder, key)
     if ready is not None:
         return ready
@@ -360,13 +408,14 @@ def _prepared(
     eval_data = store(source.eval_data) if source.eval_data else None
     tokenizer.save_pretrained(folder / "tokenizer")
     rejected = [*source.rejected, *([*r] for r in train.rejected)]
-    own = source.eval_data is not None
+    has_eval_data = source.eval_data is not None
     note = PreparedDataIndex(
         key=key,
         tokenizer="tokenizer",
+        tokenizer_hash=_tokenizer_hash(folder / "tokenizer"),
         train=train.path.name,
         eval_data=eval_data.path.name if eval_data is not None else None,
-        split=None if own or isinstance(recipe.eval_data, str) else recipe.eval_data,
+        split=None if has_eval_data or isinstance(recipe.eval_data, str) else recipe.eval_data,
         shapes=source.shapes,
         corpus_sha256=source.corpus_sha256,
         rejected=rejected,
@@ -385,10 +434,10 @@ def rejected_words(note: PreparedDataIndex) -> str:
     """How many examples were left out, and why: the most frequent reasons with their counts."""
     reasons = Counter(str(reason) for _, _, reason in note.rejected)
     common = reasons.most_common(SHOWN_REASONS)
-    words = [f"{why} ({count:,})" if len(reasons) > 1 else why for why, count in common]
+    phrases = [f"{why} ({count:,})" if len(reasons) > 1 else why for why, count in common]
     if len(reasons) > len(common):
-        words.append(f"{len(reasons) - len(common)} more reasons")
-    return f"{len(note.rejected):,} examples left out: {', '.join(words)}"
+        phrases.append(f"{len(reasons) - len(common)} more reasons")
+    return f"{len(note.rejected):,} examples left out: {', '.join(phrases)}"
 
 
 def write_rejected(note: PreparedDataIndex, path: Path) -> None:
@@ -412,17 +461,40 @@ def _fitted(
     return PreparedData(tokenizer, Subset(train, ours), Subset(train, theirs), note)
 
 
-def _opened(recipe: Recipe, folder: Path, key: str) -> PreparedData | None:
+def stored_data(recipe: Recipe, folder: Path) -> PreparedData | None:
+    """The data that a run has prepared in ``folder``, whatever its files are now; None if gone."""
+    return _opened(recipe, folder, None)
+
+
+def _opened(recipe: Recipe, folder: Path, key: str | None) -> PreparedData | None:
+    """The prepared data of a folder if its key is ``key``, or of any key."""
     try:
-        note = PreparedDataIndex(**json.loads((folder / "index.json").read_text()))
+        index = folder / "index.json"
+        note = PreparedDataIndex(**read_json_object(index, "index of prepared data"))
         if note.key != key:
             return None
-        train = TokenStore(folder / note.train)
-        eval_data = TokenStore(folder / note.eval_data) if note.eval_data else None
-        tokenizer = load_tokenizer(str(folder / note.tokenizer))
+        train = TokenStore(path_inside(folder, note.train, str(index)))
+        eval_data = None
+        if note.eval_data is not None:
+            eval_data = TokenStore(path_inside(folder, note.eval_data, str(index)))
+        saved = path_inside(folder, note.tokenizer, str(index))
+        if _tokenizer_hash(saved) != note.tokenizer_hash:
+            return None
+        tokenizer = load_tokenizer(str(saved))
     except (OSError, ValueError, TypeError):
-        return None  # absent, damaged or of another version: prepared anew
+        return None  # absent, damaged or of another version: prepared again
     return _fitted(recipe, note, tokenizer, train, eval_data)
+
+
+def _tokenizer_hash(folder: Path) -> str:
+    """A hash of the names and bytes of a saved tokenizer's files."""
+    digest = xxhash.xxh3_128()
+    for path in sorted(p for p in folder.rglob("*") if not p.is_dir()):
+        with open_regular(path, follow_links=False) as file:
+            name, data = path.relative_to(folder).as_posix(), file.read()
+        digest.update(f"{name}\0{len(data)}\0".encode())
+        digest.update(data)
+    return str(digest.hexdigest())
 
 
 def _tokenizer(recipe: Recipe, source: Conversations, tell: Tell) -> PreTrainedTokenizerBase:
@@ -452,14 +524,14 @@ def _texts(conversations: Sequence[Conversation]) -> Iterable[str]:
         yield from (message.content for message in conversation.messages)
 
 
-def _key(recipe: Recipe) -> str:
-    """Of the recipe's words on data, the files' sizes and times, and the versions that read them.
+def _key(recipe: Recipe, folder: Path) -> str:
+    """Hash of the recipe's data settings, files' sizes and times, and library versions.
 
-    Contents are not read: a file that changed has another size or time, as for make.
+    Contents aren't read: a changed file has another size or time, as for make.
     """
-    # Whatever of the recipe's words may be a file, and of a listed data set the list and the file.
+    # Every value of the recipe that may be a file; of a listed data set the list and the file.
     paths = [source.path for source in recipe.datasets]
-    paths += [recipe.tokenizer or recipe.model, recipe.chat_template]
+    paths += [recipe.chat_template]
     paths += [recipe.eval_data] if isinstance(recipe.eval_data, str) else []
     for name, entry in [(name, entry_of(name)) for name in paths]:
         paths += [name.rpartition(":")[0], str(entry[0])] if entry else []
@@ -477,7 +549,13 @@ def _key(recipe: Recipe) -> str:
             ),
         }
     )
-    parts = [fields, stamps(paths, Path(recipe.output)), host.versions()]
+    hashes, output = ContentHashes(folder / CONTENTS), Path(recipe.output)
+    stamps = content_stamps(paths, output, hashes)
+    # A model's folder counts for its tokenizer: its weights, which take minutes to read, do not.
+    tokenizer = [recipe.tokenizer or recipe.model]
+    stamps += content_stamps(tokenizer, output, hashes, without=WEIGHT_FILES)
+    hashes.save()
+    parts = [fields, stamps, host.versions()]
     return str(xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode()))
 
 
@@ -497,7 +575,7 @@ class Overlap:
 
     @property
     def advice(self) -> str:
-        """One sentence for the user; empty where there is nothing to say."""
+        """One sentence for the user; empty without overlap."""
         if not self.count:
             return ""
         verb = "stands" if self.count == 1 else "stand"
@@ -509,14 +587,14 @@ class Overlap:
 
 
 def overlap(data: PreparedData) -> Overlap:
-    """Count the eval examples whose tokens are those of a training example."""
+    """Counts the eval examples with the same tokens as a training example."""
     eval_data, train = data.eval_data, data.train
     if isinstance(eval_data, tuple) or not len(eval_data):
         return Overlap(0, 0)
     wanted = [_digest(eval_data[i]) for i in range(len(eval_data))]
     alike = np.isin(_shapes(train), _shapes(eval_data)).nonzero()[0]
-    found = set(wanted) & {_digest(train[i]) for i in alike.tolist()}
-    return Overlap(sum(digest in found for digest in wanted), len(eval_data))
+    shared = set(wanted) & {_digest(train[i]) for i in alike.tolist()}
+    return Overlap(sum(digest in shared for digest in wanted), len(eval_data))
 
 
 # What the chat template does that a user would find out only once the model writes.
@@ -524,9 +602,9 @@ def overlap(data: PreparedData) -> Overlap:
 
 def template_advice(recipe: Recipe, data: PreparedData) -> list[str]:
     """A sentence for each cause of a model that doesn't stop, and for what isn't trained."""
-    found = []
+    advice = []
     if missing := missing_tokens(data.tokenizer, recipe.chat_template):
-        found.append(
+        advice.append(
             f"chat_template {recipe.chat_template} needs the special tokens {', '.join(missing)}, "
             "which the tokenizer lacks: they are trained as ordinary text; add them to the "
             "tokenizer, or choose another chat_template"
@@ -534,7 +612,7 @@ def template_advice(recipe: Recipe, data: PreparedData) -> list[str]:
     text, stop = data.note.end_text, data.note.stop_token
     if text is not None and stop is None:
         written = repr(text.strip()[:40]) if text.strip() else "nothing"
-        found.append(
+        advice.append(
             f"the chat template writes {written} after an answer and no end token: the model "
             "doesn't learn to stop; choose a chat_template that ends answers with "
             f"{data.tokenizer.eos_token or 'a special token'}"
@@ -543,16 +621,16 @@ def template_advice(recipe: Recipe, data: PreparedData) -> list[str]:
         stops = stop_tokens(recipe.model)
         if stops and stop not in stops:
             token = shown(str(data.tokenizer.convert_ids_to_tokens(stop)))
-            found.append(
+            advice.append(
                 f"answers end with {token}, an end token at which the base model doesn't stop: "
-                f"merge the adapter, or generate with eos_token_id={[*stops, stop]}"
+                f"export the merged model, or generate with eos_token_id={[*stops, stop]}"
             )
     if data.note.thoughts:
-        found.append(
+        advice.append(
             f"{data.note.thoughts:,} answers are trained without their thoughts, which the chat "
             "template leaves out of the text"
         )
-    return found
+    return advice
 
 
 def advice_on(recipe: Recipe, data: PreparedData) -> list[str]:
@@ -565,8 +643,8 @@ def advice_on(recipe: Recipe, data: PreparedData) -> list[str]:
 def _shapes(examples: Any) -> NDArray[np.int64]:
     """Length and trained tokens of each example as one number."""
     counts = examples.trained_counts.astype(np.int64)
-    found: NDArray[np.int64] = (examples.lengths.astype(np.int64) << 32) + counts
-    return found
+    shape_codes: NDArray[np.int64] = (examples.lengths.astype(np.int64) << 32) + counts
+    return shape_codes
 
 
 def _digest(example: Any) -> int:

@@ -1,7 +1,8 @@
-"""Preset plans: a plan that somebody published, as a file of data beside this one.
+"""Preset plans: published plans, each as a data file next to this module.
 
-A file lists the switches as they were announced, the technique that does each here (or why there is
-none), and what was claimed. ``plan: NAME`` in a recipe stands for its techniques.
+A file lists the published settings and claims. For each setting it has the technique
+that implements it here, or the reason why there is none. In a recipe, ``plan: NAME`` is
+replaced by its techniques.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ def names() -> list[str]:
 
 @cache
 def preset(name: str, ranks: int = 1) -> dict[str, Any]:
-    """A preset's data for a job on so many ranks.
+    """A preset's data for a job on these ranks.
 
-    ``source``, ``switches`` (each has a ``technique``, or says why it is ``missing``), ``totals``,
-    ``not_comparable``.
+    The keys are ``source``, ``switches``, ``totals`` and ``not_comparable``. Each switch
+    has a ``technique``, or a reason in ``missing``.
 
     Raises:
-        ValueError: there is none of this name.
+        ValueError: there is no preset of this name.
     """
     if name not in names():
         hint = did_you_mean(name, ("auto", *names()))
@@ -37,13 +38,13 @@ def preset(name: str, ranks: int = 1) -> dict[str, Any]:
             f"no plan is called {name!r}{hint}; list techniques, or name one of: auto, "
             f"{', '.join(names())}"
         )
-    found: dict[str, Any] = read_yaml_file(FOLDER / f"{name}.yaml", "plan")
+    contents: dict[str, Any] = read_yaml_file(FOLDER / f"{name}.yaml", "plan")
     switches = []
-    for stored in found["switches"]:
+    for stored in contents["switches"]:
         fits = "technique" in stored and ranks >= stored.get("ranks", 1)
         gone = ("missing", "ranks") if fits else ("technique", "settings", "ranks")
         switches.append({key: value for key, value in stored.items() if key not in gone})
-    return {**found, "switches": switches}
+    return {**contents, "switches": switches}
 
 
 def entries_of(value: Any, ranks: Any = 1) -> Any:
@@ -53,18 +54,19 @@ def entries_of(value: Any, ranks: Any = 1) -> Any:
     """
     if not isinstance(value, str):
         return value
-    found = preset(value, ranks if type(ranks) is int else 1)["switches"]
+    switches = preset(value, ranks if type(ranks) is int else 1)["switches"]
     return [
         {switch["technique"]: switch["settings"]} if switch.get("settings") else switch["technique"]
-        for switch in found
+        for switch in switches
         if "technique" in switch
     ]
 
 
 def preset_of(entries: list[Any], ranks: int = 1) -> dict[str, Any] | None:
-    """The preset whose techniques these entries of a resolved recipe are; None if they are none's.
+    """The preset with exactly these entries of a resolved recipe; None if there is none.
 
-    A resolved recipe keeps no name, so that the same techniques are the same experiment.
+    A resolved recipe contains no preset name. The same techniques are therefore the same
+    experiment.
     """
     same = (name for name in names() if entries_of(name, ranks) == entries)
     return next((preset(name, ranks) for name in same), None)

@@ -1,4 +1,4 @@
-"""What an hour of the machine costs: a recipe's ``price``, written there or in its own file."""
+"""Price of an hour of the machine: a recipe's ``price``, inline or in a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hasten.recipe.yaml_reader import first_complaint, read_yaml_file
 
 
 class Price(BaseModel):
-    """What a device costs, in the user's own currency."""
+    """The price of a device, in the user's currency."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -68,21 +68,21 @@ def price_of(value: Any) -> Any:
     if isinstance(value, dict):
         return _known(value, "")
     try:
-        found = read_yaml_file(Path(value), "price file")
-        if not isinstance(found, dict):
+        contents = read_yaml_file(Path(value), "price file")
+        if not isinstance(contents, dict):
             raise InputError(f"{value} is not a price file: it must be lines of `key: value`")
-        return Price(**_known(found, f"{value}: "))
+        return Price(**_known(contents, f"{value}: "))
     except ValidationError as error:
         raise ValueError(f"{value}: {first_complaint(error)}") from error
     except InputError as error:
         raise ValueError(str(error)) from error
 
 
-def _known(values: dict[Any, Any], place: str) -> dict[Any, Any]:
+def _known(values: dict[Any, Any], prefix: str) -> dict[Any, Any]:
     for key in values:
         if key not in Price.model_fields:
             hint = did_you_mean(str(key), Price.model_fields)
-            raise ValueError(f"{place}unknown key {key!r}{hint}")
+            raise ValueError(f"{prefix}unknown key {key!r}{hint}")
     return values
 
 

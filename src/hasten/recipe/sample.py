@@ -1,4 +1,4 @@
-"""What the trained model writes: greedy answers to the prompts of eval examples."""
+"""Samples of the trained model: greedy answers to the prompts of eval examples."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write_samples(
     take_own_attention(model)
     prompts = (prompt_of(eval_data[i]) for i in range(len(eval_data)))
     short = [ids for ids in prompts if 0 < len(ids) <= LONGEST_PROMPT][:count]
-    found = []
+    samples = []
     with evaluation_mode(session.model):
         for ids in short:
             inputs = torch.tensor([ids], device=model.device)
@@ -49,8 +49,8 @@ def write_samples(
                 pad_token_id=tokenizer.pad_token_id,
             )
             answer = tokenizer.decode(written[0, len(ids) :], skip_special_tokens=True)
-            found.append(Sample(tokenizer.decode(ids, skip_special_tokens=True), answer))
-    return found
+            samples.append(Sample(tokenizer.decode(ids, skip_special_tokens=True), answer))
+    return samples
 
 
 def prompt_of(example: TokenizedExample) -> list[int]:

@@ -1,7 +1,8 @@
-"""A recipe is one flat YAML file: what to train, on what, how long, and with which techniques.
+"""A recipe is one flat YAML file: model, data, length of the training, techniques.
 
-Every key is a field below and documented where it stands. A key that isn't known is an error with
-the nearest known one: a mistyped key that is silently dropped costs a day of somebody's training.
+Every key is a field below, with its documentation. An unknown key is an error that
+names the nearest known key. A mistyped key that is silently dropped costs a day of
+training.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from hasten.recipe.yaml_reader import (
 
 
 class DataSource(BaseModel):
-    """A source of examples with more to say than where it lies."""
+    """A source of examples with more settings than its path."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -51,7 +52,7 @@ FIDELITIES = ("exact", "rounding", "lossy")
 
 
 class AutoPlan(BaseModel):
-    """What ``plan: auto`` may choose from."""
+    """The choices that ``plan: auto`` may use."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -262,7 +263,7 @@ class Recipe(BaseModel):
     @field_validator("price", mode="before")
     @classmethod
     def _priced(cls, value: Any) -> Any:
-        """Of a file, what it holds: the resolved recipe needs the file no more."""
+        """Replaces a price file by its content; the resolved recipe needs no file."""
         return price_of(value)
 
     @field_validator("transport", mode="before")
@@ -273,9 +274,9 @@ class Recipe(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _checkpoints(cls, values: Any) -> Any:
-        """Keys that say how to save, and which layout, become part of the plan."""
-        asked = ("checkpoint_every", "checkpoint_dir", "layout")
-        if not isinstance(values, dict) or all(values.get(key) is None for key in asked):
+        """Moves the keys for checkpoints and layout into the plan."""
+        shorthand_keys = ("checkpoint_every", "checkpoint_dir", "layout")
+        if not isinstance(values, dict) or all(values.get(key) is None for key in shorthand_keys):
             return values
         plan = entries_of(values.get("plan") or [], values.get("nproc"))
         return with_layout_key(values, plan) if isinstance(plan, list) else values
@@ -369,8 +370,8 @@ class Recipe(BaseModel):
             raise ValueError("give global_batch_size or global_batch_tokens, not both")
         if self.lora_base and self.lora_dora:
             raise ValueError("lora_dora measures the weights that lora_base rounds: keep one")
-        told = sorted(name for name in self.model_fields_set if name.startswith("lora_"))
-        changed = [n for n in told if getattr(self, n) != Recipe.model_fields[n].default]
+        lora_keys = sorted(name for name in self.model_fields_set if name.startswith("lora_"))
+        changed = [n for n in lora_keys if getattr(self, n) != Recipe.model_fields[n].default]
         if self.finetuning_type == "full" and changed:
             raise ValueError(
                 f"{changed[0]} has no effect on all weights: say finetuning_type: lora"
@@ -398,15 +399,15 @@ def _is_auto(plan: Any) -> bool:
 
 def _auto_settings(plan: Any) -> dict[str, Any]:
     """The settings in ``plan: {auto: {...}}``, by the words in which they were written."""
-    asked = plan["auto"] if isinstance(plan, dict) else None
-    if asked is None:
+    settings = plan["auto"] if isinstance(plan, dict) else None
+    if settings is None:
         return {}
-    if not isinstance(asked, dict):
+    if not isinstance(settings, dict):
         raise ValueError(
-            f"plan: auto: {asked!r} is no setting of it; write plan: auto, or "
+            f"plan: auto: {settings!r} is no setting of it; write plan: auto, or "
             "plan: {auto: {fidelity: lossy}}"
         )
-    for key, value in asked.items():
+    for key, value in settings.items():
         if key not in AutoPlan.model_fields:
             hint = did_you_mean(str(key), AutoPlan.model_fields)
             raise ValueError(f"plan: auto: unknown key {key!r}{hint}; it has fidelity alone")
@@ -416,7 +417,7 @@ def _auto_settings(plan: Any) -> dict[str, Any]:
                 f"plan: auto: fidelity is {value!r}{hint}; it is {', '.join(FIDELITIES[:-1])} or "
                 f"{FIDELITIES[-1]}"
             )
-    return asked
+    return settings
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -425,10 +426,10 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         InputError: no such file, not YAML, an unknown key, a value that doesn't fit.
     """
-    found = read_yaml_file(path, "recipe")
-    if not isinstance(found, dict):
+    contents = read_yaml_file(path, "recipe")
+    if not isinstance(contents, dict):
         raise InputError(f"{path} is not a recipe: it must be lines of `key: value`")
-    return recipe_from({**found, **read_overrides(overrides)}, str(path))
+    return recipe_from({**contents, **read_overrides(overrides)}, str(path))
 
 
 # Keys that other trainers' files have: what a recipe has instead, in words for an error.
@@ -448,39 +449,39 @@ TOOLS = {
 
 
 def foreign_words(key: str) -> str:
-    """What to write instead of another trainer's key, as the rest of a sentence; empty: unknown."""
+    """Replacement of another trainer's key, as the rest of a sentence; empty: unknown."""
     return _foreign_table().get(key, "")
 
 
 @functools.cache
 def _foreign_table() -> Mapping[str, str]:
     tables: dict[str, Any] = json.loads(KEYS.read_text(encoding="utf-8"))
-    found: dict[str, str] = {}
+    sentences: dict[str, str] = {}
     for name, tool in TOOLS.items():
         table = tables[name]
         instead = {key: f"is {row[0]} here" for key, row in table.get("named", {}).items()}
         switches = table.get("switch", {})
         instead |= {key: f"is {technique} in plan here" for key, technique in switches.items()}
-        instead |= {key: f"is {words} here" for key, words in table.get("instead", {}).items()}
+        instead |= {
+            key: f"is {explanation} here" for key, explanation in table.get("instead", {}).items()
+        }
         for kind, verb in VERBS.items():
-            for words, keys in table.get(kind, {}).items():
-                instead |= dict.fromkeys(keys, f"{verb}: {words}")
-        for key, words in instead.items():
-            found.setdefault(key, f"{tool} {key} {words}")
-    return found
+            for explanation, keys in table.get(kind, {}).items():
+                instead |= dict.fromkeys(keys, f"{verb}: {explanation}")
+        for key, explanation in instead.items():
+            sentences.setdefault(key, f"{tool} {key} {explanation}")
+    return sentences
 
 
-def recipe_from(values: dict[Any, Any], place: str) -> Recipe:
-    """A recipe out of a dictionary; ``place`` names its origin in messages."""
+def recipe_from(values: dict[Any, Any], origin: str) -> Recipe:
+    """A recipe out of a dictionary; ``origin`` names its origin in messages."""
     for key in values:
         if key not in Recipe.model_fields:
-            words = f"{did_you_mean(str(key), Recipe.model_fields)}; docs/recipe.md lists all keys"
+            hint = f"{did_you_mean(str(key), Recipe.model_fields)}; docs/recipe.md lists all keys"
             if foreign := foreign_words(str(key)):
-                words = (
-                    f": {foreign}; `hasten import FILE` translates whole files of other trainers"
-                )
-            raise InputError(f"{place}: unknown key {key!r}{words}")
+                hint = f": {foreign}; `hasten import FILE` translates whole files of other trainers"
+            raise InputError(f"{origin}: unknown key {key!r}{hint}")
     try:
         return Recipe(**values)
     except ValidationError as error:
-        raise InputError(f"{place}: {first_complaint(error)}") from error
+        raise InputError(f"{origin}: {first_complaint(error)}") from error

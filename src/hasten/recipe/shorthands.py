@@ -1,7 +1,8 @@
-"""Keys of a recipe that stand for techniques: of checkpoints, ``layout``, ``deepspeed``.
+"""Recipe keys as short forms of techniques: checkpoints, layout, deepspeed.
 
-They are folded into the plan when a recipe is read, so that the resolved recipe, a plan's hash and
-an experiment know of one place only. ``catalogue`` hands the techniques to those that name none.
+They are moved into the plan when a recipe is read. The resolved recipe, a plan's hash
+and an experiment therefore use only the plan. The function ``catalogue`` returns the
+techniques for callers that name none.
 """
 
 from __future__ import annotations
@@ -40,22 +41,22 @@ def with_checkpoint_keys(values: Mapping[str, Any], plan: list[Any]) -> dict[str
         raise ValueError(f"checkpoint_every is {every!r}; give dynamic, or a number of steps")
     if folder is not None and not (isinstance(folder, str) and folder):
         raise ValueError(f"checkpoint_dir is {folder!r}; give a folder or an address")
-    place = next((i for i, entry in enumerate(plan) if name_of(entry) == NAME), None)
+    index = next((i for i, entry in enumerate(plan) if name_of(entry) == NAME), None)
     if every is not None:
-        if place is not None:
+        if index is not None:
             raise ValueError(
                 "checkpoint_every and checkpoints in the plan both say when to save; keep one"
             )
-        plan, place = [*plan, {NAME: {"interval": every}}], len(plan)
+        plan, index = [*plan, {NAME: {"interval": every}}], len(plan)
     if folder is not None:
-        if place is None:
+        if index is None:
             raise ValueError(
                 "checkpoint_dir has no effect: say checkpoint_every, or put checkpoints into plan"
             )
         plan = [
-            *plan[:place],
-            {NAME: {**_settings(plan[place]), "folder": folder}},
-            *plan[place + 1 :],
+            *plan[:index],
+            {NAME: {**_settings(plan[index]), "folder": folder}},
+            *plan[index + 1 :],
         ]
     return {**values, "plan": plan, "checkpoint_every": None, "checkpoint_dir": None}
 
@@ -88,47 +89,47 @@ AXES = ("dp", "shard", "tp", "pp", "ep")
 
 
 def with_layout_key(values: Mapping[str, Any], plan: list[Any]) -> dict[str, Any]:
-    """The recipe's values with ``layout``, and the keys of checkpoints, moved into ``plan``.
+    """The recipe's values with layout and checkpoint keys moved into ``plan``.
 
     Raises:
-        ValueError: no layout has that name, or no axis; or as ``with_checkpoint_keys`` says.
+        ValueError: an unknown layout or axis; or an error of ``with_checkpoint_keys``.
     """
-    asked = values.get("layout")
-    folded = with_checkpoint_keys(values, plan if asked is None else [*plan, _entry(asked)])
+    layout = values.get("layout")
+    folded = with_checkpoint_keys(values, plan if layout is None else [*plan, _entry(layout)])
     return {**folded, "layout": None}
 
 
-def _entry(asked: Any) -> Any:
+def _entry(layout: Any) -> Any:
     """A line of the plan."""
     # torch, which reading a recipe can do without
     from hasten.techniques.layout.hybrid import Hybrid
 
     layouts = tuple(kind.name() for kind in catalogue() if kind.slot is Slot.LAYOUT)
     settings = tuple(field.name for field in dataclasses.fields(Hybrid))
-    if isinstance(asked, str):
-        _check(asked.lower().replace("-", "_"), layouts, "layout", "layouts")
-        return asked
-    if not isinstance(asked, Mapping) or not asked:
+    if isinstance(layout, str):
+        _check(layout.lower().replace("-", "_"), layouts, "layout", "layouts")
+        return layout
+    if not isinstance(layout, Mapping) or not layout:
         raise ValueError(
-            f"layout is {asked!r}; give a name ({', '.join(layouts)}) or sizes: {{dp: 2, tp: 2}}"
+            f"layout is {layout!r}; give a name ({', '.join(layouts)}) or sizes: {{dp: 2, tp: 2}}"
         )
-    names = [str(key) for key in asked]
+    names = [str(key) for key in layout]
     if len(names) == 1 and names[0].lower().replace("-", "_") in layouts:
-        return dict(asked)
+        return dict(layout)
     for name in names:
         _check(name, settings, "layout's", "sizes", shown=AXES)
     for name in AXES:
-        size = asked.get(name, 1)
+        size = layout.get(name, 1)
         if type(size) is not int or size < 1:
             raise ValueError(f"layout's {name} is {size!r}; it is a number of ranks, at least 1")
-    return {Hybrid.name(): dict(asked)}
+    return {Hybrid.name(): dict(layout)}
 
 
 def _check(
-    name: str, known: tuple[str, ...], whose: str, what: str, shown: tuple[str, ...] = ()
+    name: str, choices: tuple[str, ...], whose: str, what: str, shown: tuple[str, ...] = ()
 ) -> None:
-    if name not in known:
-        hint = did_you_mean(name, known) or f" ({what}: {', '.join(shown or known)})"
+    if name not in choices:
+        hint = did_you_mean(name, choices) or f" ({what}: {', '.join(shown or choices)})"
         raise ValueError(f"{whose} {name!r} isn't known{hint}")
 
 
@@ -147,7 +148,7 @@ NAMES = {
 
 
 def with_deepspeed(values: Mapping[str, Any], plan: list[Any]) -> dict[str, Any]:
-    """The recipe's values with the file's in their place, and its techniques in ``plan``.
+    """The recipe's values replaced by the file's, with its techniques in ``plan``.
 
     Raises:
         ValueError: the file can't be used, a key has no counterpart, or the two contradict.
@@ -159,12 +160,12 @@ def with_deepspeed(values: Mapping[str, Any], plan: list[Any]) -> dict[str, Any]
         config = Path(file)
     elif not isinstance(config, Mapping):
         raise ValueError(f"deepspeed is {config!r}; give a ds_config.json, or what one holds")
-    found = meaning_of(config, values, plan)
-    if found.refused:
-        row = found.refused[0]
+    mapped_config = meaning_of(config, values, plan)
+    if mapped_config.refused:
+        row = mapped_config.refused[0]
         raise ValueError(f"{file}: {row.key}: {row.words}")
-    merged = _merged(values, found, file)
-    more = [entry for entry in techniques_of(found, values) if entry not in plan]
+    merged = _merged(values, mapped_config, file)
+    more = [entry for entry in techniques_of(mapped_config, values) if entry not in plan]
     names = {name_of(entry) for entry in plan}
     twice = next((entry for entry in more if name_of(entry) in names), None)
     if twice is not None:
@@ -184,11 +185,11 @@ def beside_deepspeed(values: Mapping[str, Any], plan: list[Any]) -> dict[str, An
     file = _setting(entry, "config")
     if not isinstance(file, str) or not file:
         return dict(values)
-    found = meaning_of(Path(file), values, plan)
-    merged = _merged(values, found, file)
-    if found.micro_batch is None or _micro_batch(plan) is not None:
+    mapped_config = meaning_of(Path(file), values, plan)
+    merged = _merged(values, mapped_config, file)
+    if mapped_config.micro_batch is None or _micro_batch(plan) is not None:
         return merged
-    return {**merged, "plan": [*plan, {ACCUMULATE: {SIZE: found.micro_batch}}]}
+    return {**merged, "plan": [*plan, {ACCUMULATE: {SIZE: mapped_config.micro_batch}}]}
 
 
 def meaning_of(
@@ -205,47 +206,55 @@ def meaning_of(
     )
 
 
-def techniques_of(found: MappedConfig, values: Mapping[str, Any]) -> list[Any]:
-    """The plan's entries that do what the file asks for, on the ranks and device there are."""
+def techniques_of(mapped_config: MappedConfig, values: Mapping[str, Any]) -> list[Any]:
+    """The plan's entries for the settings of the file, on the available ranks and device."""
     entries: list[Any] = []
-    if found.micro_batch is not None:
-        entries.append({ACCUMULATE: {SIZE: found.micro_batch}})
-    if found.recompute:
+    if mapped_config.micro_batch is not None:
+        entries.append({ACCUMULATE: {SIZE: mapped_config.micro_batch}})
+    if mapped_config.recompute:
         entries.append("activation_checkpointing")
-    if found.precision == "bf16":
+    if mapped_config.precision == "bf16":
         entries.append("bf16_master_weights")
-    elif found.precision == "fp16":
-        settings = {"initial_scale": found.initial_scale, "growth_interval": found.scale_window}
+    elif mapped_config.precision == "fp16":
+        settings = {
+            "initial_scale": mapped_config.initial_scale,
+            "growth_interval": mapped_config.scale_window,
+        }
         entries.append({"autocast": {"dtype": "fp16", **settings}})
-    if found.stage and world_of(values) > 1:  # on one rank there is nothing to deal out
+    if mapped_config.stage and world_of(values) > 1:  # on one rank there is nothing to deal out
         # On a processor everything lies in host memory already.
         on_gpu = values.get("device", "auto") != "cpu" and host.default_device() != "cpu"
-        settings = {"reshard": found.stage == 3, "offload": found.offload and on_gpu}
+        settings = {
+            "reshard": mapped_config.stage == 3,
+            "offload": mapped_config.offload and on_gpu,
+        }
         entries.append({"fsdp2": settings})
     return entries
 
 
-def _merged(values: Mapping[str, Any], found: MappedConfig, file: str) -> dict[str, Any]:
+def _merged(values: Mapping[str, Any], mapped_config: MappedConfig, file: str) -> dict[str, Any]:
     merged = dict(values)
-    for name, value in settings_of(found).items():
-        said = merged.get(name)
-        if said is not None and said != value:
-            raise ValueError(f"{file} says {name} is {value} and the recipe {said}; keep one")
+    for name, value in settings_of(mapped_config).items():
+        recipe_setting = merged.get(name)
+        if recipe_setting is not None and recipe_setting != value:
+            raise ValueError(
+                f"{file} says {name} is {value} and the recipe {recipe_setting}; keep one"
+            )
         merged[name] = value
     return merged
 
 
-def settings_of(found: MappedConfig) -> dict[str, Any]:
+def settings_of(mapped_config: MappedConfig) -> dict[str, Any]:
     """The recipe's keys that the file decides."""
-    settings = {NAMES[key]: value for key, value in found.settings.items() if key in NAMES}
-    return settings | ({"max_grad_norm": None} if found.settings.get("no_clipping") else {})
+    settings = {NAMES[key]: value for key, value in mapped_config.settings.items() if key in NAMES}
+    return settings | ({"max_grad_norm": None} if mapped_config.settings.get("no_clipping") else {})
 
 
 def world_of(values: Mapping[str, Any]) -> int:
     """Ranks of a launcher, or those that the recipe starts itself."""
-    here = environment.world().size
-    asked = values.get("nproc", 1)
-    return here if here > 1 or type(asked) is not int else max(asked, 1)
+    launched = environment.world().size
+    requested = values.get("nproc", 1)
+    return launched if launched > 1 or type(requested) is not int else max(requested, 1)
 
 
 def _micro_batch(plan: list[Any]) -> int | None:

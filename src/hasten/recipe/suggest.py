@@ -1,8 +1,9 @@
-"""A first recipe for somebody's model and data, every choice with its reason beside it.
+"""Suggests a first recipe for a model and data, with a reason for every choice.
 
-A sample of the data is read and tokenised, the model's shape and the machine are looked at, and the
-choices follow from what was seen: the cut from the lengths, LoRA or all weights from the memory.
-Techniques are chosen when the training starts (``plan: auto``).
+A sample of the data is read and tokenised, and the model's shape and the machine are
+checked. The choices follow from these facts: the cut from the lengths, LoRA or all
+weights from the memory. Techniques are selected when the training starts
+(``plan: auto``).
 """
 
 from __future__ import annotations
@@ -118,10 +119,10 @@ def _lines(look: Recipe, data: PreparedData, context: JobContext, output: str) -
 def _seen(data: PreparedData) -> str:
     lengths = data.train.lengths
     low, middle, high = (int(np.percentile(lengths, q)) for q in (10, 50, 99))
-    known = data.example_stats
+    stats = data.example_stats
     return (
-        f"{known.count:,} examples, tokens at 10/50/99 %: {low}/{middle}/{high}, "
-        f"{known.trained_share:.0%} of the tokens carry loss"
+        f"{stats.count:,} examples, tokens at 10/50/99 %: {low}/{middle}/{high}, "
+        f"{stats.trained_share:.0%} of the tokens carry loss"
     )
 
 
@@ -145,14 +146,14 @@ def _lora(context: JobContext, fresh: bool) -> tuple[bool, str]:
 # A recipe as people write it: every line that isn't a default, a plan, and words at its head.
 
 
-def recipe_text(recipe: Recipe, plan: Plan, words: Sequence[str]) -> str:
+def recipe_text(recipe: Recipe, plan: Plan, comments: Sequence[str]) -> str:
     """A recipe with a plan as people write it, with words as comments at its head."""
     values = {
         name: value
         for name, value in recipe.model_dump(mode="json").items()
         if name in recipe.model_fields_set and name not in ("plan", "checkpoint_every")
     }
-    head = [line for text in words for line in textwrap.wrap(one_line(text), 97)]
+    head = [line for text in comments for line in textwrap.wrap(one_line(text), 97)]
     comment = "".join(f"# {line}\n" for line in head)
     entries = [entry_of(t) for t in plan]
     body = yaml.safe_dump({**values, "plan": entries}, sort_keys=False, width=100)

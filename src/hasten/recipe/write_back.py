@@ -20,12 +20,13 @@ from hasten.recipe.suggest import entry_of
 
 
 def write_back(path: Path, changes: Mapping[str, Any], target: Path | None = None) -> str:
-    """Change keys of a recipe's file, and tell the difference as a unified diff; empty: none.
+    """Changes keys in a recipe's file; returns a unified diff, empty without changes.
 
     Args:
         path: the recipe.
-        changes: new values of keys; of a plan, entries that are there already keep their comments.
-        target: where the changed recipe goes; the recipe itself, if left out.
+        changes: new values of keys; in a plan, entries that already exist keep their
+            comments.
+        target: path of the changed recipe; default: the recipe itself.
 
     Raises:
         InputError: the file can't be read, changed or written.
@@ -63,15 +64,15 @@ def _put_plan(recipe: CommentedMap, entries: Sequence[Any]) -> None:
         if isinstance(plan, CommentedSeq):
             recipe.ca.items.pop("plan", None)  # a comment on a list of which nothing is left
         return
-    for place in reversed(range(len(plan))):
-        if name_of(plan[place]) not in wanted:
-            del plan[place]
-    there = {name_of(entry): place for place, entry in enumerate(plan)}
+    for index in reversed(range(len(plan))):
+        if name_of(plan[index]) not in wanted:
+            del plan[index]
+    positions = {name_of(entry): index for index, entry in enumerate(plan)}
     for name, entry in wanted.items():
-        if name not in there:
+        if name not in positions:
             plan.append(entry)
-        elif isinstance(entry, Mapping) and entry != plan[there[name]]:
-            plan[there[name]] = entry
+        elif isinstance(entry, Mapping) and entry != plan[positions[name]]:
+            plan[positions[name]] = entry
 
 
 def plain_entry(entry: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Hashable, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import yaml
 from pydantic import ValidationError
 
 from hasten.errors import InputError
+from hasten.foreign_files import read_bounded
 
 LARGEST_FILE = 1 << 20  # bytes; what people write by hand is a page of text
 # Control characters, line ends of Unicode, marks that turn the direction of text, lone surrogates.
@@ -29,16 +31,16 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        seen = set()
+        keys = set()
         for inner, _ in node.value:
             key = self.construct_object(inner, deep=deep)
             if not isinstance(key, Hashable):
                 continue  # refused below
-            if key in seen:
+            if key in keys:
                 raise yaml.MarkedYAMLError(
                     problem=f"key {key!r} stands twice", problem_mark=node.start_mark
                 )
-            seen.add(key)
+            keys.add(key)
         return super().construct_mapping(node, deep=deep)
 
     def construct_number(self, node: Any) -> Any:
@@ -47,8 +49,14 @@ class _Loader(yaml.SafeLoader):
             raise yaml.MarkedYAMLError(
                 problem="a number with a colon is not allowed", problem_mark=node.start_mark
             )
-        make = self.construct_yaml_float if node.tag.endswith("float") else self.construct_yaml_int
-        return make(node)
+        if node.tag.endswith("float"):
+            return self.construct_yaml_float(node)
+        # Python refuses decimals of more than 4,300 digits, and prints no such number.
+        if len(node.value) <= 70 and -(2**63) <= (value := self.construct_yaml_int(node)) < 2**64:
+            return value
+        raise yaml.MarkedYAMLError(
+            problem="an integer beyond 64 bits is not allowed", problem_mark=node.start_mark
+        )
 
 
 _INTEGER = re.compile(r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)$")
@@ -66,35 +74,27 @@ for _tag, _pattern in _NUMBERS.items():
     _Loader.add_constructor(_tag, _Loader.construct_number)
 
 
-def read_yaml(text: str, place: str) -> Any:
+def read_yaml(text: str, origin: str) -> Any:
     """YAML as plain values, or one sentence on where it breaks."""
     try:
         return yaml.load(text, _Loader)  # a SafeLoader
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         line = f" line {mark.line + 1}" if mark else ""
-        raise InputError(f"{place}:{line} {error.problem or 'not YAML'}") from error
+        raise InputError(f"{origin}:{line} {error.problem or 'not YAML'}") from error
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        raise InputError(f"{place}: not YAML: {str(error).splitlines()[0]}") from error
+        raise InputError(f"{origin}: not YAML: {str(error).splitlines()[0]}") from error
 
 
 def read_yaml_file(path: Path, what: str) -> Any:
-    """What a file of YAML holds; ``what`` says in messages which file was wanted.
+    """The content of a YAML file; ``what`` is the name of the file's role in messages.
 
     Raises:
         InputError: no such file, one that is too large, or not YAML.
     """
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike Path's, silent about names that no file can have
         raise InputError(f"{path} is a folder; give the {what}, a .yaml file")
-    try:
-        with path.open("rb") as file:
-            raw = file.read(LARGEST_FILE + 1)
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise InputError(f"{path}: {why}; give the path of a {what}") from error
-    if len(raw) > LARGEST_FILE:
-        raise InputError(f"{path} is larger than {LARGEST_FILE} bytes; that is not a {what}")
-    return read_yaml(raw.decode("utf-8", errors="replace"), str(path))
+    return read_yaml(read_bounded(path, LARGEST_FILE, what).decode("utf-8", "replace"), str(path))
 
 
 def one_line(text: object) -> str:
@@ -108,32 +108,35 @@ def check_keys(text: str, keys: Sequence[str]) -> str:
     Raises:
         InputError: text from elsewhere has become a key, or has taken one away.
     """
-    found = read_yaml(text, "the text that was made of it") or {}
-    if not isinstance(found, dict) or list(found) != list(keys):
+    parsed = read_yaml(text, "the text that was made of it") or {}
+    if not isinstance(parsed, dict) or list(parsed) != list(keys):
         raise InputError("this file's texts would become other keys of the recipe; nothing written")
     return text
 
 
 def first_complaint(error: ValidationError) -> str:
     """The first of pydantic's complaints as `key: what is wrong`."""
-    found = error.errors()[0]
-    key = ".".join(str(part) for part in found["loc"] if isinstance(part, str))
-    text = found["msg"].removeprefix("Value error, ")
-    if found["type"] == "missing":
+    complaint = error.errors()[0]
+    key = ".".join(str(part) for part in complaint["loc"] if isinstance(part, str))
+    text = complaint["msg"].removeprefix("Value error, ")
+    if complaint["type"] == "missing":
         return f"the key {key!r} is missing"
-    given = "" if not found["loc"] else f" (it is {found.get('input')!r})"
-    return f"{key}: {text}{given}" if key else text
+    value = repr(complaint.get("input"))
+    input_text = (
+        "" if not complaint["loc"] else f" (it is {value if len(value) < 200 else value[:200]})"
+    )
+    return f"{key}: {text}{input_text}" if key else text
 
 
 def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     """``key=value`` words as a dictionary; values are read as YAML."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for word in overrides:
         key, equals, value = word.partition("=")
         if not equals or not key:
-            raise InputError(f"can't read {word!r}: overrides are written key=value")
-        found[key.strip()] = read_yaml(value, f"override {word!r}")
-    return found
+            raise InputError(f"can't read {word[:60]!r}: overrides are written key=value")
+        settings[key.strip()] = read_yaml(value, f"override {word[:60]!r}")
+    return settings
 
 
 # Times as people write them.
@@ -142,19 +145,19 @@ _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
 def read_duration(text: str) -> float:
-    """``90s``, ``20m``, ``1.5h``, ``1h30m`` or a number of seconds.
+    """Parses ``90s``, ``20m``, ``1.5h``, ``1h30m`` or a number of seconds.
 
     Raises:
-        InputError: it says something else.
+        InputError: any other text.
     """
     pieces = re.findall(r"([0-9.]+)\s*([a-z]*)\s*", text.strip().lower())
-    whole = "".join(text.lower().split())
+    compact = "".join(text.lower().split())
     try:
-        if not pieces or "".join(number + unit for number, unit in pieces) != whole:
+        if not pieces or "".join(number + unit for number, unit in pieces) != compact:
             raise ValueError
-        found = sum(float(number) * _UNITS[unit] for number, unit in pieces)
+        seconds = sum(float(number) * _UNITS[unit] for number, unit in pieces)
     except (ValueError, KeyError) as error:
         raise InputError(f"budget: can't read {text!r}; write 90s, 20m or 1h30m") from error
-    if not (math.isfinite(found) and found > 0):
+    if not (math.isfinite(seconds) and seconds > 0):
         raise InputError(f"budget: {text!r} is no time; write 90s, 20m or 1h30m")
-    return found
+    return seconds

@@ -1,8 +1,8 @@
-"""The report as a dictionary: measured variants, and what verification, ledger and prices found.
+"""Builds the report as a dictionary: variants, verification, ledger and prices.
 
-Verdicts and ratios come from ``judgement``, promises from ``claims``; here they are laid out under
-the keys that docs/report-schema.md describes. `experiment_report` adds the cost, the claims of a
-published plan, and the bundle.
+Verdicts and ratios come from ``judgement``, claims from ``claims``. This module
+arranges them under the keys that docs/report-schema.md describes. `experiment_report`
+adds the cost, the claims of a published plan, and the bundle.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def report_of(
     base, final = variants[0], variants[-1]
     judgements = judge_variants(variants, verification or ())
     rows = [
-        _variant(variant, base, said) for variant, said in zip(variants, judgements, strict=True)
+        _variant(variant, base, judgement)
+        for variant, judgement in zip(variants, judgements, strict=True)
     ]
     report: dict[str, Any] = {
         "schema": SCHEMA,
@@ -99,23 +100,23 @@ def report_of(
     return report | {"fastest": None if best is None else best["name"]}
 
 
-def _variant(variant: Variant, base: Variant, said: Judgement) -> dict[str, Any]:
+def _variant(variant: Variant, base: Variant, judgement: Judgement) -> dict[str, Any]:
     seconds = [s["step_seconds"] for s in variant.steps]
     positions, tokens = (sum(s[k] for s in variant.steps) for k in ("positions", "tokens"))
     measured = variant.failed is None and variant.rounds
-    found: dict[str, Any] = {
+    row: dict[str, Any] = {
         "name": variant.name,
         "kind": variant.kind,
         "techniques": [str(t) for t in variant.plan],
         "tokens_per_second": spread(variant.rounds).summary() if measured else NOT_MEASURED,
         "ratio": _ratio(variant, base),
-        "against": said.against,
-        "effect": NOT_MEASURED if said.effect is None else said.effect.summary(),
-        "verdict": said.verdict,
-        "quality": said.quality,
-        "p_value": said.p_value,
-        "corrected": said.corrected,
-        "rounds_needed": said.rounds_needed,
+        "against": judgement.against,
+        "effect": NOT_MEASURED if judgement.effect is None else judgement.effect.summary(),
+        "verdict": judgement.verdict,
+        "quality": judgement.quality,
+        "p_value": judgement.p_value,
+        "corrected": judgement.corrected,
+        "rounds_needed": judgement.rounds_needed,
         "rebuilt": rebuilt_of(variant, base),
         "process_variance": None
         if variant.process_variance is None
@@ -143,12 +144,12 @@ def _variant(variant: Variant, base: Variant, said: Judgement) -> dict[str, Any]
     }
     if len(seconds) > 1:
         cuts = statistics.quantiles(seconds, n=100, method="inclusive")
-        found["step_seconds"] = {"p50": cuts[49], "p99": cuts[98]}
+        row["step_seconds"] = {"p50": cuts[49], "p99": cuts[98]}
     if measured and len(seconds) >= FEWEST_STEPS:
         rates = [s["tokens"] / s["step_seconds"] for s in variant.steps if s["step_seconds"]]
         cuts = statistics.quantiles(rates, n=20, method="inclusive")
-        found["throughput_spread"] = (cuts[18] - cuts[0]) / 2 / statistics.median(rates)
-    return found
+        row["throughput_spread"] = (cuts[18] - cuts[0]) / 2 / statistics.median(rates)
+    return row
 
 
 def _ratio(variant: Variant, base: Variant) -> dict[str, float | None]:
@@ -160,15 +161,22 @@ def _ratio(variant: Variant, base: Variant) -> dict[str, float | None]:
 
 def _mfu(variant: Variant) -> float | None:
     """Over all measured steps, each weighed by its time; None if any step's isn't known."""
-    known = [(s.get("mfu"), s["step_seconds"]) for s in variant.steps]
-    if not known or variant.failed is not None or any(share is None for share, _ in known):
+    weighted_shares = [(s.get("mfu"), s["step_seconds"]) for s in variant.steps]
+    if (
+        not weighted_shares
+        or variant.failed is not None
+        or any(share is None for share, _ in weighted_shares)
+    ):
         return None
-    return float(sum(share * taken for share, taken in known) / sum(taken for _, taken in known))
+    return float(
+        sum(share * taken for share, taken in weighted_shares)
+        / sum(taken for _, taken in weighted_shares)
+    )
 
 
 def experiment_report(
     subject: ExperimentSubject,
-    found: Measured,
+    measured: Measured,
     design: Design,
     title: str,
     command: str,
@@ -181,29 +189,29 @@ def experiment_report(
     ``earlier_seconds`` of
     the experiments that led to this one: their cost is a part of its own.
     """
-    recipe, known = subject.recipe, subject.context
-    examples = subject.data.example_stats if subject.data else known.examples
+    recipe, context = subject.recipe, subject.context
+    examples = subject.data.example_stats if subject.data else context.examples
     epoch = {"epoch_tokens": examples.tokens, "epoch_examples": examples.count}
     report = report_of(
-        found.variants,
+        measured.variants,
         title=title,
         command=command,
-        hardware={**asdict(known.hardware), "device": known.device},
-        versions=known.versions,
+        hardware={**asdict(context.hardware), "device": context.device},
+        versions=context.versions,
         recipe=recipe.model_dump(mode="json"),
-        mfu=mfu_words(recipe, known),
-        design=found.design | epoch | ({"ranks": recipe.nproc} if recipe.nproc > 1 else {}),
+        mfu=mfu_words(recipe, context),
+        design=measured.design | epoch | ({"ranks": recipe.nproc} if recipe.nproc > 1 else {}),
         **further,
     )
     joules = {
         variant.name: variant.joules_per_token
-        for variant in found.variants
+        for variant in measured.variants
         if variant.failed is None
     }
     cost = cost_of_experiment(
         report,
         recipe.price,
-        known.world.size,
+        context.world.size,
         joules,
         source=subject.meter.source,
         earlier_seconds=earlier_seconds,
@@ -213,5 +221,5 @@ def experiment_report(
     if (preset := preset_of(recipe.plan, recipe.nproc)) is not None:
         report["claims"] = [*report["claims"], *preset_claims(preset, report)]
     stamps = [stamp(path) for path in data_files(recipe)]
-    write_bundle(bundle_of(found.variants, design, report, stamps), Path(recipe.output))
+    write_bundle(bundle_of(measured.variants, design, report, stamps), Path(recipe.output))
     return report

@@ -1,10 +1,12 @@
-"""A bundle: the folder of an experiment, to be done again elsewhere or later and compared.
+"""A bundle: the folder of an experiment, to repeat it elsewhere or later and compare.
 
-    bundle.json   recipe, plans, design, the raw rounds, versions, machine, stamps of the data
-    report.json   the report, for people; nothing of it is needed to repeat the experiment
+- bundle.json: Recipe, plans, design, the raw rounds, versions, machine, stamps of the
+  data.
+- report.json: The report for readers. It isn't needed to repeat the experiment.
 
-The data stays where it is: a **stamp** (size and SHA-256) says which files it was. A bundle may
-come from a stranger, so ``bundle.json`` is read up to a limit, and every value of it is checked.
+The data isn't copied: a **stamp** (size and SHA-256) identifies its files. A bundle may
+be from an untrusted source. Therefore ``bundle.json`` is read up to a limit, and every
+value is checked.
 """
 
 from __future__ import annotations
@@ -40,12 +42,12 @@ class BundledMeasurement:
     @property
     def ratios(self) -> list[float]:
         """Against the baseline, round by round."""
-        return [own / base for own, base in zip(self.rounds, self.beside, strict=False)]
+        return [speed / base for speed, base in zip(self.rounds, self.beside, strict=False)]
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """What is needed to do an experiment again and to compare."""
+    """The data for repeating an experiment and comparing the results."""
 
     recipe: Mapping[str, Any]
     plans: Mapping[str, Sequence[Any]]
@@ -135,7 +137,7 @@ def read_bundle(path: Path) -> Bundle:
             raw = file.read(LARGEST + 1)
         if len(raw) > LARGEST:
             raise InputError(f"{path} holds more than {LARGEST} bytes; that is not a bundle")
-        found = json.loads(raw)
+        contents = json.loads(raw)
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
@@ -144,7 +146,7 @@ def read_bundle(path: Path) -> Bundle:
             f"{path} can't be read: {why}; give the folder of `hasten speedup --bundle`, or of an "
             "experiment"
         ) from error
-    return _checked(found, path)
+    return _checked(contents, path)
 
 
 def stamp(path: Path) -> dict[str, Any]:
@@ -157,17 +159,17 @@ def stamp(path: Path) -> dict[str, Any]:
         if len(files) > 1:
             digest.update(file.relative_to(path).as_posix().encode() + b"\0")
         with file.open("rb") as opened:
-            while piece := opened.read(1 << 20):
-                digest.update(piece)
-                size += len(piece)
+            while chunk := opened.read(1 << 20):
+                digest.update(chunk)
+                size += len(chunk)
     return {"path": str(path), "bytes": size, "sha256": digest.hexdigest()}
 
 
-def _checked(found: Any, path: Path) -> Bundle:
+def _checked(contents: Any, path: Path) -> Bundle:
     """Every value of the kind it must be; a speed is a positive number."""
-    if not isinstance(found, dict) or found.get("bundle") != 1:
+    if not isinstance(contents, dict) or contents.get("bundle") != 1:
         raise InputError(f'{path} is not a bundle of this version: it lacks "bundle": 1')
-    values: dict[str, Any] = {f.name: found.get(f.name) for f in fields(Bundle)}
+    values: dict[str, Any] = {f.name: contents.get(f.name) for f in fields(Bundle)}
     for name in ("recipe", "plans", "kinds", "design", "measured", "versions", "hardware"):
         if not isinstance(values[name], dict):
             raise InputError(f"{path} is damaged: {name!r} is not an object")
@@ -184,14 +186,18 @@ def _checked(found: Any, path: Path) -> Bundle:
 
 def _measurement(name: str, value: Any, path: Path) -> BundledMeasurement:
     if isinstance(value, dict):
-        rounds, beside, idle = (value.get(key) for key in ("rounds", "beside", "idle"))
+        rounds, baseline_rounds, idle = (value.get(key) for key in ("rounds", "beside", "idle"))
         failed = value.get("failed")
-        if isinstance(rounds, list) and isinstance(beside, list) and isinstance(idle, list):
-            speeds = [number(v) or 0.0 for v in (*rounds, *beside)]
+        if (
+            isinstance(rounds, list)
+            and isinstance(baseline_rounds, list)
+            and isinstance(idle, list)
+        ):
+            speeds = [number(v) or 0.0 for v in (*rounds, *baseline_rounds)]
             if all(v > 0 for v in speeds):
-                words = None if failed is None else str(failed)
+                reason = None if failed is None else str(failed)
                 return BundledMeasurement(
-                    tuple(rounds), tuple(beside), tuple(map(str, idle)), words
+                    tuple(rounds), tuple(baseline_rounds), tuple(map(str, idle)), reason
                 )
     raise InputError(f"{path} is damaged: the rounds of {name[:60]!r} can't be read")
 
@@ -218,7 +224,7 @@ WORDS: Mapping[Effect, Word] = {
 
 @dataclass(frozen=True)
 class ArmChange:
-    """What became of one variant: its ratio to the baseline before and now, and now over before."""
+    """The change of one variant: ratio to the baseline before, now, and now over before."""
 
     name: str
     verdict: Word
@@ -247,17 +253,19 @@ def changes(
         raise InputError(f"--tolerance is a share from 0 up to 1, not {margin:g}")
     (base, _), *others = before.items()
     missing = BundledMeasurement(failed="it wasn't measured")
-    found = [_change(name, stored, now.get(name, missing), margin) for name, stored in others]
+    variant_changes = [
+        _change(name, stored, now.get(name, missing), margin) for name, stored in others
+    ]
     without = now[base].failed if base in now else None
     if without is None:
-        return found
+        return variant_changes
     reason = f"the baseline failed: {without}"  # whatever became of the variant itself
-    return [replace(c, reason=reason) if c.verdict == "lost" else c for c in found]
+    return [replace(c, reason=reason) if c.verdict == "lost" else c for c in variant_changes]
 
 
-def lost(found: Sequence[ArmChange]) -> list[str]:
+def lost(variant_changes: Sequence[ArmChange]) -> list[str]:
     """The names of the variants that lost."""
-    return [change.name for change in found if change.verdict == "lost"]
+    return [change.name for change in variant_changes if change.verdict == "lost"]
 
 
 def _change(

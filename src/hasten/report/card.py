@@ -1,13 +1,13 @@
-"""A model's card: README.md in its folder, from what its run wrote down and nothing else.
+"""Model card: README.md in the model's folder, written only from the run's own files.
 
-The front matter is that of Hugging Face's hub (huggingface.co/docs/hub/model-cards). What nobody
-but the author can say (licence, use, limits) is left open in so many words. A card that somebody
-has written or changed stays: only what carries our mark is written anew.
+The front matter is that of Hugging Face's hub (huggingface.co/docs/hub/model-cards).
+Facts that only the author has (licence, use, limits) are marked as open. A card that a
+person wrote or changed stays: only a file with hasten's mark is written again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,11 @@ JobContext = Mapping[str, Any]
 
 
 def write_card(
-    folder: Path, recipe: JobContext, summary: JobContext, report: JobContext | None = None
+    folder: Path,
+    recipe: JobContext,
+    summary: JobContext,
+    report: JobContext | None = None,
+    comparison: Sequence[Sequence[str]] = (),
 ) -> bool:
     """Write the card into a model's or adapter's folder; False where a card of others stays.
 
@@ -35,24 +39,35 @@ def write_card(
         recipe: the resolved recipe.
         summary: what ``summary.json`` holds.
         report: what an experiment's ``report.json`` holds: gains, verdicts, quality.
+        comparison: rows with a head: the exported files compared with the trained model.
     """
-    place = folder / CARD
-    if place.exists() and MARK not in place.read_text(encoding="utf-8", errors="replace"):
+    card_path = folder / CARD
+    if card_path.exists() and MARK not in card_path.read_text(encoding="utf-8", errors="replace"):
         return False
     adapter = (folder / "adapter_config.json").is_file()
-    write_atomic(place, card_text(recipe, summary, report, adapter))
+    library = "gguf" if any(folder.glob("*.gguf")) else "peft" if adapter else "transformers"
+    write_atomic(card_path, card_text(recipe, summary, report, library, comparison))
     return True
 
 
 def card_text(
-    recipe: JobContext, summary: JobContext, report: JobContext | None, adapter: bool
+    recipe: JobContext,
+    summary: JobContext,
+    report: JobContext | None,
+    library: str,
+    comparison: Sequence[Sequence[str]] = (),
 ) -> str:
-    """The card: the same for the same run, whenever it is written."""
+    """The card: the same for the same run, whenever it is written.
+
+    ``library`` loads the weights: transformers, peft or gguf.
+    """
+    adapter = library == "peft"
     base = str(recipe["model"])
     random = " (random weights)" if recipe.get("from_scratch") or base in PRESETS else ""
+    base = base if _is_hub_name(base) else Path(base).name  # a path is of no use to others
     what = "An adapter (LoRA) for" if adapter else "A language model trained from"
     parts = [
-        _front_matter(recipe, adapter),
+        _front_matter(recipe, library),
         MARK,
         f"# {'Adapter' if adapter else 'Model'} from {code(base)}",
         f"{what} {code(base)}{random} on {_data(recipe)}.",
@@ -63,6 +78,12 @@ def card_text(
     ]
     if report is not None:
         parts += ["## What each switch gained, measured on this job", _evidence(report)]
+    if comparison:
+        rows = [[cell(value) for value in row] for row in comparison]
+        parts += [
+            "## Exported files compared with the trained model",
+            markdown_table(rows).rstrip(),
+        ]
     parts += [
         "## Left to the author",
         "Licence, intended use and limits are not known to the trainer; the licences of base model "
@@ -71,21 +92,25 @@ def card_text(
     return "\n\n".join(parts) + "\n"
 
 
-def _front_matter(recipe: JobContext, adapter: bool) -> str:
+def _front_matter(recipe: JobContext, library: str) -> str:
     base = str(recipe["model"])
     meta: dict[str, Any] = {
-        "library_name": "peft" if adapter else "transformers",
+        "library_name": library,
         "pipeline_tag": "text-generation",
-        "tags": ["hasten", *(["lora"] if adapter else [])],
+        "tags": ["hasten", *(["lora"] if library == "peft" else [])],
     }
-    if base not in PRESETS and not base.startswith((".", "/", "~")) and base.count("/") == 1:
-        meta["base_model"] = base  # a hub name; a local path says nothing to others
+    if base not in PRESETS and _is_hub_name(base):
+        meta["base_model"] = base
     return f"---\n{yaml.safe_dump(meta, sort_keys=False).strip()}\n---"
 
 
+def _is_hub_name(base: str) -> bool:
+    return not base.startswith((".", "/", "~")) and base.count("/") == 1
+
+
 def _data(recipe: JobContext) -> str:
-    found = recipe["dataset"]
-    sources = [found] if isinstance(found, str) else list(found)
+    dataset = recipe["dataset"]
+    sources = [dataset] if isinstance(dataset, str) else list(dataset)
     names = [one if isinstance(one, str) else one["path"] for one in sources]
     return ", ".join(code(Path(name).name or name) for name in names)
 
@@ -97,8 +122,8 @@ def _training(recipe: JobContext, summary: JobContext) -> Iterable[tuple[str, st
     yield "steps", f"{summary['steps']:,} ({summary['stopped']})"
     yield "tokens", f"{summary['tokens']:,}, of which {summary['trained_tokens']:,} carry loss"
     rate = summary["tokens_per_second"]  # None: the run was resumed behind its last step
-    told = "" if rate is None else f", {rate:,.0f} tokens/s"
-    yield "time", f"{summary['seconds']:,.0f} s{told}"
+    rate_text = "" if rate is None else f", {rate:,.0f} tokens/s"
+    yield "time", f"{summary['seconds']:,.0f} s{rate_text}"
     yield "processes", f"{summary['world_size']} on {where}"
     yield "peak memory of one", f"{summary['peak_memory_bytes'] / 1e9:,.2f} GB"
     loss = summary["eval_loss"]
@@ -126,5 +151,5 @@ def _evidence(report: JobContext) -> str:
     read = read_report(report)
     table = table_of(read)
     rows = [[cell(row[key]) for key in SHOWN] for row in (table.columns, *table.rows)]
-    said = (read["quality"] or {}).get("text")
-    return markdown_table(rows).rstrip() + (f"\n\n{cell(said)}" if said else "")
+    quality_text = (read["quality"] or {}).get("text")
+    return markdown_table(rows).rstrip() + (f"\n\n{cell(quality_text)}" if quality_text else "")

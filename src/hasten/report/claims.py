@@ -1,7 +1,8 @@
-"""What was promised of each technique, or of a published plan, beside what was measured here.
+"""Claims for each technique or published plan, next to the measured results.
 
-A claim belongs to one technique, so it is judged by two variants that differ by this technique
-alone, one of which has its effect against the other: its interval and its word decide.
+A claim belongs to one technique. It is judged by two variants that differ only by this
+technique, if one of them has its effect relative to the other. The interval and the
+verdict of that effect decide.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ Row = dict[str, str]
 
 def claims_of(techniques: Iterable[Technique], variants: Sequence[Variant]) -> list[Row]:
     """Every claim of these techniques with its measurement and its verdict."""
-    found = []
+    rows = []
     for technique in techniques:
         pair = pair_of(str(technique), variants)
         for claim in technique.claims:
             measured, word = "not measured apart", UNKNOWN
             if pair is not None:
                 measured, word = _checked(claim.metric, claim.ratio, technique.name(), *pair)
-            said = {"metric": claim.metric, "said": f"{claim.ratio:.2f}×"}
-            found.append(_row(str(technique), said, claim.source, measured, word))
-    return found
+            claimed = {"metric": claim.metric, "said": f"{claim.ratio:.2f}×"}
+            rows.append(_row(str(technique), claimed, claim.source, measured, word))
+    return rows
 
 
 def pair_of(technique: str, variants: Sequence[Variant]) -> tuple[Variant, Variant] | None:
@@ -50,14 +51,14 @@ def pair_of(technique: str, variants: Sequence[Variant]) -> tuple[Variant, Varia
 
 
 def without_quality(word: str) -> str:
-    """The verdict on a claim of a variant whose model is worse: no claim is held by that."""
+    """The verdict on a claim if the variant's model is worse: "held" becomes "fell short"."""
     return "fell short: the model is worse" if word == "held" else word
 
 
 def _checked(
     metric: str, claimed: float, name: str, without: Variant, with_: Variant
 ) -> tuple[str, str]:
-    """What two variants show of a claim, and the verdict on it."""
+    """The measured value of a claim from two variants, and the verdict on it."""
     ratio, effect = with_["effect"] or NOT_MEASURED, verdict_word(with_["verdict"])
     if without["against"] == with_["name"]:  # the variant leaves out what the other has
         low, high = (without["effect"][end] for end in ("high", "low"))
@@ -89,8 +90,8 @@ def _judged(
     elif metric == SPEED and ratio["median"] is not None:
         measured = span(ratio, "times")
         if None not in ratio.values():
-            found: Any = Interval(ratio["median"], **ratio, rounds=0)  # type: ignore[arg-type]
-            word = claim_verdict(found, claimed, effect)  # type: ignore[arg-type]
+            interval: Any = Interval(ratio["median"], **ratio, rounds=0)  # type: ignore[arg-type]
+            word = claim_verdict(interval, claimed, effect)  # type: ignore[arg-type]
     idle = {row["technique"] for row in after["effective"] or () if row["effective"] is False}
     if idle & set(names):
         return measured, f"{UNKNOWN}: it did not act"
@@ -105,19 +106,19 @@ QUALITY = "quality"  # a claim of any measure of it: here it is the eval loss
 
 
 def preset_claims(preset: Mapping[str, Any], report: Mapping[str, Any]) -> list[Row]:
-    """Rows for the report's ``claims``: switches without a technique, the whole, what isn't fit.
+    """Rows for the report's ``claims``: switches, the full plan, and unsuitable claims.
 
-    A claim that a technique carries itself stands in the report already, beside the two variants
-    that differ by it alone; one that only the published plan makes is checked on the variant that
-    has the technique and no other, against the baseline.
+    If a technique carries a claim itself, the report already has it, next to the two
+    variants that differ only by the technique. A claim of the published plan alone is
+    checked on the variant with only that technique, relative to the baseline.
     """
     source = preset["source"]
-    told = {(_base(c["technique"]), c["metric"]) for c in report["claims"]}
+    reported = {(_base(c["technique"]), c["metric"]) for c in report["claims"]}
     rows = [
         _row(switch["name"], claim, source, *_alone(switch, claim, report))
         for switch in preset["switches"]
         for claim in switch["claims"]
-        if (switch.get("technique"), claim["metric"]) not in told
+        if (switch.get("technique"), claim["metric"]) not in reported
     ]
     missing = [switch["name"] for switch in preset["switches"] if "missing" in switch]
     name = "the whole plan" + (f" without {', '.join(missing)}" if missing else "")
@@ -153,7 +154,7 @@ def _base(technique: str) -> str:
 def _alone(
     switch: Mapping[str, Any], claim: Mapping[str, Any], report: Mapping[str, Any]
 ) -> tuple[str, str]:
-    """What the variant of one technique showed against the baseline, as far as there is one."""
+    """Result of one technique's variant relative to the baseline, if there is one."""
     if "missing" in switch:
         return "not measured", f"{UNKNOWN}: {switch['missing']}"
     name = switch["technique"]
@@ -195,7 +196,7 @@ PER_RUN = ("samples_per_second", "cost")  # figures of one job on one machine, c
 def _absolute(
     claim: Mapping[str, Any], final: Variant, report: Mapping[str, Any]
 ) -> tuple[str, str]:
-    """A claim on a share: the baseline's, the variant's, and whether it reaches what was said."""
+    """Result for a claim on a share: the baseline's, the variant's, and the verdict."""
     metric = claim["metric"]
     shares = [_share(metric, variant) for variant in (report["variants"][0], final)]
     alone = ((report.get("design") or {}).get("ranks") or 1) < 2
@@ -203,11 +204,11 @@ def _absolute(
         return "not measured", f"{UNKNOWN}: needs several ranks (nproc 2 or more)"
     if None in shares:
         return "not measured", f"{UNKNOWN}: this report has no figure for it"
-    said = " → ".join(words(share, "percent") for share in shares)
+    text = " → ".join(words(share, "percent") for share in shares)
     if metric == "utilisation" and (report.get("hardware") or {}).get("device") == "cpu":
-        return said, f"{UNKNOWN}: said of a GPU's busy time; here it is the cores' time"
+        return text, f"{UNKNOWN}: said of a GPU's busy time; here it is the cores' time"
     reached = shares[1] >= claim["least"] if ABSOLUTE[metric] else shares[1] <= claim["most"]
-    return said, "held" if reached else "fell short"
+    return text, "held" if reached else "fell short"
 
 
 def _share(metric: str, variant: Mapping[str, Any]) -> Any:
@@ -217,9 +218,13 @@ def _share(metric: str, variant: Mapping[str, Any]) -> Any:
         return variant.get(metric)
     if metric != "communication_share":
         return ledger.get(metric)
-    known = {k: v for k, v in (ledger.get("step") or {}).items() if v is not None}
-    whole = sum(known.values())
-    return known["communication"] / whole if whole and "communication" in known else None
+    seconds_by_part = {k: v for k, v in (ledger.get("step") or {}).items() if v is not None}
+    total_seconds = sum(seconds_by_part.values())
+    return (
+        seconds_by_part["communication"] / total_seconds
+        if total_seconds and "communication" in seconds_by_part
+        else None
+    )
 
 
 def _per_run(metric: str, final: Mapping[str, Any], report: Mapping[str, Any]) -> str:
@@ -237,21 +242,21 @@ def _per_run(metric: str, final: Mapping[str, Any], report: Mapping[str, Any]) -
     paid = [prices.get(variant["name"]) for variant in (report["variants"][0], final)]
     if None in paid:
         return "not measured: the recipe has no price"
-    said = " → ".join(words(p * tokens / 1e6, "amount") for p in paid)
-    return f"{said} {cost.get('currency') or ''} for a pass over the data"
+    text = " → ".join(words(p * tokens / 1e6, "amount") for p in paid)
+    return f"{text} {cost.get('currency') or ''} for a pass over the data"
 
 
 def _quality(report: Mapping[str, Any]) -> tuple[str, str]:
     """The eval loss of the last variant and the first, by the margin that was fixed before."""
-    found = report.get("quality") or {}
+    assessment = report.get("quality") or {}
     losses = [
         variant.get("eval_loss") for variant in (report["variants"][0], report["variants"][-1])
     ]
-    if None in losses or not found:
+    if None in losses or not assessment:
         return "not measured", UNKNOWN
-    said = " → ".join(words(loss, "loss") for loss in losses)
-    word = {"not worse": "held", "worse": "fell short"}.get(found["verdict"], UNKNOWN)
-    return f"eval loss {said}, one seed", word
+    text = " → ".join(words(loss, "loss") for loss in losses)
+    word = {"not worse": "held", "worse": "fell short"}.get(assessment["verdict"], UNKNOWN)
+    return f"eval loss {text}, one seed", word
 
 
 SECONDS = ("epoch_seconds", "total_seconds")  # of the same examples: tokens per second, inverted
@@ -260,7 +265,7 @@ SECONDS = ("epoch_seconds", "total_seconds")  # of the same examples: tokens per
 def _against_baseline(
     claim: Mapping[str, Any], variant: Variant, report: Mapping[str, Any], names: Iterable[str] = ()
 ) -> tuple[str, str]:
-    """What a variant showed of a claim against the baseline, and the verdict on it."""
+    """A variant's result for a claim relative to the baseline, and the verdict on it."""
     if claim["metric"] in SECONDS:
         return _seconds(claim, variant, report, names)
     ratio, effect = variant["ratio"], on_the_whole(variant, report)

@@ -1,11 +1,13 @@
-"""What training costs, what an experiment costs, and when the experiment has paid for itself.
+"""Cost of training, cost of an experiment, and the time until the experiment pays off.
 
-Two figures are easily mixed, so each has its own function here. The **ratio** of two rates says how
-much more work is done in an hour: 1.5. The **time saved** says how much less time the same work
-takes: 1 - 1/1.5 = 33 %. Half as much time is twice the rate; no amount of speed saves 100 %.
+Two figures are easily confused, so each has its own function here. The **ratio** of two
+rates is the factor of work done in an hour, for example 1.5. The **time saved** is the
+share by which the same work takes less time: 1 - 1/1.5 = 33 %. Half as much time is
+twice the rate; no amount of speed saves 100 %.
 
-Money is device hours times the price of one. Kilowatt-hours are those that a counter showed
-(`hasten.measure.energy`), never an estimate from a datasheet; without a counter they're null.
+Money is device hours times the price of one. Kilowatt-hours are from a counter
+(`hasten.measure.energy`), never an estimate from a datasheet. Without a counter they're
+null.
 """
 
 from __future__ import annotations
@@ -43,14 +45,15 @@ def speed_words(ratio: float) -> str:
 
 
 def payback(ratio: Mapping[str, float | None], seconds: float, good: bool = True) -> dict[str, Any]:
-    """After how many hours of training with the winner an experiment of `seconds` has paid off.
+    """Hours of training with the winner until an experiment of `seconds` has paid off.
 
-    An hour with a plan of ratio r does what the baseline does in r hours, so it saves r - 1 hours
-    of the same machine; the experiment has cost seconds / 3600. `ratio` is a span (median, low,
-    high); `good` is false where the plan has no result, did not act, or its model is worse.
+    An hour with a plan of ratio r does the work of r baseline hours. It therefore saves r -
+    1 hours of the same machine. The experiment has cost seconds / 3600. The argument
+    `ratio` is a span (median, low, high). The argument `good` is false if the plan has no
+    result, had no effect, or its model is worse.
 
     Returns:
-        ``hours`` (None: never, or not known) and ``text``.
+        ``hours`` (None: never, or unknown) and ``text``.
     """
     middle, low = ratio.get("median"), ratio.get("low")
     if middle is None:

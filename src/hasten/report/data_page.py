@@ -51,47 +51,47 @@ svg .grid, svg .origin { stroke: var(--rule); } svg .bar { fill: var(--accent); 
 
 
 def write_page(
-    path: Path, title: str, found: DataStatistics, ways: Sequence[BatchLayout], advice: str
+    path: Path, title: str, statistics: DataStatistics, ways: Sequence[BatchLayout], advice: str
 ) -> None:
-    """Write the page, whole or not at all; a page that stands there is replaced."""
+    """Writes the page atomically; an existing page is replaced."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, page(title, found, ways, advice))
+        write_atomic(path, page(title, statistics, ways, advice))
     except OSError as error:
         raise InputError(f"{path} can't be written: {error.strerror or error}") from error
 
 
-def page(title: str, found: DataStatistics, ways: Sequence[BatchLayout], advice: str) -> str:
+def page(title: str, statistics: DataStatistics, ways: Sequence[BatchLayout], advice: str) -> str:
     """The page's HTML; every text is escaped, the drawings escape their own."""
     drawn = (
-        ("Examples by length in tokens", _histogram(found), lambda value: f"{value:,.0f}"),
+        ("Examples by length in tokens", _histogram(statistics), lambda value: f"{value:,.0f}"),
         ("How full the positions are", _fullness(ways), lambda value: f"{value:.0%}"),
     )
     drawings = [
-        (heading, *(bar_chart(heading, bars, width, 0.0, words) for width in WIDTHS))
-        for heading, bars, words in drawn
+        (heading, *(bar_chart(heading, bars, width, 0.0, formatter) for width in WIDTHS))
+        for heading, bars, formatter in drawn
     ]
     template = Environment(autoescape=True).from_string(PAGE)
     return template.render(
-        title=visible(title), facts=_facts(found), drawings=drawings, advice=advice
+        title=visible(title), facts=_facts(statistics), drawings=drawings, advice=advice
     )
 
 
-def _facts(found: DataStatistics) -> list[tuple[str, str]]:
-    share = found.trained_tokens / found.tokens
-    quantiles = ", ".join(f"{q} %: {n:,}" for q, n in found.quantiles.items())
+def _facts(statistics: DataStatistics) -> list[tuple[str, str]]:
+    share = statistics.trained_tokens / statistics.tokens
+    quantiles = ", ".join(f"{q} %: {n:,}" for q, n in statistics.quantiles.items())
     return [
-        ("examples", f"{found.examples:,}, {found.duplicates:,} of them duplicates"),
-        ("tokens", f"{found.tokens:,}, {share:.1%} of them trained"),
-        ("tokens per example", f"{found.shortest:,} to {found.longest:,}; {quantiles}"),
+        ("examples", f"{statistics.examples:,}, {statistics.duplicates:,} of them duplicates"),
+        ("tokens", f"{statistics.tokens:,}, {share:.1%} of them trained"),
+        ("tokens per example", f"{statistics.shortest:,} to {statistics.longest:,}; {quantiles}"),
     ]
 
 
-def _histogram(found: DataStatistics) -> list[Bar]:
+def _histogram(statistics: DataStatistics) -> list[Bar]:
     bars = []
-    for one in found.bins:
+    for one in statistics.bins:
         name = f"{one.low:,}-{one.high - 1:,}" if one.high - one.low > 1 else f"{one.low:,}"
-        text = f"{one.examples:,} ({one.tokens / found.tokens:.1%} of tokens)"
+        text = f"{one.examples:,} ({one.tokens / statistics.tokens:.1%} of tokens)"
         bars.append(Bar(name, text, float(one.examples)))
     return bars
 

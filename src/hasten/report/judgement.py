@@ -1,9 +1,9 @@
-"""All judgements of a report: ratios over common rounds, the noise, what gained, what did not pay.
+"""All judgements of a report: ratios over common rounds, noise, gains, and losses.
 
-A ratio is taken only between rounds that ran in the same turn. Variants of one experiment may have
-been measured in groups, because memory holds only so many at once; then each carries the baseline's
-values of its own rounds (``Variant.beside``), and two variants of different groups never ran side
-by side.
+A ratio is only calculated between rounds that ran in the same turn. Memory may force an
+experiment to measure its variants in groups. Each variant then has the baseline's
+values of its own rounds (``Variant.beside``). Two variants of different groups never
+ran side by side.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def ratios_of(variant: Variant, base: Variant) -> list[float]:
     """
     if variant.failed is not None or base.failed is not None:
         return []
-    beside = variant.beside or base.rounds
-    return [ours / theirs for ours, theirs in zip(variant.rounds, beside, strict=False)]
+    base_rounds = variant.beside or base.rounds
+    return [ours / theirs for ours, theirs in zip(variant.rounds, base_rounds, strict=False)]
 
 
 def ratio_to(variant: Variant, base: Variant) -> Interval | None:
@@ -56,8 +56,8 @@ def ratio_to(variant: Variant, base: Variant) -> Interval | None:
 
     Rounds are complete from the first on, so those with the same number ran in the same turn.
     """
-    found = ratios_of(variant, base)
-    return ratio_of_rounds(found, variant.process_variance) if found else None
+    ratios = ratios_of(variant, base)
+    return ratio_of_rounds(ratios, variant.process_variance) if ratios else None
 
 
 def ratio_between(
@@ -72,28 +72,28 @@ def ratio_between(
     if other is base or variant is base or _side_by_side([variant, other]):
         theirs = variant.beside if other is base and variant.beside else other.rounds
         ours = other.beside if variant is base and other.beside else variant.rounds
-        found = [a / b for a, b in zip(ours, theirs, strict=False)]
-        return (ratio_of_rounds(found, variant.process_variance), found) if found else None
+        ratios = [a / b for a, b in zip(ours, theirs, strict=False)]
+        return (ratio_of_rounds(ratios, variant.process_variance), ratios) if ratios else None
     sides = ratios_of(other, base), ratios_of(variant, base)
     return (_widened(unpaired_ratio(*sides), variant), []) if all(sides) else None
 
 
 def floor_of(variants: Sequence[Variant]) -> float:
-    """The share that nobody should act on in this experiment."""
+    """The noise floor of this experiment: smaller changes have no meaning."""
     ratios = _again(variants)
     return noise_floor(ratios, variants[0].process_variance) if ratios else LEAST_FLOOR
 
 
 def noise_of(variants: Sequence[Variant]) -> dict[str, Any] | None:
-    """What a second copy of the baseline showed; None where there was none."""
+    """Results of a second copy of the baseline; None without a copy."""
     ratios = _again(variants)
     if not ratios:
         return None
     process_variance, floor = variants[0].process_variance, floor_of(variants)
     ratio = ratio_of_rounds(ratios, variants[0].process_variance)
-    said = span(ratio.summary(), "times")
+    ratio_text = span(ratio.summary(), "times")
     rounds = "1 round" if len(ratios) == 1 else f"{len(ratios)} rounds"
-    text = f"A second copy of the baseline ran at {said} of the first over {rounds}."
+    text = f"A second copy of the baseline ran at {ratio_text} of the first over {rounds}."
     if len(ratios) == 1:
         text += " One round doesn't show how far rounds vary."
     elif not ratio.low <= 1 <= ratio.high:
@@ -113,20 +113,24 @@ def noise_of(variants: Sequence[Variant]) -> dict[str, Any] | None:
 
 
 def _losses_apart(variants: Sequence[Variant]) -> str:
-    """A sentence on two copies of one program that computed other losses; empty where none did.
+    """A sentence if two copies of one program computed different losses; else empty.
 
-    Sums whose order isn't fixed differ in the last bit; a router's near tie makes more of it.
+    Sums without a fixed order differ in the last bit, and a router's near tie increases
+    this difference.
     """
     copy = next((variant for variant in variants if variant.kind == "again"), None)
     if copy is None:
         return ""
     pairs = list(zip(variants[0].losses, copy.losses, strict=False))
-    apart = [abs(a - b) / abs(a) if a else abs(b) for (_, a), (_, b) in pairs]
-    step = next((i for i, share in enumerate(apart, start=1) if not share <= SAME_LOSS), None)
+    loss_differences = [abs(a - b) / abs(a) if a else abs(b) for (_, a), (_, b) in pairs]
+    step = next(
+        (i for i, share in enumerate(loss_differences, start=1) if not share <= SAME_LOSS), None
+    )
     if step is None:
         return ""
     return (
-        f" The copies' training losses differ from step {step} on, by {100 * max(apart):.2g} % at "
+        f" The copies' training losses differ from step {step} on, by "
+        f"{100 * max(loss_differences):.2g} % at "
         "most: this program doesn't compute the same twice, and no eval loss of a single "
         "process says more than that."
     )
@@ -189,22 +193,24 @@ def _again(variants: Sequence[Variant]) -> list[float]:
 
 
 def _side_by_side(variants: Sequence[Variant]) -> bool:
-    """Whether round i of all these variants ran in the same turn."""
+    """Returns True if round i of all these variants ran in the same turn."""
     return all(variant.beside == variants[0].beside for variant in variants)
 
 
 def _joint(together: Variant, singles: Sequence[Variant], base: Variant) -> Interval:
-    beside = together.beside or base.rounds
-    every = [beside, together.rounds, *(variant.rounds for variant in singles)]
+    base_rounds = together.beside or base.rounds
+    every = [base_rounds, together.rounds, *(variant.rounds for variant in singles)]
     rounds = min(len(values) for values in every)
-    first, second, *rest = (values[:rounds] for values in every)
+    first, second, *others = (values[:rounds] for values in every)
     # The baseline's process variance is in every single gain and once in that of all together.
-    return _widened(joint_ratio(first, second, rest), base, 1 + len(rest) + (len(rest) - 1) ** 2)
+    return _widened(
+        joint_ratio(first, second, others), base, 1 + len(others) + (len(others) - 1) ** 2
+    )
 
 
 def _interaction_words(ratio: Interval) -> str:
-    said = span(ratio.summary(), "times")
-    start = f"Together the techniques reach {said} of what their single gains multiply to"
+    ratio_text = span(ratio.summary(), "times")
+    start = f"Together the techniques reach {ratio_text} of what their single gains multiply to"
     if ratio.rounds == 1:
         return f"{start}; one round doesn't show how sure that is."
     if ratio.high < 1:
@@ -234,10 +240,11 @@ Plans = Mapping[str, Sequence[str]]  # each variant's techniques as texts, by th
 
 @dataclass(frozen=True)
 class Judgement:
-    """What is said of one variant.
+    """The judgement of one variant.
 
-    ``verdict`` is about ``effect``, its speed over that of the variant ``against``; ``p_value`` is
-    the one after the correction. ``quality`` is about its model against the baseline's.
+    The field ``verdict`` is about ``effect``, its speed over that of the variant
+    ``against``. The field ``p_value`` is the value after the correction. The field
+    ``quality`` compares its model with the baseline's.
     """
 
     verdict: str
@@ -279,31 +286,35 @@ def judge_variants(
     # of a cumulative's end
     rows = rows or [variant.name for variant in variants[1:] if variant.name.startswith("+ ")]
     several = {n: new for n in rows if n in usable and len(new := _new(n, others, plans)) > 1}
-    known = {n: effect for n, effect in effects.items() if effect is not None and n not in several}
-    words = judge_effects(known, floor, base.process_variance)
-    tested = sum(said.p_value is not None for said in words.values())
-    found = []
+    single_effects = {
+        n: effect for n, effect in effects.items() if effect is not None and n not in several
+    }
+    verdicts = judge_effects(single_effects, floor, base.process_variance)
+    tested = sum(effect_verdict.p_value is not None for effect_verdict in verdicts.values())
+    judgements = []
     for variant in variants:
         effect, names = effects.get(variant.name), plans[variant.name]
         is_as_good = _quality_of(variant, base, verification, names)
         if effect is None or variant.failed is not None:
-            found.append(Judgement(_state(variant, base), is_as_good))
+            judgements.append(Judgement(_state(variant, base), is_as_good))
             continue
         (ratio, rounds), other = effect, others[variant.name].name
         if variant.name in several:
             text = f"together: adds {', '.join(several[variant.name])} at once"
-            found.append(Judgement(text, is_as_good, other, ratio))
+            judgements.append(Judgement(text, is_as_good, other, ratio))
             continue
-        said = words[variant.name]
-        own = set(_new(variant.name, others, plans))
-        text = _effect_text(variant, own, said)
+        effect_verdict = verdicts[variant.name]
+        new_techniques = set(_new(variant.name, others, plans))
+        text = _effect_text(variant, new_techniques, effect_verdict)
         needed = None
         if verdict_word(text) == "undecided" and variant.unfinished is None:
             by_rounds = ratio_of_rounds(rounds) if rounds else ratio
-            needed = rounds_needed(by_rounds, floor, said.rivals, base.process_variance)
-        corrected = None if said.p_value is None else tested > 1
-        found.append(Judgement(text, is_as_good, other, ratio, said.p_value, corrected, needed))
-    return found
+            needed = rounds_needed(by_rounds, floor, effect_verdict.rivals, base.process_variance)
+        corrected = None if effect_verdict.p_value is None else tested > 1
+        judgements.append(
+            Judgement(text, is_as_good, other, ratio, effect_verdict.p_value, corrected, needed)
+        )
+    return judgements
 
 
 def _new(name: str, others: Mapping[str, Variant], plans: Plans) -> list[str]:
@@ -322,19 +333,21 @@ def references(variants: Sequence[Variant], plans: Plans) -> dict[str, Variant]:
     measured = [
         variant for variant in variants[1:] if variant.kind != "again" and _has_result(variant)
     ]
-    whole = [variant for variant in measured if variant.kind == "all"] or [variants[0]]
-    found = {a.name: whole[-1] if a.kind == "leave-one-out" else variants[0] for a in measured}
+    full_plans = [variant for variant in measured if variant.kind == "all"] or [variants[0]]
+    against = {
+        a.name: full_plans[-1] if a.kind == "leave-one-out" else variants[0] for a in measured
+    }
     above, cumulative = variants[0], _cumulative(variants, plans)
     for variant in measured:
         if variant.name in cumulative:
-            found[variant.name], above = above, variant
-    return found
+            against[variant.name], above = above, variant
+    return against
 
 
 def cumulative_of(variants: Sequence[Row]) -> list[Row]:
     """The baseline and the variants that each add something to the one above; empty if none do."""
-    base, *rest = variants
-    rungs = [variant for variant in rest if variant.get("kind") in (None, "cumulative", "all")]
+    base, *others = variants
+    rungs = [variant for variant in others if variant.get("kind") in (None, "cumulative", "all")]
     plans = [set(variant["techniques"]) for variant in (base, *rungs)]
     named = any(variant.get("kind") in (None, "cumulative") for variant in rungs)
     is_cumulative = named and len(rungs) > 1 and all(one < other for one, other in pairwise(plans))
@@ -342,15 +355,17 @@ def cumulative_of(variants: Sequence[Row]) -> list[Row]:
 
 
 def quality(final: Variant, base: Variant, verification: Verification = ()) -> dict[str, Any]:
-    """Whether the model is as good: by the verification, and by the eval loss after equal
-    tokens.
-    """
-    found = _eval_data(final, base)
+    """The model's quality, judged by the verification and the eval loss at equal tokens."""
+    assessment = _eval_data(final, base)
     guilty = guilty_of(map(str, final.plan), verification)
     if not guilty:
-        return found
-    said = "; ".join(f"{entry['technique']}: {entry['text']}" for entry in guilty)
-    return {**found, "verdict": "worse", "text": f"The verification finds: {said}. {found['text']}"}
+        return assessment
+    findings = "; ".join(f"{entry['technique']}: {entry['text']}" for entry in guilty)
+    return {
+        **assessment,
+        "verdict": "worse",
+        "text": f"The verification finds: {findings}. {assessment['text']}",
+    }
 
 
 def guilty_of(techniques: Iterable[str], verification: Verification) -> list[Mapping[str, Any]]:
@@ -376,7 +391,7 @@ def _has_result(variant: Variant) -> bool:
 
 
 def _state(variant: Variant, base: Variant) -> str:
-    """What is said of a variant without an effect."""
+    """The state of a variant without an effect."""
     if variant.failed is not None:
         return f"failed: {variant.failed}"
     if variant is base:
@@ -386,23 +401,29 @@ def _state(variant: Variant, base: Variant) -> str:
     return f"undecided: {'it' if _has_result(base) else 'the baseline'} has no result"
 
 
-def _effect_text(variant: Variant, own: Collection[str], said: EffectVerdict) -> str:
+def _effect_text(
+    variant: Variant, new_techniques: Collection[str], effect_verdict: EffectVerdict
+) -> str:
     """The verdict on an effect, where what its techniques did is known and they acted.
 
-    ``own`` are the techniques that the other variant hasn't.
+    ``new_techniques`` are the techniques that the other variant hasn't.
     """
     if variant.unfinished is not None:
         return f"undecided: what its techniques did is not known ({variant.unfinished})"
-    at_rest = [name for name in idle_techniques(variant) if name in own]
-    if own and set(own) <= set(at_rest):
+    at_rest = [name for name in idle_techniques(variant) if name in new_techniques]
+    if new_techniques and set(new_techniques) <= set(at_rest):
         return f"no effect: {', '.join(at_rest)} did not act"
-    return f"{said.word}: {', '.join(at_rest)} did not act" if at_rest else said.text
+    return (
+        f"{effect_verdict.word}: {', '.join(at_rest)} did not act"
+        if at_rest
+        else effect_verdict.text
+    )
 
 
 def _quality_of(
     variant: Variant, base: Variant, verification: Verification, techniques: Iterable[str]
 ) -> str | None:
-    """Whether a variant's model is as good as the baseline's, with the reason where it is worse."""
+    """Quality of a variant's model relative to the baseline's; a reason if it is worse."""
     if variant is base or variant.kind == "again" or not _has_result(variant):
         return None
     guilty = guilty_of(techniques, verification)
@@ -415,7 +436,7 @@ def _quality_of(
 
 
 def _eval_data(final: Variant, base: Variant) -> dict[str, Any]:
-    """Whether the eval loss after equal tokens is within the margin of the baseline's."""
+    """Compares the eval loss after equal tokens with the baseline's, within the margin."""
     ours, theirs = last_loss(final), last_loss(base)
     owed = "; ".join(f"{t}: {t.fidelity.value}" for t in final.plan) or "nothing is owed"
     if ours is None or theirs is None or not 0 < theirs < math.inf:  # NaN included
@@ -442,7 +463,10 @@ _SENSIBLE = (1e-50, 1e50)  # tokens per second; beyond, logarithms and their squ
 
 @dataclass(frozen=True)
 class SwitchGain:
-    """One technique with its gain alone, and beside all the others (all over all without it)."""
+    """One technique: its gain alone, and its gain when added to all the others.
+
+    The second is the speed of all techniques over that of all without this one.
+    """
 
     technique: str
     alone: Row | None
@@ -451,33 +475,32 @@ class SwitchGain:
 
 def result_of(variants: Sequence[Row]) -> Row:
     """The variant that the head of the page compares with the baseline: all of it, or the last."""
-    whole = [variant for variant in variants if variant["kind"] == "all"]
+    full_plans = [variant for variant in variants if variant["kind"] == "all"]
     plain = [variant for variant in variants if variant["kind"] not in ("again", "leave-one-out")]
-    return (whole or plain or variants)[-1]
+    return (full_plans or plain or variants)[-1]
 
 
 def paired_speed(one: Row, other: Row, base: Row) -> Interval | None:
     """The speed of the other variant over the one's, paired by round; None if they can't be
     paired.
     """
-    found = {id(row): measured_variant(row, base) for row in (base, one, other)}
-    sides = found[id(other)], found[id(one)]
+    measured_rows = {id(row): measured_variant(row, base) for row in (base, one, other)}
+    sides = measured_rows[id(other)], measured_rows[id(one)]
     if not all(side.rounds for side in sides):
         return None
-    ratio = ratio_between(*sides, found[id(base)])
+    ratio = ratio_between(*sides, measured_rows[id(base)])
     return None if ratio is None else ratio[0]
 
 
 def measured_variant(row: Row, base: Row) -> Variant:
-    """A variant of a report with what verdicts need of it; without rounds where they can't be
-    paired.
+    """Converts a report's variant for verdicts; without rounds if they can't be paired.
 
-    A variant without `beside`, whose ratio isn't that of its rounds over the baseline's, has run in
-    other turns.
+    If a variant has no `beside`, and its ratio isn't that of its rounds over the
+    baseline's, it ran in other turns.
     """
     usable = all(map(_sensible, (*row["rounds"], *row["beside"]))) and _in_turn(row, base)
     process_variance = row["process_variance"]
-    known = process_variance is not None and all(map(_sensible, process_variance.values()))
+    has_variance = process_variance is not None and all(map(_sensible, process_variance.values()))
     failed, loss, curve = verdict_word(row["verdict"]) == "failed", row["eval_loss"], [(1, 0.0)]
     return Variant(
         row["name"],
@@ -488,7 +511,7 @@ def measured_variant(row: Row, base: Row) -> Variant:
         failed=row["verdict"] if failed else None,
         kind=row["kind"],
         beside=list(row["beside"]) if len(row["beside"]) == len(row["rounds"]) else [],
-        process_variance=ProcessVariance(**process_variance) if known else None,
+        process_variance=ProcessVariance(**process_variance) if has_variance else None,
     )
 
 
@@ -510,26 +533,27 @@ def switches(variants: Sequence[Row]) -> list[SwitchGain]:
     """
     final = result_of(variants)
     wanted = set(final["techniques"])
-    apart = [a for a in variants[1:] if a is not final and a["kind"] not in ("again", "cumulative")]
-    if any(a["kind"] is None for a in apart) and cumulative_of(variants):
+    separate = [
+        a for a in variants[1:] if a is not final and a["kind"] not in ("again", "cumulative")
+    ]
+    if any(a["kind"] is None for a in separate) and cumulative_of(variants):
         return []
-    found = []
+    gains = []
     for technique in dict.fromkeys(final["techniques"]):
-        alone = [a for a in apart if a["techniques"] == [technique]]
+        alone = [a for a in separate if a["techniques"] == [technique]]
         others = wanted - {technique}
-        without = [a for a in apart if others and set(a["techniques"]) == others]
-        beside = paired_speed(without[0], final, variants[0]) if without else None
-        if alone or beside is not None:
-            found.append(SwitchGain(technique, alone[0] if alone else None, beside))
-    return found
+        without = [a for a in separate if others and set(a["techniques"]) == others]
+        interval = paired_speed(without[0], final, variants[0]) if without else None
+        if alone or interval is not None:
+            gains.append(SwitchGain(technique, alone[0] if alone else None, interval))
+    return gains
 
 
 def fastest_of_equal_quality(report: Mapping[str, Any]) -> Row | None:
-    """The fastest variant whose model isn't worse; None where nothing was measured.
+    """The fastest variant with a model that isn't worse; None without measurements.
 
-    The baseline is one of these variants. Of a cumulative, last rows that aren't likely to gain
-    anything
-    are left off: the simpler plan wins, as with ``plan: auto``.
+    The baseline is one of these variants. In a cumulative design, last rows without a
+    likely gain are left out. The simpler plan wins, as with ``plan: auto``.
     """
     variants: Sequence[Row] = report["variants"]
     base = variants[0]
@@ -542,8 +566,8 @@ def fastest_of_equal_quality(report: Mapping[str, Any]) -> Row | None:
     ]
     best = max(every, key=lambda variant: variant["ratio"]["median"] or 0.0)
     rows = cumulative_of(variants)
-    place = next((i for i, row in enumerate(rows) if row is best), 0)
-    for above in reversed(rows[:place]):
+    index = next((i for i, row in enumerate(rows) if row is best), 0)
+    for above in reversed(rows[:index]):
         if above not in every or not _is_idle_row(best, above):
             break
         best = above
@@ -551,7 +575,10 @@ def fastest_of_equal_quality(report: Mapping[str, Any]) -> Row | None:
 
 
 def _is_idle_row(variant: Row, above: Row) -> bool:
-    """Whether a row isn't likely to be faster than the one above; one round doesn't tell."""
+    """Returns True if a row isn't likely to be faster than the one above.
+
+    One round is too few for this decision.
+    """
     effect: Mapping[str, float | None] = variant.get("effect") or NOT_MEASURED
     median, low, high = effect["median"], effect["low"], effect["high"]
     if variant.get("against") != above["name"] or median is None or low is None or high is None:
@@ -561,18 +588,18 @@ def _is_idle_row(variant: Row, above: Row) -> bool:
 
 
 def compared(variants: Sequence[Row]) -> list[Row]:
-    """The variants whose own speed says whether something pays."""
+    """The variants with a speed that counts for the decision about techniques."""
     return [a for a in variants[1:] if a["kind"] not in ("again", "leave-one-out")]
 
 
 def unpaid(report: Mapping[str, Any]) -> list[dict[str, str]]:
-    """What did not pay, one entry per variant or switch.
+    """Variants and switches that don't pay, one entry each.
 
     Returns:
-        ``name``, ``why``, and ``word``: hurt, no effect, undecided, or worse (the model, which
-        wasn't so yet in the variant that it is compared with).
+        ``name``, ``why``, and ``word``: hurt, no effect, undecided, or worse. The last
+            means that the model is worse, and wasn't in the variant of the comparison.
     """
-    variants, floor, found = report["variants"], report["noise"]["floor"], []
+    variants, floor, entries = report["variants"], report["noise"]["floor"], []
     quality_of = {variant["name"]: variant["quality"] for variant in variants}
     for variant in compared(variants):
         word, reasons = (
@@ -586,8 +613,8 @@ def unpaid(report: Mapping[str, Any]) -> list[dict[str, str]]:
         ):
             word, reasons = word if word == "hurt" else "worse", [*reasons, variant["quality"]]
         if word in ("worse", "hurt", "no effect", "undecided"):
-            found.append({"name": variant["name"], "why": "; ".join(reasons), "word": word})
-    listed = {row["name"] for row in found}
+            entries.append({"name": variant["name"], "why": "; ".join(reasons), "word": word})
+    listed = {row["name"] for row in entries}
     for switch in switches(variants):
         gain = switch.beside
         listed_alone = switch.alone is not None and switch.alone["name"] in listed
@@ -596,9 +623,9 @@ def unpaid(report: Mapping[str, Any]) -> list[dict[str, str]]:
         alone = f"alone {span(switch.alone['ratio'], 'times')}, but " if switch.alone else ""
         what = "slower with it than without" if word == "hurt" else "no gain beyond the noise"
         why = f"{alone}beside all the others {said(gain)}: {what}"
-        found.append({"name": switch.technique, "why": why, "word": word})
+        entries.append({"name": switch.technique, "why": why, "word": word})
     guilty = (row for row in report["verification"] if verdict_word(row["verdict"]) in GUILTY)
-    return found + [
+    return entries + [
         {"name": row["technique"], "why": reason_of(row), "word": "worse"} for row in guilty
     ]
 
@@ -634,15 +661,16 @@ def amount(value: object) -> str:
 
 
 def _in_turn(variant: Row, base: Row) -> bool:
-    """Whether the variant's ratio is that of its rounds over the baseline's, as far as it is
-    known.
+    """Returns True if the variant's ratio is that of its rounds over the baseline's.
+
+    It is also True if the ratio is unknown.
     """
     pairs = zip(variant["rounds"], base["rounds"], strict=False)
     ratios = [a / b for a, b in pairs if _sensible(a) and _sensible(b)]
-    told = variant["ratio"]["median"]
-    if variant is base or variant["beside"] or told is None or not ratios:
+    reported = variant["ratio"]["median"]
+    if variant is base or variant["beside"] or reported is None or not ratios:
         return True
-    return math.isclose(statistics.median(ratios), told, rel_tol=_SAME)
+    return math.isclose(statistics.median(ratios), reported, rel_tol=_SAME)
 
 
 def _sensible(value: float | None) -> bool:
@@ -658,14 +686,19 @@ def effect_words(variant: Row, usual: str | None = None) -> str:
         return span(variant["ratio"], "times")
     if verdict_word(variant["verdict"]) == "baseline":
         return "–"
-    found = span(variant["effect"] or NOT_MEASURED, "times")
-    return found if variant["against"] in (None, usual) else f"{found} of {variant['against']}"
+    effect_text = span(variant["effect"] or NOT_MEASURED, "times")
+    return (
+        effect_text
+        if variant["against"] in (None, usual)
+        else f"{effect_text} of {variant['against']}"
+    )
 
 
 def variants_that_hurt(variants: Sequence[Row]) -> set[str]:
-    """Names of the variants to be shown in red: slower than what they belong beside.
+    """Names of the variants in red: slower than the variant of their comparison.
 
-    Not those that leave a technique out: there it is good news for the technique.
+    Variants that leave a technique out are excluded: there, slower is good news for the
+    technique.
     """
     return {
         a["name"]

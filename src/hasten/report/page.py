@@ -1,12 +1,13 @@
-"""The report: one measured job as report.json, as a page that stands alone, and as a small table.
+"""The report: one measured job as report.json, as a standalone page, and as a table.
 
 The input is plain data, described key by key in docs/report-schema.md.
 
-1. schema.py makes it JSON and checks it against its shapes.
-2. judgement.py derives what several variants say, formatting.py says numbers, svg.py draws them.
+1. The module schema.py makes it JSON and checks it against its shapes.
+2. The module judgement.py derives the verdicts, formatting.py formats numbers, svg.py
+   draws them.
 3. The page is rendered from report.html.jinja and page/*.jinja, the table as Markdown.
-4. Both files are rendered before either is written, and each appears by a rename, so that no
-   reader ever sees half a report.
+4. Both files are rendered before either is written, and each appears by a rename. No
+   reader can therefore open an incomplete report.
 """
 
 from __future__ import annotations
@@ -130,10 +131,12 @@ def _rendered(plain: Mapping[str, Any], read: dict[str, Any], limits: PageLimits
 
 def recipe_plan(variant: Mapping[str, Any], report: Mapping[str, Any]) -> list[Any] | None:
     """The variant's plan as a recipe has it; None where the report's recipe lists no such plan."""
-    asked = report["recipe"].get("plan")
+    entries = report["recipe"].get("plan")
     names = {text.partition("(")[0] for text in variant["techniques"]}
-    kept = [entry for entry in asked if name_of(entry) in names] if isinstance(asked, list) else []
-    return kept if len(kept) == len(names) else None
+    selected = (
+        [entry for entry in entries if name_of(entry) in names] if isinstance(entries, list) else []
+    )
+    return selected if len(selected) == len(names) else None
 
 
 def _plan_lines(variant: Mapping[str, Any], read: Mapping[str, Any]) -> str | None:
@@ -151,32 +154,37 @@ def _plain_plan(variant: Mapping[str, Any], read: Mapping[str, Any]) -> list[Any
 
 @lru_cache(maxsize=1)
 def _environment() -> Environment:
-    found = Environment(
+    environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found.filters |= {"words": words, "span": span, "outline": outline, "amount": amount}
-    found.filters |= {
+    environment.filters |= {"words": words, "span": span, "outline": outline, "amount": amount}
+    environment.filters |= {
         "head": verdict_word,
         "priced": priced,
         "any_known": any_known,
         "measure": measure,
     }
-    return found
+    return environment
 
 
 def _shortened(read: dict[str, Any], limits: PageLimits) -> dict[str, Any]:
-    """The report with long texts and lists cut; `cut` says of what. Numbers stay as they are."""
+    """The report with long texts and lists cut; `cut` lists the cuts.
+
+    Numbers don't change.
+    """
     counts: list[str] = []
     variants = read["variants"]
     if len(variants) > limits.entries:  # the baseline and the result stay
         final = result_of(variants)
-        kept = [variant for variant in variants[1:] if variant is not final][: limits.entries - 2]
-        counts.append(f"{len(variants) - len(kept) - 2} variants aren't shown")
-        variants = [variants[0], *kept, final]
+        shown_variants = [variant for variant in variants[1:] if variant is not final][
+            : limits.entries - 2
+        ]
+        counts.append(f"{len(variants) - len(shown_variants) - 2} variants aren't shown")
+        variants = [variants[0], *shown_variants, final]
 
     def cut(value: Any) -> Any:
         if isinstance(value, str):
@@ -276,10 +284,9 @@ class ReportTable:
 
 
 def table_of(report: Mapping[str, Any]) -> ReportTable:
-    """What each variant did: its own effect first, then the ratio to the baseline, then its
-    quality.
+    """Table of the variants: own effect, then ratio to the baseline, then quality.
 
-    Where every effect is against the baseline anyway, there is no second column of it.
+    If every effect is relative to the baseline, there is no second column for it.
     """
     variants, base = report["variants"], report["variants"][0]["name"]
     cumulative = bool(cumulative_of(variants))
@@ -320,28 +327,35 @@ def machine(hardware: Mapping[str, Any]) -> str:
     used = [] if hardware.get("device") == "cpu" else hardware.get("accelerators")
     every = [a.get("name") for a in used if isinstance(a, dict)] if isinstance(used, list) else []
     names = Counter(name for name in every if isinstance(name, str))
-    said = [f"{count} × {name}" for name, count in names.items()]
-    said += [v for key, v in hardware.items() if isinstance(v, str) and v and key != "device"]
+    parts = [f"{count} × {name}" for name, count in names.items()]
+    parts += [v for key, v in hardware.items() if isinstance(v, str) and v and key != "device"]
     cores, memory = hardware.get("usable_cores"), hardware.get("memory_limit_bytes")
-    said += [f"{cores} cores"] if isinstance(cores, int) else []
-    return " · ".join([*said, words(memory, "memory")] if isinstance(memory, int) else said)
+    parts += [f"{cores} cores"] if isinstance(cores, int) else []
+    return " · ".join([*parts, words(memory, "memory")] if isinstance(memory, int) else parts)
 
 
 def proofs(variants: Sequence[Row]) -> list[dict[str, Any]]:
-    """What each technique did, variants that say the same in one row, techniques in their order."""
+    """Effects of each technique, in order; variants with equal evidence share a row."""
     uses = [(variant["name"], row) for variant in variants for row in variant["effective"]]
     users = Counter(row["technique"] for _, row in uses)
-    found: dict[tuple[str, bool | None, str], list[str]] = {}
+    names_by_proof: dict[tuple[str, bool | None, str], list[str]] = {}
     for technique in users:
         for name, row in uses:
             if row["technique"] == technique:
-                found.setdefault((technique, row["effective"], row["evidence"]), []).append(name)
+                names_by_proof.setdefault(
+                    (technique, row["effective"], row["evidence"]), []
+                ).append(name)
     rows = []
-    for (technique, effective, evidence), names in found.items():
+    for (technique, effective, evidence), names in names_by_proof.items():
         every_user = len(names) == users[technique] > 1
-        said = f"all {len(names)} with it" if every_user else ", ".join(names)
+        users_text = f"all {len(names)} with it" if every_user else ", ".join(names)
         rows.append(
-            {"technique": technique, "effective": effective, "evidence": evidence, "variants": said}
+            {
+                "technique": technique,
+                "effective": effective,
+                "evidence": evidence,
+                "variants": users_text,
+            }
         )
     return rows
 
@@ -353,8 +367,8 @@ def terms(variants: Sequence[Row], part: str, unit: str) -> list[dict[str, Any]]
     for number, name in enumerate(first, start=1):
         pair = first[name], last[name]
         if pair != (None, None):
-            said = [words(value, unit) for value in pair]
-            rows.append({"name": name, "number": number, "before": said[0], "after": said[1]})
+            texts = [words(value, unit) for value in pair]
+            rows.append({"name": name, "number": number, "before": texts[0], "after": texts[1]})
     return rows
 
 
@@ -362,15 +376,15 @@ def steadiness(variants: Sequence[Row]) -> list[dict[str, Any]]:
     """How even each variant's steps were, the ledger's figures where there are any."""
     rows = []
     for variant in variants:
-        step, found = variant["step_seconds"], variant["ledger"]["stability"]
+        step, stability = variant["step_seconds"], variant["ledger"]["stability"]
         load = [value for value in variant["foreign_load"] if value is not None]
         rows.append(
             {
                 "name": variant["name"],
-                "p50": step["p50"] if found["p50"] is None else found["p50"],
-                "p99": step["p99"] if found["p99"] is None else found["p99"],
-                "spread": found["relative_spread"],
-                "stalls": found["stalls"],
+                "p50": step["p50"] if stability["p50"] is None else stability["p50"],
+                "p99": step["p99"] if stability["p99"] is None else stability["p99"],
+                "spread": stability["relative_spread"],
+                "stalls": stability["stalls"],
                 "load": max(load, default=None),
                 "warmup": variant["warmup"]["seconds"],
                 "compile": variant["warmup"]["compile_seconds"],
@@ -381,7 +395,7 @@ def steadiness(variants: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def has_cost(cost: Mapping[str, Any]) -> bool:
-    """Whether anything of money or energy is known."""
+    """Returns True if any money or energy value is known."""
     parts = (cost["experiment"], cost["payback"], cost["energy"])
     return cost["per_million_tokens"] is not None or any(map(any_known, parts))
 
@@ -393,18 +407,18 @@ def priced(prices: Mapping[str, Any] | None, variant: Row) -> float | None:
 
 
 def unmeasured(report: Mapping[str, Any]) -> list[str]:
-    """What was dropped, what failed, and which sections of the page have nothing to show."""
+    """Lists dropped variants, failed variants, and sections of the page without content."""
     variants = report["variants"]
-    found = list(report["design"]["dropped"])
-    found += [
+    sentences = list(report["design"]["dropped"])
+    sentences += [
         f"{a['name']}: {a['verdict']}" for a in variants if verdict_word(a["verdict"]) == "failed"
     ]
     untested = (
         row for row in report["verification"] if verdict_word(row["verdict"]) == "not tested"
     )
-    found += [f"Equal quality of {row['technique']}: {reason_of(row)}" for row in untested]
+    sentences += [f"Equal quality of {row['technique']}: {reason_of(row)}" for row in untested]
     lines = (row for row in report["invariance"] if verdict_word(row["verdict"]) == "not tested")
-    found += [f"Invariance, {row['what']}: {reason_of(row)}" for row in lines]
+    sentences += [f"Invariance, {row['what']}: {reason_of(row)}" for row in lines]
     ledgers = [variant["ledger"] for variant in (variants[0], result_of(variants))]
     absent = {
         "noise: no second copy of the baseline ran": report["noise"]["ratio"] is None,
@@ -417,7 +431,7 @@ def unmeasured(report: Mapping[str, Any]) -> list[str]:
         "energy": not report["cost"]["energy"]["kwh_per_million_tokens"],
         "cost: no price was given": report["cost"]["per_million_tokens"] is None,
     }
-    return found + [f"Not measured: {what}" for what, missing in absent.items() if missing]
+    return sentences + [f"Not measured: {what}" for what, missing in absent.items() if missing]
 
 
 def more_rounds(variant: Mapping[str, Any], design: Mapping[str, Any]) -> str | None:
@@ -454,8 +468,8 @@ def load_of_others(variants: Sequence[Row]) -> str | None:
 def render_markdown(report: Mapping[str, Any]) -> str:
     """The variants as a Markdown table with notes below.
 
-    A verdict with a reason stands in full below the table, and so does MFU. Raises InputError where
-    `report` departs from docs/report-schema.md.
+    The full text of a verdict with a reason is below the table, and so is MFU. Raises
+    InputError if `report` departs from docs/report-schema.md.
     """
     read = read_report(report)
     table = table_of(read)
@@ -516,10 +530,10 @@ def _money(read: Mapping[str, Any]) -> Iterator[str]:
     prices = cost["per_million_tokens"]
     if prices is not None:
         ends = [read["variants"][0], result_of(read["variants"])]
-        said = " → ".join(
+        price_text = " → ".join(
             words(priced(prices, variant), "price") for variant in ends[: len(read["variants"])]
         )
-        yield f"{cell(cost['currency'] or 'cost')} per million tokens: {said}"
+        yield f"{cell(cost['currency'] or 'cost')} per million tokens: {price_text}"
     experiment = cost["experiment"]
     if experiment["money"] is not None:
         spent = words(experiment["money"], "price")

@@ -47,18 +47,19 @@ def head(profile: Mapping[str, Any]) -> str:
 
 def tables(profile: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
     """(title, columns, rows) of each table."""
-    found = profile["operators"]
+    operators = profile["operators"]
     families = [
         [row["family"], time_text(row["seconds"]), _share(row["share"]), f"{row['calls']:,}"]
-        for row in found["families"]
+        for row in operators["families"]
     ]
     top = [
         [_cut(row["name"]), row["family"], time_text(row["seconds"]), _share(row["share"])]
-        for row in found["top"]
+        for row in operators["top"]
     ]
     title = (
-        f"Operators of one step under the profiler ({time_text(found['profiled_step_seconds'])}, "
-        f"{time_text(found['outside_seconds'])} of it outside any operator), own time"
+        f"Operators of one step under the profiler "
+        f"({time_text(operators['profiled_step_seconds'])}, "
+        f"{time_text(operators['outside_seconds'])} of it outside any operator), own time"
     )
     return [
         ("Where a step's time goes", ["part", "seconds", "share"], _parts(profile)),
@@ -71,17 +72,21 @@ def tables(profile: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[s
 
 def _parts(profile: Mapping[str, Any]) -> list[list[str]]:
     step = profile["ledger"]["step"]
-    whole = step_total({k: v for k, v in step.items() if v is not None})
+    total_seconds = step_total({k: v for k, v in step.items() if v is not None})
     rows = []
     for part in PARTS:
         seconds = step[part]
-        share = "between steps" if part == "checkpoint" else _share(seconds and seconds / whole)
+        share = (
+            "between steps" if part == "checkpoint" else _share(seconds and seconds / total_seconds)
+        )
         rows.append([part, time_text(seconds), share if seconds is not None else ""])
     return rows
 
 
 def _owners(profile: Mapping[str, Any]) -> list[list[str]]:
-    return [[owner, _size(found)] for owner, found in profile["ledger"]["memory"].items()]
+    return [
+        [owner, _size(owned_bytes)] for owner, owned_bytes in profile["ledger"]["memory"].items()
+    ]
 
 
 def _ranks(profile: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
@@ -91,26 +96,26 @@ def _ranks(profile: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[s
     rows = [
         [str(r["rank"]), *(time_text(r["step"][part]) for part in shown)] for r in profile["ranks"]
     ]
-    found, communications = profile["parallel"], _communication(profile["ranks"])
-    if "text" in found:
-        words = ("Efficiency", ["", ""], [["", found["text"]]])
-        return [("Ranks", ["rank", *shown], rows), *communications, words]
+    parallel, communications = profile["parallel"], _communication(profile["ranks"])
+    if "text" in parallel:
+        efficiency = ("Efficiency", ["", ""], [["", parallel["text"]]])
+        return [("Ranks", ["rank", *shown], rows), *communications, efficiency]
     speeds = [
-        ["all ranks", _rate(found["tokens_per_second"]), ""],
+        ["all ranks", _rate(parallel["tokens_per_second"]), ""],
         [
-            f"one rank alone x {found['ranks']}",
-            _rate(found["one_rank_tokens_per_second"] * found["ranks"]),
-            _share(found["efficiency_against_one_rank"]),
+            f"one rank alone x {parallel['ranks']}",
+            _rate(parallel["one_rank_tokens_per_second"] * parallel["ranks"]),
+            _share(parallel["efficiency_against_one_rank"]),
         ],
         [
             "all ranks without communication",
-            _rate(found["without_communication_tokens_per_second"]),
-            _share(found["efficiency_against_no_communication"]),
+            _rate(parallel["without_communication_tokens_per_second"]),
+            _share(parallel["efficiency_against_no_communication"]),
         ],
     ]
     title = (
         "Parallel efficiency; communication that shows: "
-        f"{time_text(found['communication_seconds'])} a step"
+        f"{time_text(parallel['communication_seconds'])} a step"
     )
     return [
         ("Where each rank's time goes", ["rank", *shown], rows),
@@ -122,7 +127,7 @@ def _ranks(profile: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[s
 def _communication(
     ranks: Sequence[Mapping[str, Any]],
 ) -> list[tuple[str, list[str], list[list[str]]]]:
-    """What each rank's communication took in a step."""
+    """Table of each rank's communication in a step."""
     names = ("comm_seconds", "exposed_comm_seconds", "hidden_communication_seconds")
     rows = [
         [
@@ -180,12 +185,12 @@ WIDTH = 920  # pixels of the timeline
 
 def timeline(laps: Sequence[tuple[str, float]], width: int = WIDTH) -> str:
     """One step from left to right as an inline SVG; a part that came again is drawn again."""
-    whole = sum(seconds for _, seconds in laps)
-    if not whole:
+    total_seconds = sum(seconds for _, seconds in laps)
+    if not total_seconds:
         return f"<p>{NOT_MEASURED}</p>"
     marks, at = [], 0.0
     for part, seconds in laps:
-        x, long = at / whole * width, seconds / whole * width
+        x, long = at / total_seconds * width, seconds / total_seconds * width
         at += seconds
         label = f"{part} {time_text(seconds)}"
         marks.append(
@@ -195,9 +200,10 @@ def timeline(laps: Sequence[tuple[str, float]], width: int = WIDTH) -> str:
         if long > 8 * len(part):
             marks.append(f'<text x="{x + 5:.1f}" y="27" fill="#fff">{escape(part)}</text>')
     return (
-        f'<svg viewBox="0 0 {width} 64" role="img" aria-label="one step, {time_text(whole)}">'
+        f'<svg viewBox="0 0 {width} 64" role="img" aria-label="one step, '
+        f'{time_text(total_seconds)}">'
         f"{''.join(marks)}<text x='0' y='60'>0</text>"
-        f'<text x="{width}" y="60" text-anchor="end">{time_text(whole)}</text></svg>'
+        f'<text x="{width}" y="60" text-anchor="end">{time_text(total_seconds)}</text></svg>'
     )
 
 

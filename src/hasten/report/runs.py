@@ -1,33 +1,44 @@
-"""Finished runs, whoever trained them: what their files say, and several beside each other.
+"""Reads finished runs of hasten and other trainers, and compares several of them.
 
-Three kinds of files are read: the folder of ``hasten train`` (``summary.json``, ``metrics.jsonl``,
-``recipe.yaml``), the report of an experiment (``report.json``: its baseline and its result are two
-runs), and ``trainer_state.json`` of Hugging Face's Trainer or TRL.
+Three kinds of files are read:
 
-Of the latter, tokens are known where TRL logged ``num_tokens`` (a sum of the attention mask). The
-Trainer's own ``num_input_tokens_seen`` may count padding, and the file doesn't say whether it does:
-it isn't taken for tokens. Speed in tokens needs both, tokens and time.
+- the folder of ``hasten train`` (``summary.json``, ``metrics.jsonl``, ``recipe.yaml``)
+- the report of an experiment (``report.json``: its baseline and its result are two
+  runs)
+- ``trainer_state.json`` of Hugging Face's Trainer or TRL.
 
-The files are other people's: every value is checked for being a finite number, a file has a limit,
-and what isn't there stays None.
+In the last, tokens are known if TRL logged ``num_tokens`` (a sum of the attention
+mask). The Trainer's own ``num_input_tokens_seen`` may count padding, and the file
+doesn't show if it does. It is therefore not used for tokens. Speed in tokens needs
+both, tokens and time.
+
+The files may be from other people. Every number is checked to be finite, a file has a
+size limit, and missing values stay None.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, overload
+
+import numpy as np
 
 from hasten import formatting
 from hasten.errors import InputError
+from hasten.foreign_files import open_regular, read_json_object
 from hasten.formatting import aligned, words
 from hasten.report.svg import visible
 
-LARGEST_FILE = 256 << 20  # bytes: a line per step is about 500
+LARGEST_FILE = 256 << 20  # bytes
+LARGEST_LOG = 1 << 30  # bytes: a line per step is about 500
+LONGEST_LINE = 1 << 20  # bytes
 UNCOUNTED = "tokens: num_input_tokens_seen may count padding, so it isn't taken for tokens"
 
 
@@ -42,7 +53,7 @@ class Point:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What is known of one run; None: its files don't say."""
+    """The facts about one run; None: its files don't contain them."""
 
     name: str
     kind: str
@@ -53,7 +64,7 @@ class RunFacts:
     step_seconds: float | None = None  # median
     eval_loss: float | None = None
     peak_memory_bytes: float | None = None
-    curve: tuple[Point, ...] = ()
+    curve: Sequence[Point] = ()
     recipe: Mapping[str, Any] | None = None
     plan: tuple[str, ...] | None = None
     hardware: Mapping[str, Any] | None = None
@@ -79,8 +90,12 @@ def read_runs(path: Path, read_recipe: Any = None) -> list[RunFacts]:
     if (path / "summary.json").is_file():
         return [_trained(path, read_object(path / "summary.json"), read_recipe)]
     if report.is_file():
-        found = read_object(report)
-        return [_hugging_face(path, found)] if "log_history" in found else _variants(path, found)
+        contents = read_object(report)
+        return (
+            [_hugging_face(path, contents)]
+            if "log_history" in contents
+            else _variants(path, contents)
+        )
     if (path / "metrics.jsonl").is_file():
         return [_logged(path)]
     raise InputError(
@@ -95,45 +110,99 @@ def read_object(path: Path) -> dict[str, Any]:
     Raises:
         InputError: it can't be read, is too large, or is something else.
     """
-    try:
-        with path.open("rb") as file:
-            raw = file.read(LARGEST_FILE + 1)
-        if len(raw) > LARGEST_FILE:
-            raise InputError(f"{path} is larger than {LARGEST_FILE} bytes; that is not a run's")
-        found = json.loads(raw)
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{path} can't be read: {str(error)[:120]}") from error
-    if not isinstance(found, dict):
-        raise InputError(f"{path} is not a report: it holds a {type(found).__name__}")
-    return found
+    return read_json_object(path, "report", LARGEST_FILE)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file; an unfinished last line is left out.
+class LossPoints(Sequence[Point]):
+    """Points in 24 bytes each, so that the curve of a million steps takes no gigabyte."""
+
+    def __init__(self, points: Sequence[Point] = ()) -> None:
+        self._steps, self._tokens, self._losses = array("d"), array("d"), array("d")
+        if isinstance(points, LossPoints):
+            self._steps, self._tokens, self._losses = points.columns()
+            return
+        for point in points:
+            self.append(point.step, point.tokens, point.loss)
+
+    def columns(self) -> tuple[array[float], array[float], array[float]]:
+        """Steps, tokens (NaN: not known) and losses."""
+        return self._steps, self._tokens, self._losses
+
+    def append(self, step: float, tokens: float | None, loss: float) -> None:
+        """Adds the point of the next step."""
+        self._steps.append(step)
+        self._tokens.append(math.nan if tokens is None else tokens)
+        self._losses.append(loss)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @overload
+    def __getitem__(self, index: int) -> Point: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Point]: ...
+    def __getitem__(self, index: int | slice) -> Point | Sequence[Point]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(len(self))[index]]
+        tokens = self._tokens[index]
+        known = None if math.isnan(tokens) else tokens
+        return Point(int(self._steps[index]), known, self._losses[index])
+
+
+@dataclass
+class _Log:
+    """Sums over the lines of a metrics.jsonl; they are read one by one and not stored."""
+
+    curve: LossPoints = field(default_factory=LossPoints)
+    lines: int = 0
+    last_step: int | None = None
+    tokens: float | None = 0.0  # None: a line has none
+    seconds: array[float] = field(default_factory=lambda: array("d"))
+    peak_memory_bytes: float | None = None
+
+    def add(self, entry: Mapping[str, Any]) -> None:
+        """Adds a line."""
+        self.lines += 1
+        self.last_step = _whole(entry.get("step"))
+        tokens, loss = number(entry.get("tokens")), number(entry.get("loss"))
+        known = tokens is not None and self.tokens is not None
+        self.tokens = self.tokens + tokens if known else None  # type: ignore[operator]
+        if loss is not None:
+            self.curve.append(self.last_step or self.lines, number(self.tokens), loss)
+        if seconds := number(entry.get("step_seconds")):
+            self.seconds.append(seconds)
+        if peak := number(entry.get("peak_memory_bytes")):
+            self.peak_memory_bytes = max(peak, self.peak_memory_bytes or 0.0)
+
+
+def _read_log(path: Path) -> _Log:
+    """Reads a metrics.jsonl line by line; an unfinished last line is left out.
 
     Raises:
-        InputError: another line isn't an object.
+        InputError: the file can't be read or is too large, or another line isn't an object.
     """
+    log, count = _Log(), 0
     try:
-        if path.stat().st_size > LARGEST_FILE:
-            raise InputError(f"{path} is larger than {LARGEST_FILE} bytes; that is not a run's")
-        lines = path.read_bytes().splitlines()
+        with open_regular(path) as file:
+            if os.fstat(file.fileno()).st_size > LARGEST_LOG:
+                raise InputError(f"{path} is larger than {LARGEST_LOG} bytes; that is not a run's")
+            while line := file.readline(LONGEST_LINE + 1):
+                count += 1
+                if len(line) > LONGEST_LINE:
+                    raise InputError(f"{path}:{count} is longer than {LONGEST_LINE} bytes")
+                try:
+                    entry = json.loads(line) if line.strip() else {}
+                except (ValueError, RecursionError) as error:
+                    if not file.read(1):
+                        break
+                    why = str(error)[:80]
+                    raise InputError(f"{path}:{count} is not JSON: {why}") from error
+                if not isinstance(entry, dict):
+                    raise InputError(f"{path}:{count} is not an object of JSON")
+                log.add(entry)
     except OSError as error:
         raise InputError(f"{path} can't be read: {error.strerror or error}") from error
-    found = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            entry = json.loads(line) if line.strip() else {}
-        except (ValueError, RecursionError) as error:
-            if number == len(lines):
-                break
-            raise InputError(f"{path}:{number} is not JSON: {str(error)[:80]}") from error
-        if not isinstance(entry, dict):
-            raise InputError(f"{path}:{number} is not an object of JSON")
-        found.append(entry)
-    return found
+    return log
 
 
 def number(value: object) -> float | None:
@@ -142,7 +211,8 @@ def number(value: object) -> float | None:
 
 
 def _trained(path: Path, summary: Mapping[str, Any], read_recipe: Any) -> RunFacts:
-    lines = read_lines(path / "metrics.jsonl") if (path / "metrics.jsonl").is_file() else []
+    metrics = path / "metrics.jsonl"
+    curve = _read_log(metrics).curve if metrics.is_file() else ()
     recipe = path / "recipe.yaml"
     values = read_recipe(recipe) if read_recipe and recipe.is_file() else None
     plan = summary.get("plan")
@@ -157,7 +227,7 @@ def _trained(path: Path, summary: Mapping[str, Any], read_recipe: Any) -> RunFac
         step_seconds=number(summary.get("step_seconds_median")),
         eval_loss=number(summary.get("eval_loss")),
         peak_memory_bytes=number(summary.get("peak_memory_bytes")),
-        curve=_curve(lines),
+        curve=curve,
         recipe=_object(values),
         plan=None if names is None else tuple(names),
         hardware=_object(summary.get("hardware")),
@@ -168,22 +238,19 @@ def _trained(path: Path, summary: Mapping[str, Any], read_recipe: Any) -> RunFac
 
 def _logged(path: Path) -> RunFacts:
     """A run that left its lines alone: one under way, or one of a host's callback."""
-    lines = read_lines(path / "metrics.jsonl")
-    tokens, seconds = ([number(e.get(k)) for e in lines] for k in ("tokens", "step_seconds"))
-    known = [s for s in seconds if s]
-    whole = bool(lines) and None not in tokens and len(known) == len(lines)
-    total = math.fsum(t for t in tokens if t) if None not in tokens else None
-    peaks = [p for e in lines if (p := number(e.get("peak_memory_bytes")))]
+    log = _read_log(path / "metrics.jsonl")
+    total, seconds = number(log.tokens), number(_sum(log.seconds)) if log.seconds else None
+    every = bool(log.lines) and len(log.seconds) == log.lines
     return RunFacts(
         name=path.name or str(path),
         kind="metrics.jsonl",
-        steps=_whole(lines[-1].get("step")) if lines else 0,
+        steps=log.last_step if log.lines else 0,
         tokens=total,
-        seconds=math.fsum(known) if known else None,
-        tokens_per_second=total / math.fsum(known) if whole and total is not None else None,
-        step_seconds=statistics.median(known) if known else None,
-        peak_memory_bytes=max(peaks, default=None),
-        curve=_curve(lines),
+        seconds=seconds,
+        tokens_per_second=total / seconds if every and total is not None and seconds else None,
+        step_seconds=number(statistics.median(log.seconds)) if log.seconds else None,
+        peak_memory_bytes=log.peak_memory_bytes,
+        curve=log.curve,
     )
 
 
@@ -234,7 +301,7 @@ def _hugging_face(path: Path, state: Mapping[str, Any]) -> RunFacts:
     last = next((e for e in reversed(logs) if number(e.get("train_runtime"))), {})
     steps, runtime = _whole(state.get("global_step")), number(last.get("train_runtime"))
     tokens = [t for e in logs if (t := number(e.get("num_tokens"))) is not None]
-    held = [v for e in logs if (v := number(e.get("eval_loss"))) is not None]
+    eval_losses = [v for e in logs if (v := number(e.get("eval_loss"))) is not None]
     total = tokens[-1] if tokens else None
     padded = not tokens and number(state.get("num_input_tokens_seen"))
     notes = [f"{path.name}: {UNCOUNTED}"] if padded else []
@@ -248,7 +315,7 @@ def _hugging_face(path: Path, state: Mapping[str, Any]) -> RunFacts:
         seconds=runtime,
         tokens_per_second=total / runtime if total and runtime else None,
         step_seconds=runtime / steps if runtime and steps else None,
-        eval_loss=held[-1] if held else None,
+        eval_loss=eval_losses[-1] if eval_losses else None,
         curve=tuple(
             Point(int(step), number(e.get("num_tokens")), loss)
             for e in logs
@@ -261,9 +328,9 @@ def _hugging_face(path: Path, state: Mapping[str, Any]) -> RunFacts:
 
 def _newest_state(folder: Path) -> Path | None:
     """The Trainer's own file: in the folder, or in its checkpoint of the most steps."""
-    found = [folder / "trainer_state.json", *folder.glob("checkpoint-*/trainer_state.json")]
-    there = [path for path in found if path.is_file()]
-    return max(there, key=_checkpoint_number, default=None)
+    candidates = [folder / "trainer_state.json", *folder.glob("checkpoint-*/trainer_state.json")]
+    existing = [path for path in candidates if path.is_file()]
+    return max(existing, key=_checkpoint_number, default=None)
 
 
 def _checkpoint_number(path: Path) -> float:
@@ -273,22 +340,17 @@ def _checkpoint_number(path: Path) -> float:
     )
 
 
-def _curve(lines: Sequence[Mapping[str, Any]]) -> tuple[Point, ...]:
-    points, total = [], 0.0
-    known = True
-    for place, entry in enumerate(lines, start=1):
-        tokens, loss = number(entry.get("tokens")), number(entry.get("loss"))
-        known = known and tokens is not None
-        total += tokens or 0.0
-        if loss is not None:
-            step = _whole(entry.get("step"))
-            points.append(Point(step or place, total if known else None, loss))
-    return tuple(points)
+def _sum(values: Iterable[float]) -> float:
+    """The sum, infinite if it is beyond what a number holds."""
+    try:
+        return math.fsum(values)
+    except OverflowError:
+        return math.inf
 
 
 def _whole(value: object) -> int | None:
-    found = number(value)
-    return int(found) if found is not None and found == int(found) else None
+    parsed = number(value)
+    return int(parsed) if parsed is not None and parsed == int(parsed) else None
 
 
 def _list(value: object) -> TypeGuard[list[Any]]:
@@ -343,10 +405,10 @@ def compare_runs(runs: Sequence[RunFacts]) -> dict[str, Any]:
     }
 
 
-def render(found: Mapping[str, Any]) -> str:
+def render(comparison: Mapping[str, Any]) -> str:
     """The comparison as text: the runs are columns, so that many keys stay readable."""
-    runs = found["runs"]
-    equal = found["equal"]
+    runs = comparison["runs"]
+    equal = comparison["equal"]
     head = [["", *(row["name"] for row in runs)], ["written by", *(row["kind"] for row in runs)]]
     lines = []
     for key, heading, unit in ROWS:
@@ -354,12 +416,12 @@ def render(found: Mapping[str, Any]) -> str:
             heading += f" at {equal['value']:,.0f} {equal['unit']}"
         lines.append([heading, *(words(row[key], unit) for row in runs)])
     text = _table([*head, *lines])
-    if found["differs"]:
-        rows = [[key, *map(_short, values)] for key, values in found["differs"].items()]
+    if comparison["differs"]:
+        rows = [[key, *map(_short, values)] for key, values in comparison["differs"].items()]
         text += "\n\ndiffers in the recipe\n" + _table(rows)
     for kind in ("warnings", "notes"):
         mark = "not fair: " if kind == "warnings" else "note: "
-        text += "".join(f"\n{mark}{visible(line)}" for line in found[kind])
+        text += "".join(f"\n{mark}{visible(line)}" for line in comparison[kind])
     return text
 
 
@@ -377,29 +439,29 @@ def _common_end(runs: Sequence[RunFacts]) -> tuple[float | None, str]:
 def _loss_at(curve: Sequence[Point], where: float | None, unit: str) -> float | None:
     if where is None or not curve:
         return None
-    place: Callable[[Point], float] = (
-        (lambda p: p.tokens or 0.0) if unit == "tokens" else (lambda p: float(p.step))
-    )
-    before = [point for point in curve if place(point) <= where]
-    near = [point.loss for point in before if place(point) > (1 - STRETCH) * where]
-    if near:
-        return statistics.fmean(near)
-    return before[-1].loss if before else None
+    steps, tokens, losses = (np.asarray(column) for column in LossPoints(curve).columns())
+    places = np.nan_to_num(tokens) if unit == "tokens" else steps
+    before = places <= where
+    near = before & (places > (1 - STRETCH) * where)
+    if near.any():
+        with np.errstate(over="ignore"):
+            return number(float(losses[near].mean()))
+    return float(losses[before][-1]) if before.any() else None
 
 
 def _differing(runs: Sequence[RunFacts]) -> dict[str, list[Any]]:
-    """Keys of which two known recipes say different things, with every run's value.
+    """Keys with different values in two known recipes, with every run's value.
 
-    A report's variant trains under its own techniques, not the recipe's plan.
+    A report's variant trains with its own techniques, not the recipe's plan.
     """
     values = [None if run.recipe is None else {**run.recipe, "plan": _plan(run)} for run in runs]
-    known = [recipe for recipe in values if recipe is not None]
-    keys = [key for key in dict.fromkeys(k for r in known for k in r) if key not in OWN]
-    found = {}
+    recipes = [recipe for recipe in values if recipe is not None]
+    keys = [key for key in dict.fromkeys(k for r in recipes for k in r) if key not in OWN]
+    differences = {}
     for key in keys:
-        if any(recipe.get(key) != known[0].get(key) for recipe in known):
-            found[key] = ["not known" if r is None else r.get(key) for r in values]
-    return found
+        if any(recipe.get(key) != recipes[0].get(key) for recipe in recipes):
+            differences[key] = ["not known" if r is None else r.get(key) for r in values]
+    return differences
 
 
 def _plan(run: RunFacts) -> Any:
@@ -409,39 +471,42 @@ def _plan(run: RunFacts) -> Any:
 def _warnings(runs: Sequence[RunFacts]) -> list[str]:  # noqa: C901  # a clause for each difference
     """Why a difference between these runs may not be what their plans make."""
     differs = _differing(runs)
-    found = []
+    reasons = []
     for what, keys in (("model", MODEL), ("data", DATA)):
         other = [key for key in keys if key in differs]
         if other:
-            found.append(f"the {what} differs ({', '.join(other)})")
+            reasons.append(f"the {what} differs ({', '.join(other)})")
     if len({run.corpus for run in runs if run.corpus is not None}) > 1:
-        found.append("the embedded corpus differs")
+        reasons.append("the embedded corpus differs")
     if "seed" in differs:
-        found.append("the seeds differ: other examples are held out, and losses differ by chance")
+        reasons.append("the seeds differ: other examples are held out, and losses differ by chance")
     tokens = [run.tokens for run in runs if run.tokens is not None]
     if tokens and min(tokens) < (1 - CLOSE) * max(tokens):
         span = f"{min(tokens):,.0f} to {max(tokens):,.0f}"
-        found.append(f"the tokens differ ({span}): eval losses are of different stages")
+        reasons.append(f"the tokens differ ({span}): eval losses are of different stages")
     elif not tokens or len(tokens) < len(runs):
-        found.append(f"tokens are not known of {_names(runs, 'tokens')}")
+        reasons.append(f"tokens are not known of {_names(runs, 'tokens')}")
     machines = [run.hardware for run in runs if run.hardware is not None]
     other = [key for key in MACHINE if len(_said(machines, key)) > 1]
     if other:
-        found.append(f"the machine differs ({', '.join(other)})")
+        reasons.append(f"the machine differs ({', '.join(other)})")
     for key, what in (("hardware", "the machine"), ("recipe", "model and data")):
         unknown = _names(runs, key)
         if unknown:
-            found.append(f"{what} can't be checked: not known of {unknown}")
+            reasons.append(f"{what} can't be checked: not known of {unknown}")
     versions = [run.versions for run in runs if run.versions is not None]
     other = [k for k in ("torch", "transformers", "hasten") if len(_said(versions, k)) > 1]
     if other:
-        found.append(f"the versions differ ({', '.join(other)})")
-    return found
+        reasons.append(f"the versions differ ({', '.join(other)})")
+    return reasons
 
 
-def _said(found: Sequence[Mapping[str, Any]], key: str) -> set[str]:
-    """What is said of a key, by those that say it: a training's summary names no device, say."""
-    return {str(one[key]) for one in found if key in one}
+def _said(mappings: Sequence[Mapping[str, Any]], key: str) -> set[str]:
+    """The values of a key, from the entries that have it.
+
+    For example, a training's summary contains no device.
+    """
+    return {str(one[key]) for one in mappings if key in one}
 
 
 def _names(runs: Sequence[RunFacts], key: str) -> str:
@@ -465,29 +530,29 @@ SHOWN = 3  # studies, the newest first; trials of each, the best first; decision
 
 
 def studies_of(run: Path) -> dict[str, dict[str, Any]]:
-    """Finished studies by their folder, the newest first; one that can't be read says so."""
-    found: dict[str, dict[str, Any]] = {}
+    """Finished studies by folder, newest first; unreadable ones have an error instead."""
+    studies: dict[str, dict[str, Any]] = {}
     paths = [(p.stat().st_mtime, p) for p in (run / "studies").glob("*/study.json")]
     for _, path in sorted(paths, reverse=True):
         try:
-            found[str(path.parent)] = read_object(path)
+            studies[str(path.parent)] = read_object(path)
         except InputError as error:
-            found[str(path.parent)] = {"said": str(error)}
-    return found
+            studies[str(path.parent)] = {"said": str(error)}
+    return studies
 
 
-def section(found: Mapping[str, Mapping[str, Any]]) -> str:
+def section(studies: Mapping[str, Mapping[str, Any]]) -> str:
     """The newest studies, a few lines each; empty where there is none."""
     lines = []
-    for folder, study in list(found.items())[:SHOWN]:
+    for folder, study in list(studies.items())[:SHOWN]:
         lines += ["", f"study of {study.get('study', 'speed')}: {study.get('said', 'not said')}"]
         try:
             lines += _best(study)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             lines.append(f"  its trials can't be read ({type(error).__name__}: {error})")
         lines.append(f"  page: {Path(folder) / 'study.html'}")
-    if len(found) > SHOWN:
-        lines.append(f"{len(found) - SHOWN} older studies beside it")
+    if len(studies) > SHOWN:
+        lines.append(f"{len(studies) - SHOWN} older studies beside it")
     return "\n".join(lines)
 
 
@@ -503,6 +568,6 @@ def _best(study: Mapping[str, Any]) -> list[str]:
             lines.append(f"  {math.exp(trial['log_rate']):.3f}× in its trial  {changed}")
     shares = [(n, s) for n, s in study.get("importance", {}).items() if s > 0]
     if shares:
-        words = ", ".join(f"{name} {share:.0%}" for name, share in shares[:SHOWN])
-        lines.append(f"  what mattered: {words}")
+        shares_text = ", ".join(f"{name} {share:.0%}" for name, share in shares[:SHOWN])
+        lines.append(f"  what mattered: {shares_text}")
     return lines

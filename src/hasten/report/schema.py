@@ -1,8 +1,13 @@
-"""The report's shapes, key by key as docs/report-schema.md says them, and the reader that checks.
+"""The report's shapes, key by key as in docs/report-schema.md, and a checking reader.
 
-float is a number or null, bool a truth value or null, object a number, text, truth value or null,
-dict any object; [x] is a list of x and [x, y] a pair; a key that ends with ? may be missing or
-null. A key is new where it is optional, so that reports written before it was there still read.
+- float: A number or null.
+- bool: A truth value or null.
+- object: A number, text, truth value or null.
+- dict: Any object.
+- [x]: A list of x; [x, y] is a pair.
+
+A key that ends with ? may be missing or null. New keys are optional, so older reports
+can still be read.
 """
 
 from __future__ import annotations
@@ -173,50 +178,52 @@ def _checked(plain: dict[str, Any]) -> dict[str, Any]:
     return read
 
 
-def as_json(value: Any, place: str, text: Callable[[str], str] = str) -> Any:
+def as_json(value: Any, location: str, text: Callable[[str], str] = str) -> Any:
     """The value as JSON, `text` done to every string; what isn't finite becomes null."""
     try:
-        return _plain(value, place, text)
+        return _plain(value, location, text)
     except RecursionError as error:
-        raise InputError(f"{place} is nested too deeply to be written: flatten it.") from error
+        raise InputError(f"{location} is nested too deeply to be written: flatten it.") from error
 
 
-def _plain(value: Any, place: str, text: Callable[[str], str]) -> Any:
+def _plain(value: Any, location: str, text: Callable[[str], str]) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
         return text(value)
     if isinstance(value, dict | Mapping):
         items = value.items()
-        return {text(str(key)): _plain(item, f"{place}.{key}", text) for key, item in items}
+        return {text(str(key)): _plain(item, f"{location}.{key}", text) for key, item in items}
     if isinstance(value, list | tuple):
-        return [_plain(item, f"{place}[{i}]", text) for i, item in enumerate(value)]
+        return [_plain(item, f"{location}[{i}]", text) for i, item in enumerate(value)]
     if isinstance(value, int | Integral):  # NumPy's integers too
         return int(value) if -_LARGEST < int(value) < _LARGEST else None
     if isinstance(value, float | Real):
         return float(value) if math.isfinite(value) else None
-    raise InputError(f"{place} is a {type(value).__name__}, which JSON can't hold: give its text.")
+    raise InputError(
+        f"{location} is a {type(value).__name__}, which JSON can't hold: give its text."
+    )
 
 
-def _read(value: Any, shape: Any, place: str) -> Any:
+def _read(value: Any, shape: Any, location: str) -> Any:
     """A plain value checked against its shape, with every optional key filled in."""
     if isinstance(shape, dict) and isinstance(value, dict):
-        return {key.rstrip("?"): _entry(value, key, shape[key], place) for key in shape}
+        return {key.rstrip("?"): _entry(value, key, shape[key], location) for key in shape}
     if isinstance(shape, list) and isinstance(value, list) and len(shape) in (1, len(value)):
-        return [_read(item, shape[0], f"{place}[{i}]") for i, item in enumerate(value)]
+        return [_read(item, shape[0], f"{location}[{i}]") for i, item in enumerate(value)]
     if not isinstance(shape, dict | list) and type(value) in _LEAVES[shape][1]:
         return value
     kind = type(shape) if isinstance(shape, dict | list) else shape
     wanted = "a pair" if isinstance(shape, list) and len(shape) == 2 else _LEAVES[kind][0]
-    raise InputError(f"{place} must be {wanted}, not {value!r:.60}: see docs/report-schema.md.")
+    raise InputError(f"{location} must be {wanted}, not {value!r:.60}: see docs/report-schema.md.")
 
 
-def _entry(value: Mapping[str, Any], key: str, shape: Any, place: str) -> Any:
+def _entry(value: Mapping[str, Any], key: str, shape: Any, location: str) -> Any:
     name = key.rstrip("?")
     if name in value and (value[name] is not None or name == key):
-        return _read(value[name], shape, f"{place}.{name}")
+        return _read(value[name], shape, f"{location}.{name}")
     if name == key:
-        raise InputError(f"{place} lacks the key '{name}': see docs/report-schema.md.")
+        raise InputError(f"{location} lacks the key '{name}': see docs/report-schema.md.")
     if isinstance(shape, dict) and all(inner.endswith("?") for inner in shape):
-        return _read({}, shape, place)
+        return _read({}, shape, location)
     return [] if isinstance(shape, list) else None

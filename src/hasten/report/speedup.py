@@ -1,16 +1,19 @@
-"""What a recipe's techniques gain on its own job: `ablate`, and `greedy_recipe` step by step.
+"""Measures a recipe's techniques on its own job: `ablate` and `greedy_recipe`.
 
-Gradual optimisation tries one technique more at a time, and only what pays is kept:
+Gradual optimisation tries one technique more at a time, and keeps only techniques that
+pay:
 
-  1. the techniques stand in an order: that of their slots, or of the gain each has alone
-  2. the plan so far and the plan with one technique more are measured against each other
-  3. the technique is kept if its whole interval lies above the noise floor, it was seen to act, and
-     the model isn't worse; else the next one is tried without it
+  1. The techniques have an order: that of their slots, or of the gain each has alone.
+  2. The plan so far is compared with the plan plus one technique.
+  3. The technique is kept if its whole interval is above the noise floor, its effect
+     was observed, and the model isn't worse. Otherwise the next technique is tried
+     without it.
 
-Each of the n techniques gets one chance, so one of n that do nothing would be kept by chance n
-times as often. Holm's correction orders all p-values first, which nobody has while climbing; so
-every decision is taken at its first and strictest threshold, a doubt of 5 % / n (Bonferroni): that
-is never laxer than Holm's.
+Each of the n techniques gets one chance. Without a correction, one without effect would
+be kept by chance n times as often. Holm's correction requires all p-values in order,
+which aren't available during the search. Every decision therefore uses its first and
+strictest threshold, an error probability of 5 % / n (Bonferroni). That is never less
+strict than Holm's.
 """
 
 from __future__ import annotations
@@ -66,8 +69,8 @@ class GreedySearch:
         sure = 100 * (1 - DOUBT / max(len(self.rungs), 1))
         rows = [["technique", f"times the plan so far [{sure:.3g} %]", "kept", "why"]]
         for rung in self.rungs:
-            found = "not measured" if rung.ratio is None else span(rung.ratio, "times")
-            rows.append([rung.technique, found, "yes" if rung.kept else "no", cell(rung.why)])
+            ratio_text = "not measured" if rung.ratio is None else span(rung.ratio, "times")
+            rows.append([rung.technique, ratio_text, "yes" if rung.kept else "no", cell(rung.why)])
         return f"{markdown_table(rows)}\nkept: {self.plan if len(self.plan) else 'nothing'}"
 
     def rows(self) -> list[dict[str, Any]]:
@@ -87,20 +90,20 @@ def greedy_search(
     """
     if singles is not None and len(techniques) > 1:
         techniques = by_gain(techniques, singles())
-    kept, rungs = Plan(), []
+    plan, rungs = Plan(), []
     for technique in techniques:
-        wider = kept.with_(technique)
-        rung = decide(technique, *measure(kept, wider), doubt=DOUBT / len(techniques))
+        wider = plan.with_(technique)
+        rung = decide(technique, *measure(plan, wider), doubt=DOUBT / len(techniques))
         rungs.append(rung)
-        kept = wider if rung.kept else kept
-    return GreedySearch(kept, tuple(rungs))
+        plan = wider if rung.kept else plan
+    return GreedySearch(plan, tuple(rungs))
 
 
 def decide(technique: Technique, before: Variant, after: Variant, doubt: float) -> CumulativeStep:
-    """Whether a technique stays, from the variant without it and the variant with it."""
+    """Decides if a technique stays, from the variants without it and with it."""
 
-    def rung(kept: bool, why: str, ratio: Interval | None = None) -> CumulativeStep:
-        return CumulativeStep(str(technique), ratio.summary() if ratio else None, kept, why)
+    def rung(is_retained: bool, why: str, ratio: Interval | None = None) -> CumulativeStep:
+        return CumulativeStep(str(technique), ratio.summary() if ratio else None, is_retained, why)
 
     ratios = ratios_of(after, before)
     if after.failed is not None:
@@ -153,18 +156,19 @@ def ablate(
     audience: Audience | None = None,
     also: Callable[[ExperimentSubject], Mapping[str, Any]] = lambda subject: {},
 ) -> dict[str, Any]:
-    """Measure a recipe's techniques on its own job; the report (docs/report-schema.md).
+    """Measures a recipe's techniques on its own job; the report (docs/report-schema.md).
 
     Args:
         recipe: a recipe, or the path of one.
-        variants: which plans are compared, see docs/speedup.md.
-        only: techniques by name: variants that single out others are left out.
-        design: how; eight rounds of four steps, and a second baseline, if left out.
-        title: of the report.
-        command: that repeats it.
-        fresh: measure anew, whatever was measured before.
-        audience: is told how it goes on.
-        also: finds further arguments of `report_of` (verification, invariance, cost) beforehand.
+        variants: the plans to compare, see docs/speedup.md.
+        only: names of techniques; variants that single out others are left out.
+        design: settings; default: eight rounds of four steps, and a second baseline.
+        title: title of the report.
+        command: command that repeats the experiment.
+        fresh: measure again, even if results are stored.
+        audience: receives the progress.
+        also: supplies further arguments of `report_of` (verification, invariance, cost)
+            beforehand.
 
     Raises:
         InputError: an unusable recipe, an empty plan, too small a budget.
@@ -176,8 +180,8 @@ def ablate(
     if design.noise:
         plans, kinds = with_second_baseline(plans, kinds)
     further = also(subject)
-    found = measured(subject, plans, kinds, design, fresh, audience, began=began)
-    return experiment_report(subject, found, design, title, command, further)
+    experiment = measured(subject, plans, kinds, design, fresh, audience, began=began)
+    return experiment_report(subject, experiment, design, title, command, further)
 
 
 def greedy_recipe(
@@ -191,16 +195,17 @@ def greedy_recipe(
     audience: Audience | None = None,
     also: Callable[[ExperimentSubject], Mapping[str, Any]] = lambda subject: {},
 ) -> GreedySearch:
-    """LiveSetting the recipe's techniques on one at a time, measure each, keep what pays.
+    """Adds the recipe's techniques one at a time, measures each, and keeps those that pay.
 
-    Each decision is an experiment with an example of its own, so that a greedy search that was
-    interrupted goes on. At the end the plan that is left is measured against the baseline.
+    Each decision is an experiment with a record of its own. An interrupted greedy search
+    therefore resumes. At the end the remaining plan is compared with the baseline.
 
     Args:
-        recipe: a recipe, or the path of one; its plan lists the techniques in question.
-        order: in that of the slots, or by the gain each has alone, which is measured first.
-        design: of every experiment; a budget holds for each.
-        title, command, fresh, audience, also, and what is raised: as for `ablate`.
+        recipe: a recipe, or the path of one; its plan lists the techniques to try.
+        order: the order of the slots, or by the gain each has alone, which is measured
+            first.
+        design: settings of every experiment; a budget applies to each.
+        title, command, fresh, audience, also: as for `ablate`, as are the errors raised.
     """
     audience = audience or SilentProgress()
     subject = prepared(recipe, audience, ranks=True)
@@ -209,16 +214,16 @@ def greedy_recipe(
     seconds: list[float] = []  # of each experiment on the way
 
     def variants(plans: Mapping[str, Plan], kinds: Mapping[str, Kind]) -> list[Variant]:
-        found = measured(subject, plans, kinds, design, fresh, audience)
-        seconds.append(found.design["seconds"])
-        return found.variants
+        outcome = measured(subject, plans, kinds, design, fresh, audience)
+        seconds.append(outcome.design["seconds"])
+        return outcome.variants
 
     def measure(before: Plan, after: Plan) -> tuple[Variant, Variant]:
         (new,) = set(after.techniques) - set(before.techniques)
         audience.tell(f"does {new} pay on top of: {before}?")
         names = {"so far": before, f"+ {new.name()}": after}
-        found = variants(names, dict(zip(names, ("baseline", "cumulative"), strict=True)))
-        return found[0], found[-1]
+        outcome = variants(names, dict(zip(names, ("baseline", "cumulative"), strict=True)))
+        return outcome[0], outcome[-1]
 
     singles = (lambda: variants(alone, singly)) if order == "gain" else None
     search = greedy_search(list(subject.plan), measure, singles)
@@ -226,7 +231,7 @@ def greedy_recipe(
         return search
     plans, kinds = with_second_baseline(*plans_of(search.plan, "full"))
     further = also(subject)
-    found = measured(subject, plans, kinds, design, fresh, audience)
-    report = experiment_report(subject, found, design, title, command, further, sum(seconds))
+    outcome = measured(subject, plans, kinds, design, fresh, audience)
+    report = experiment_report(subject, outcome, design, title, command, further, sum(seconds))
     report["design"]["greedy"] = search.rows()
     return replace(search, report=report)

@@ -1,9 +1,8 @@
-"""The report's drawings: from numbers to accessible inline SVG, and which variants each drawing
-shows.
+"""Draws the report's charts as accessible inline SVG; selects each chart's variants.
 
-Every drawing takes its width in CSS pixels, so that the page can hold a wide and a narrow one and
-text keeps its size on a telephone. A value that wasn't measured (None, NaN, infinite) leaves a gap,
-never a zero.
+Every drawing takes its width in CSS pixels. The page can therefore contain a wide and a
+narrow one, and text keeps its size on a phone. A value that wasn't measured (None, NaN,
+infinite) leaves a gap, never a zero.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ Words = Callable[[float], str]  # data to the label of a tick
 
 
 class Frame:
-    """Where the rows of a chart stand: label, mark and text side by side, or the mark below."""
+    """Positions of the rows of a chart: label, mark and text side by side, or mark below."""
 
     def __init__(self, width: int, rows: int, mark: int) -> None:
         self.narrow = width < NARROW
@@ -71,18 +70,20 @@ class Frame:
         short = fit(label, int(self.label / LETTER))
         return svg_text("label", 0, y, short) + svg_text("value end", self.width, y, text)
 
-    def axis(self, ends: Sequence[float], words: Words) -> tuple[Scale, list[str]]:
+    def axis(self, ends: Sequence[float], formatter: Words) -> tuple[Scale, list[str]]:
         """The scale that encloses `ends`, and its grid with the names of its ticks."""
         ticks = nice_ticks(ends, 3 if self.narrow else 5)
         x = linear((ticks[0], ticks[-1]), (self.left, self.right))
         grid = [line("grid", x(v), self.top, x(v), self.bottom) for v in ticks]
-        return x, grid + [svg_text("tick middle", x(v), self.bottom + 16, words(v)) for v in ticks]
+        return x, grid + [
+            svg_text("tick middle", x(v), self.bottom + 16, formatter(v)) for v in ticks
+        ]
 
 
 def nice_ticks(values: Iterable[float], count: int) -> list[float]:
     """About `count` + 1 round numbers (1, 2 or 5 times a power of ten) that enclose `values`."""
-    known = list(values) or [0.0, 1.0]
-    low, high = min(known), max(known)
+    numbers = list(values) or [0.0, 1.0]
+    low, high = min(numbers), max(numbers)
     if high - low <= max(1e-12, 1e-9 * max(abs(low), abs(high))):  # all alike: give them room
         margin = max(abs(low), abs(high)) * 0.05 or 1.0
         low, high = low - margin, high + margin
@@ -96,19 +97,20 @@ def nice_ticks(values: Iterable[float], count: int) -> list[float]:
 def thin(points: Sequence[Sequence[float | None]], most: int) -> list[Point]:
     """The measured points, or where there are more than `most` the means of `most` stretches."""
     pairs = (finite(point) for point in points)
-    known = [(pair[0], pair[1]) for pair in pairs if len(pair) == 2]
-    if len(known) <= most:
-        return known
-    cuts = [round(i * len(known) / most) for i in range(most + 1)]
-    stretches = (zip(*known[a:b], strict=True) for a, b in pairwise(cuts))
+    measured = [(pair[0], pair[1]) for pair in pairs if len(pair) == 2]
+    if len(measured) <= most:
+        return measured
+    cuts = [round(i * len(measured) / most) for i in range(most + 1)]
+    stretches = (zip(*measured[a:b], strict=True) for a, b in pairwise(cuts))
     return [(statistics.fmean(xs), statistics.fmean(ys)) for xs, ys in stretches]
 
 
 def visible(text: str) -> str:
-    """The text with everything made visible that could corrupt or disguise a page.
+    """The text with all characters visible that could corrupt or disguise a page.
 
-    Control characters other than newline and tab, lone surrogates, and the invisible marks that
-    reorder text (Unicode's Cc, Cs and Cf) become their code in brackets.
+    They become their code in brackets. They are control characters other than newline and
+    tab, lone surrogates, and the invisible marks that reorder text (Unicode's Cc, Cs and
+    Cf).
     """
 
     def shown(character: str) -> str:
@@ -143,10 +145,12 @@ def path(points: Sequence[Point], tone: str, dots: bool) -> list[str]:
     return marks
 
 
-def rect(css: str, left: float, top: float, width: float, height: float, said: str = "") -> str:
-    """A box; what is `said` of it appears under the mouse."""
-    box = f'x="{px(left)}" y="{px(top)}" width="{px(width)}" height="{px(height)}"'
-    inner = f"><title>{_safe(said)}</title></rect>" if said else "/>"
+def rect(
+    css: str, left_x: float, top: float, width: float, height: float, tooltip: str = ""
+) -> str:
+    """A box; what is `tooltip` of it appears under the mouse."""
+    box = f'x="{px(left_x)}" y="{px(top)}" width="{px(width)}" height="{px(height)}"'
+    inner = f"><title>{_safe(tooltip)}</title></rect>" if tooltip else "/>"
     return f'<rect class="{css}" {box} rx="2"{inner}'
 
 
@@ -241,20 +245,20 @@ def bar_chart(
     bars: Sequence[Bar],
     width: int,
     origin: float,
-    words: Words,
+    formatter: Words,
     floor: float | None = None,
 ) -> str:
-    """Horizontal bars from `origin` with error bars, over an axis whose ticks `words` names.
+    """Horizontal bars from `origin` with error bars; `formatter` formats the axis ticks.
 
-    A band marks what lies within `floor` of the origin: changes that are noise.
+    A band marks the range within `floor` of the origin: such changes are noise.
     """
     frame = Frame(width, len(bars), mark=14)
     ends = [x for bar in bars for x in (origin, bar.value, bar.low, bar.high, bar.start)]
     ends += [origin - floor, origin + floor] if floor else []
-    x, body = frame.axis(finite(ends), words)
+    x, body = frame.axis(finite(ends), formatter)
     if floor and finite([floor]):
-        left, right = x(origin - floor), x(origin + floor)
-        body.insert(0, rect("band", left, frame.top, right - left, frame.bottom - frame.top))
+        left_x, right_x = x(origin - floor), x(origin + floor)
+        body.insert(0, rect("band", left_x, frame.top, right_x - left_x, frame.bottom - frame.top))
     for row, bar in enumerate(bars):
         body += _bar(bar, x, origin, frame.middle(row))
     body.append(line("origin", x(origin), frame.top, x(origin), frame.bottom))
@@ -263,25 +267,26 @@ def bar_chart(
     return svg(title, account, (width, frame.bottom + 22), body)
 
 
-def stack_chart(title: str, stacks: Sequence[Stack], width: int, words: Words) -> str:
+def stack_chart(title: str, stacks: Sequence[Stack], width: int, formatter: Words) -> str:
     """Horizontal stacks from zero; part i of all rows has the CSS class s{i}, counted from 1."""
     frame = Frame(width, len(stacks), mark=26)
     sums = [sum(max(0.0, v) for v in finite(stack.parts.values())) for stack in stacks]
-    x, body = frame.axis([0.0, *sums], words)
+    x, body = frame.axis([0.0, *sums], formatter)
     for row, stack in enumerate(stacks):
         end = 0.0
         for number, (name, value) in enumerate(stack.parts.items(), start=1):
-            for known in (v for v in finite([value]) if v > 0):
-                left, right = x(end), x(end + known)
-                said, top = f"{name}: {words(known)}", frame.middle(row) - 13
-                body.append(rect(f"part s{number}", left, top, right - left, 26, said))
-                if right - left > LETTER * len(name) + EDGE:
-                    middle, y = (left + right) / 2, frame.middle(row) + 4.5
+            for extent in (v for v in finite([value]) if v > 0):
+                left_x, right_x = x(end), x(end + extent)
+                tooltip, top = f"{name}: {formatter(extent)}", frame.middle(row) - 13
+                body.append(rect(f"part s{number}", left_x, top, right_x - left_x, 26, tooltip))
+                if right_x - left_x > LETTER * len(name) + EDGE:
+                    middle, y = (left_x + right_x) / 2, frame.middle(row) + 4.5
                     body.append(svg_text("inside middle", middle, y, name))
-                end += known
+                end += extent
         body.append(frame.words(row, stack.label, stack.text))
     account = [
-        f"{stack.label}, {name}: {words(finite([value])[0]) if finite([value]) else NOT_MEASURED}"
+        f"{stack.label}, {name}: "
+        f"{formatter(finite([value])[0]) if finite([value]) else NOT_MEASURED}"
         for stack in stacks
         for name, value in stack.parts.items()
     ]
@@ -312,8 +317,8 @@ def strip_chart(title: str, strips: Sequence[Strip], width: int, levels: bool = 
     return svg(title, account, (width, frame.bottom + 2), body)
 
 
-def line_chart(title: str, curves: Sequence[Curve], size: tuple[int, int], words: Words) -> str:
-    """Curves over two linear axes; `size` is (width, height), `words` names the ticks of x.
+def line_chart(title: str, curves: Sequence[Curve], size: tuple[int, int], formatter: Words) -> str:
+    """Curves over two linear axes; `size` is (width, height), `formatter` names the ticks of x.
 
     Earlier curves lie on top. A long curve is drawn as the means of equal stretches (`thin`).
     """
@@ -322,19 +327,20 @@ def line_chart(title: str, curves: Sequence[Curve], size: tuple[int, int], words
     xs = sorted(point[0] for _, points in drawn for point in points) or [0.0, 1.0]
     ticks = nice_ticks((point[1] for _, points in drawn for point in points), 5)
     names = _tick_names(ticks)
-    left = 14 + LETTER * max(map(len, names))
-    x = linear((xs[0], xs[-1]), (left + EDGE, size[0] - 2 * EDGE))
+    left_x = 14 + LETTER * max(map(len, names))
+    x = linear((xs[0], xs[-1]), (left_x + EDGE, size[0] - 2 * EDGE))
     y = linear((ticks[0], ticks[-1]), (size[1] - 28, 10))
-    body = [line("grid", left, y(value), size[0], y(value)) for value in ticks]
+    body = [line("grid", left_x, y(value), size[0], y(value)) for value in ticks]
     body += [
-        svg_text("tick end", left - 6, y(v) + 4, name) for v, name in zip(ticks, names, strict=True)
+        svg_text("tick end", left_x - 6, y(v) + 4, name)
+        for v, name in zip(ticks, names, strict=True)
     ]
     within = [value for value in nice_ticks(xs, 4) if xs[0] <= value <= xs[-1]]
-    body += [svg_text("tick middle", x(value), size[1] - 8, words(value)) for value in within]
+    body += [svg_text("tick middle", x(value), size[1] - 8, formatter(value)) for value in within]
     account, dotted = [], 24 if len(curves) <= 4 else 8
     for curve, points in reversed(drawn):
         body += path([(x(a), y(b)) for a, b in points], curve.tone, dots=len(points) <= dotted)
-        ends = [f"{b:.4g} at {words(a)}" for a, b in (points[:1] + points[-1:])]
+        ends = [f"{b:.4g} at {formatter(a)}" for a, b in (points[:1] + points[-1:])]
         account.append(f"{curve.label}: {' to '.join(ends) or NOT_MEASURED}")
     return svg(title, reversed(account), size, body)
 
@@ -344,8 +350,8 @@ def _bar(bar: Bar, x: Scale, origin: float, y: float) -> list[str]:
     marks = []
     if value:
         start = origin if bar.start is None else bar.start
-        left, right = sorted((x(start), x(value[0])))
-        marks.append(rect(f"bar {bar.tone}", left, y - 7, right - left, 14))
+        left_x, right_x = sorted((x(start), x(value[0])))
+        marks.append(rect(f"bar {bar.tone}", left_x, y - 7, right_x - left_x, 14))
     if value and low and high:
         a, b = x(low[0]), x(high[0])
         ends = [(a, y, b, y), (a, y - 4, a, y + 4), (b, y - 4, b, y + 4)]
@@ -354,7 +360,7 @@ def _bar(bar: Bar, x: Scale, origin: float, y: float) -> list[str]:
 
 
 def _tick_names(ticks: Sequence[float]) -> list[str]:
-    """Numbers with as many decimals as tell them apart; the very large and small in short."""
+    """Formats numbers with enough decimals to be distinct; extreme values in short form."""
     places = max(0, -math.floor(math.log10(ticks[1] - ticks[0]) + 1e-6))
     plain = places <= 8 and max(map(abs, ticks)) < 1e9
     return [f"{value:.{places}f}" if plain else f"{value:.3g}" for value in ticks]
@@ -368,8 +374,10 @@ def _stretches(values: Sequence[float]) -> list[float]:
 def _deviations(values: Sequence[float]) -> list[float]:
     """Relative to the median; flat where it is zero, or so small that quotients overflow."""
     middle = statistics.median(values) if values else 0.0
-    found = [value / middle - 1 for value in values] if middle else []
-    return found if found and len(finite(found)) == len(values) else [0.0] * len(values)
+    deviations = [value / middle - 1 for value in values] if middle else []
+    return (
+        deviations if deviations and len(finite(deviations)) == len(values) else [0.0] * len(values)
+    )
 
 
 # The report's drawings by name: which variants each one shows, in which colours, with which words.
@@ -396,7 +404,7 @@ def drawings(report: Mapping[str, Any]) -> Drawings:
         "rounds": _rounds(variants),
         **_loads(variants),
     }
-    found = {name: [draw(width) for width in WIDTHS] for name, draw in draws.items()}
+    charts = {name: [draw(width) for width in WIDTHS] for name, draw in draws.items()}
     shown = [variant for variant in variants if variant["kind"] != "again"]
     ordered = sorted(shown, key=lambda a: (a is not variants[0], a is not result_of(variants)))
     for name, key in (("eval_data", "eval_curve"), ("training", "loss_curve")):
@@ -406,35 +414,35 @@ def drawings(report: Mapping[str, Any]) -> Drawings:
                 Curve(variant["name"], variant[key], _tone(variant, variants))
                 for variant in ordered
             ]
-            found[name] = [line_chart(title, curves, _CURVES, UNITS["tokens"])]
-    return found
+            charts[name] = [line_chart(title, curves, _CURVES, UNITS["tokens"])]
+    return charts
 
 
 def _speeds(report: Mapping[str, Any]) -> dict[str, Draw]:
     """The waterfall, the pairs, and bars for the variants that neither of them shows."""
     variants, floor = report["variants"], report["noise"]["floor"]
-    cumulative, apart = cumulative_of(variants), switches(variants)
-    pairs = _pairs(apart, report) if any(switch.beside for switch in apart) else []
+    cumulative, gains = cumulative_of(variants), switches(variants)
+    pairs = _pairs(gains, report) if any(switch.beside for switch in gains) else []
     shown = {variant["name"] for variant in cumulative}
     if pairs:
-        shown |= {switch.alone["name"] for switch in apart if switch.alone}
+        shown |= {switch.alone["name"] for switch in gains if switch.alone}
         shown |= {variant["name"] for variant in variants if variant["kind"] == "leave-one-out"}
-    rest = [
+    others = [
         variant
         for variant in variants
         if variant["name"] not in shown and variant["kind"] != "again"
     ]
-    found: dict[str, Draw] = {}
+    charts: dict[str, Draw] = {}
     if cumulative:
         steps = _waterfall(cumulative, report)
-        found["waterfall"] = _bars("Speed against the baseline, one more at a time", steps, floor)
+        charts["waterfall"] = _bars("Speed against the baseline, one more at a time", steps, floor)
     if pairs:
-        found["pairs"] = _bars("What each switch gains, alone and with the others", pairs, floor)
-    if any(variant is not variants[0] for variant in rest) or not found:
-        found["ratio"] = _bars(
-            "Speed against the baseline", [_speed(a, report) for a in rest], floor
+        charts["pairs"] = _bars("What each switch gains, alone and with the others", pairs, floor)
+    if any(variant is not variants[0] for variant in others) or not charts:
+        charts["ratio"] = _bars(
+            "Speed against the baseline", [_speed(a, report) for a in others], floor
         )
-    return found
+    return charts
 
 
 def _bars(title: str, bars: Sequence[Bar], floor: float | None) -> Draw:
@@ -457,25 +465,25 @@ def _waterfall(cumulative: Sequence[Row], report: Mapping[str, Any]) -> list[Bar
     """Each rung's bar begins where the last known one ended, in the colour of its own effect."""
     bars, height = [_speed(cumulative[0], report)], cumulative[0]["ratio"]["median"]
     for variant in cumulative[1:]:
-        found = _speed(variant, report)
+        bar = _speed(variant, report)
         bars.append(
-            replace(found, tone=_tone_of(variant, verdict_word(variant["verdict"])), start=height)
+            replace(bar, tone=_tone_of(variant, verdict_word(variant["verdict"])), start=height)
         )
-        height = found.value if found.value is not None else height
+        height = bar.value if bar.value is not None else height
     return bars
 
 
-def _pairs(apart: Sequence[SwitchGain], report: Mapping[str, Any]) -> list[Bar]:
-    """Two rows per technique: a full bar for it alone, a hollow one beside all the others."""
+def _pairs(gains: Sequence[SwitchGain], report: Mapping[str, Any]) -> list[Bar]:
+    """Two rows per technique: a full bar for it alone, a hollow one with all others."""
     bars = []
-    for switch in apart:
+    for switch in gains:
         if switch.alone:
             alone = _speed(switch.alone, report)
             bars.append(replace(alone, label=switch.technique))
         label = "beside the others" if switch.alone else switch.technique
         ratio = switch.beside
-        found = ratio.summary() if ratio else dict.fromkeys(("median", "low", "high"))
-        ends = found["median"], found["low"], found["high"]
+        summary = ratio.summary() if ratio else dict.fromkeys(("median", "low", "high"))
+        ends = summary["median"], summary["low"], summary["high"]
         word = "undecided" if ratio is None else word_of(ratio, report["noise"]["floor"])
         tone = f"{_HUES.get(word, 'other')} hollow"
         bars.append(Bar(f"↳ {label}", said(ratio), *ends, tone))
@@ -506,14 +514,14 @@ def _rounds(variants: Sequence[Row]) -> Draw:
 
 
 def _loads(variants: Sequence[Row]) -> dict[str, Draw]:
-    """What others took of the machine in each round, for the variants that say so."""
+    """Charts of the load by other programs in each round, for variants with this value."""
     strips = []
     for variant in (
         variant for variant in variants if any(v is not None for v in variant["foreign_load"])
     ):
-        known = [value for value in variant["foreign_load"] if value is not None]
-        text = f"most {words(max(known), 'percent')}"
-        strips.append(Strip(variant["name"], text, known, _tone(variant, variants)))
+        loads = [value for value in variant["foreign_load"] if value is not None]
+        text = f"most {words(max(loads), 'percent')}"
+        strips.append(Strip(variant["name"], text, loads, _tone(variant, variants)))
     title = "Processor time used by others in each round"
     return {"load": lambda width: strip_chart(title, strips, width, True)} if strips else {}
 
@@ -521,14 +529,14 @@ def _loads(variants: Sequence[Row]) -> dict[str, Draw]:
 def _ledgers(variants: Sequence[Row]) -> dict[str, Draw]:
     """The stacks of a step's time and of memory, before and after."""
     ends = [variants[0]] if len(variants) == 1 else [variants[0], result_of(variants)]
-    found: dict[str, Draw] = {}
+    charts: dict[str, Draw] = {}
     for name, part, title in (
         ("step_stack", "step", "Where a step's time goes"),
         ("memory_stack", "memory", "What memory holds"),
     ):
         if any(any_known(variant["ledger"][part]) for variant in ends):
-            found[name] = _stacks(title, ends, part)
-    return found
+            charts[name] = _stacks(title, ends, part)
+    return charts
 
 
 def _stacks(title: str, variants: Sequence[Row], part: str) -> Draw:
@@ -537,11 +545,11 @@ def _stacks(title: str, variants: Sequence[Row], part: str) -> Draw:
     sums = [sum(value for value in some if value is not None) for some in values]
     unit, sign = _byte_unit(sums) if part == "memory" else _second_unit(sums)
     stacks = []
-    for variant, whole in zip(variants, sums, strict=True):
+    for variant, total in zip(variants, sums, strict=True):
         terms = variant["ledger"][part].items()
         parts = {name: None if value is None else value / unit for name, value in terms}
-        said = words(whole, "memory" if part == "memory" else "seconds")
-        stacks.append(Stack(variant["name"], said if any_known(parts) else NOT_MEASURED, parts))
+        text = words(total, "memory" if part == "memory" else "seconds")
+        stacks.append(Stack(variant["name"], text if any_known(parts) else NOT_MEASURED, parts))
     return lambda width: stack_chart(title, stacks, width, lambda v: f"{v:.3g} {sign}")
 
 
@@ -558,14 +566,16 @@ def _tone(variant: Row, variants: Sequence[Row]) -> str:
 def _used(variant: Row, base: Row) -> str:
     """A variant's peak memory with its change from the baseline."""
     used, before = variant["peak_memory_bytes"], base["peak_memory_bytes"]
-    known = variant is not base and used is not None and before
-    return words(used, "memory") + (f" ({words(used / before - 1, 'change')})" if known else "")
+    comparable = variant is not base and used is not None and before
+    return words(used, "memory") + (
+        f" ({words(used / before - 1, 'change')})" if comparable else ""
+    )
 
 
 def _reach(rounds: Sequence[float | None]) -> str:
     """How far a variant's rounds lie from their median."""
-    known = [value for value in rounds if value]
-    middle = statistics.median(known) if known else 0
+    speeds = [value for value in rounds if value]
+    middle = statistics.median(speeds) if speeds else 0
     if not middle:
         return NOT_MEASURED
-    return " to ".join(words(end / middle - 1, "change") for end in (min(known), max(known)))
+    return " to ".join(words(end / middle - 1, "change") for end in (min(speeds), max(speeds)))

@@ -48,35 +48,39 @@ class ActivationCheckpointing(Technique):
 
     def live_settings(self, session: Session) -> tuple[LiveSetting, ...]:
         """Whether to recompute at all, where everything that is kept then fits twice over."""
-        found = session.setup.recompute
-        if not isinstance(found, BlockRecompute) or self.offload or not session.setup.layout.whole:
+        recompute = session.setup.recompute
+        if (
+            not isinstance(recompute, BlockRecompute)
+            or self.offload
+            or not session.setup.layout.replicated
+        ):
             return ()
-        sizes, positions = _measured(session, found), changing.largest_micro_batch(session)
+        sizes, positions = _measured(session, recompute), changing.largest_micro_batch(session)
         if sizes is None:
             return ()
-        kept, whole, measured = sizes
-        more = 2 * (whole - kept) * positions / measured if positions else math.inf
+        stored, total, measured = sizes
+        more = 2 * (total - stored) * positions / measured if positions else math.inf
         if not changing.fits(session, more):
             return ()
 
         def change(on: bool) -> None:
-            found.resting = not on
+            recompute.resting = not on
 
-        return (LiveSetting(self.name(), (True, False), lambda: not found.resting, change),)
+        return (LiveSetting(self.name(), (True, False), lambda: not recompute.resting, change),)
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
-        found = []
+        reasons = []
         if self.offload and not context.on_gpu:
-            found.append(
+            reasons.append(
                 f"activations of {context.model.architecture} are in host memory already on a "
                 "processor, so there is nothing to move; leave offload out"
             )
         if self.segments is not None and 0 < context.model.layers < self.segments:
-            found.append(
+            reasons.append(
                 f"segments is {self.segments}, but {context.model.architecture} has "
                 f"{context.model.layers} blocks here; give at most that"
             )
-        return tuple(found)
+        return tuple(reasons)
 
     def forecast(self, context: JobContext) -> Forecast:
         """A third of a step's FLOPs is the forward pass; what is recomputed runs it again."""
@@ -91,20 +95,22 @@ class ActivationCheckpointing(Technique):
         return Forecast(flops=1 + share / 3)
 
     def check_effect(self, session: Session) -> EffectCheck:
-        found = session.setup.recompute
-        if not isinstance(found, BlockRecompute):
+        recompute = session.setup.recompute
+        if not isinstance(recompute, BlockRecompute):
             return EffectCheck(False, "every activation is kept")
-        effective = found.passes > 0
-        done = f"{found.passes} passes of blocks {'kept on the host' if self.offload else 'again'}"
-        if found.resting:
+        effective = recompute.passes > 0
+        done = (
+            f"{recompute.passes} passes of blocks {'kept on the host' if self.offload else 'again'}"
+        )
+        if recompute.resting:
             return EffectCheck(effective, f"{done}, until all fitted and was kept: that was faster")
-        sizes = _measured(session, found)
+        sizes = _measured(session, recompute)
         if sizes is None:
             return EffectCheck(effective, done)
-        kept, whole, _ = (size / 1e6 for size in sizes)
+        stored, total, _ = (size / 1e6 for size in sizes)
         return EffectCheck(
             effective and sizes[0] < sizes[1],
-            f"saved {kept:.2f} MB of activations where {whole:.2f} MB would be, "
+            f"saved {stored:.2f} MB of activations where {total:.2f} MB would be, "
             f"on {MEASURED_EXAMPLES} examples; {done}",
         )
 
@@ -124,10 +130,10 @@ def _measured(session: Session, recompute: BlockRecompute) -> tuple[int, int, in
     passes = recompute.passes
     gpu = [] if job.device == "cpu" else [torch.device(job.device)]
     with torch.random.fork_rng(devices=gpu):
-        kept = recompute.saved_bytes(forward, module)
+        stored = recompute.saved_bytes(forward, module)
         with recompute.off():
-            whole = recompute.saved_bytes(forward, module)
+            total = recompute.saved_bytes(forward, module)
     recompute.passes = passes
     return (
-        (kept, whole, batch.counts.positions) if whole else None
+        (stored, total, batch.counts.positions) if total else None
     )  # no rank of a pipeline runs a pass by itself

@@ -68,7 +68,7 @@ class LoRA(Technique):
         """
         targets = list(self.targets) if isinstance(self.targets, tuple) else self.targets
         any_model: Any = model
-        found: nn.Module = adapters.add_lora(
+        adapted: nn.Module = adapters.add_lora(
             any_model,
             rank=self.rank,
             alpha=self.alpha,
@@ -79,7 +79,7 @@ class LoRA(Technique):
             dora=self.dora,
             base=self.base,
         )
-        return found
+        return adapted
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
         if context.model.vocabulary:
@@ -88,8 +88,10 @@ class LoRA(Technique):
 
     def forecast(self, context: JobContext) -> Forecast:
         # No weight gradients (a third of the products), no gradients and moments of the base.
-        kept = {None: 4.0, "int8": 1.0, "nf4": 0.5 + 4 / 64}[self.base]
-        return Forecast(flops=2 / 3, resident_bytes=(kept - 16.0) * context.model.parameters)
+        weight_bytes = {None: 4.0, "int8": 1.0, "nf4": 0.5 + 4 / 64}[self.base]
+        return Forecast(
+            flops=2 / 3, resident_bytes=(weight_bytes - 16.0) * context.model.parameters
+        )
 
     def check_effect(self, session: Session) -> EffectCheck:
         learn = sum(p.numel() for p in session.model.parameters() if p.requires_grad)
@@ -97,10 +99,14 @@ class LoRA(Technique):
         # The second matrix begins as zeros: what isn't zero now has been moved by training.
         second = [p for n, p in session.model.named_parameters() if "lora_B" in n]
         moved = sum(bool(p.detach().count_nonzero()) for p in second)
-        said = f"{learn:,} of {total:,} parameters learn; {moved} of {len(second)} adapters moved"
+        evidence = (
+            f"{learn:,} of {total:,} parameters learn; {moved} of {len(second)} adapters moved"
+        )
         effective = 0 < learn < total and moved > 0
         if not self.base:
-            return EffectCheck(effective, said)
+            return EffectCheck(effective, evidence)
         resting = adapters.quantised_layers(session.model)
         effective = effective and resting > 0
-        return EffectCheck(effective, f"{said}; {resting} frozen layers in {self.base} beside them")
+        return EffectCheck(
+            effective, f"{evidence}; {resting} frozen layers in {self.base} beside them"
+        )

@@ -56,35 +56,35 @@ class Allocator(Technique):
         if self.kind == "glibc":
             tunables = {"GLIBC_TUNABLES": _joined("GLIBC_TUNABLES", TUNABLE)}
             return memory.keeping() | (tunables if self.huge_pages else {})
-        found = memory.library(self.kind)
-        if found is None:
+        library = memory.library(self.kind)
+        if library is None:
             return {}  # unsupported_reasons() says so
         pages = {"THP_MEM_ALLOC_ENABLE": "1"} if self.huge_pages else {}  # torch asks the kernel
-        return {"LD_PRELOAD": _joined("LD_PRELOAD", found), **pages}
+        return {"LD_PRELOAD": _joined("LD_PRELOAD", library), **pages}
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
         name = context.model.architecture
-        found = []
+        reasons = []
         if self.kind == "expandable" and not context.on_gpu:
-            found.append(f"expandable segments are a GPU's, and {name} trains on the processor")
+            reasons.append(f"expandable segments are a GPU's, and {name} trains on the processor")
         if self.kind == "glibc" and not memory.is_glibc():
-            found.append(
+            reasons.append(
                 f"the C library of {context.hardware.system} isn't glibc, so there is nothing to "
                 f"tune for {name}"
             )
         if self.kind in memory.PACKAGES and memory.library(self.kind) is None:
             package = memory.PACKAGES[self.kind]
-            found.append(
+            reasons.append(
                 f"{self.kind} isn't on this machine, so {name} can't run on it; install it "
                 f"(Debian, Ubuntu: {package})"
             )
         mode = memory.huge_page_mode()
         if self.huge_pages and mode not in ("madvise", "always"):
-            found.append(
+            reasons.append(
                 f"this kernel gives no huge pages to {name} (transparent_hugepage is {mode}); "
                 "leave huge_pages out"
             )
-        return tuple(found)
+        return tuple(reasons)
 
     def check_effect(self, session: Session) -> EffectCheck:
         host = session.setup.allocator
@@ -115,31 +115,31 @@ class HostAllocator:
         per_step = (memory.minor_faults() - self._faults) / max(steps, 1)
         again = memory.faults_per_block()
         pages = memory.BLOCK // 4096
-        words = [
+        evidence = [
             f"{per_step:,.0f} page faults per step since the start of the run",
             f"{again:,} of {pages:,} pages of a freed block were filled in again at best",
         ]
         effective = again < KEPT * pages
         if technique.kind == "glibc":
             effective = effective and self._kept
-            words.insert(0, "glibc keeps freed memory" if self._kept else "glibc refused")
+            evidence.insert(0, "glibc keeps freed memory" if self._kept else "glibc refused")
         else:
             loaded = memory.is_loaded(technique.kind)
             effective = loaded
-            words.insert(0, f"{technique.kind} is {'loaded' if loaded else 'not loaded'}")
+            evidence.insert(0, f"{technique.kind} is {'loaded' if loaded else 'not loaded'}")
         if technique.huge_pages:
             variable = "GLIBC_TUNABLES" if technique.kind == "glibc" else "THP_MEM_ALLOC_ENABLE"
             stands = variable in start
             effective = effective and stands
-            words.append(
+            evidence.append(
                 "huge pages are asked for"
                 if stands
                 else f"no huge pages: {variable} must stand before the process starts"
             )
-        return EffectCheck(effective, "; ".join(words))
+        return EffectCheck(effective, "; ".join(evidence))
 
 
 def _joined(variable: str, value: str, separator: str = ":") -> str:
     """The value behind what the variable holds already, each once."""
-    before = [piece for piece in (environment.variable(variable) or "").split(separator) if piece]
-    return separator.join([*(piece for piece in before if piece != value), value])
+    before = [entry for entry in (environment.variable(variable) or "").split(separator) if entry]
+    return separator.join([*(entry for entry in before if entry != value), value])

@@ -54,17 +54,18 @@ class DocumentAttention(Technique):
     def check_effect(self, session: Session) -> EffectCheck:
         config = causal_lm(session.model).config
         ours = attention.by_documents(config)
-        seen = probes.operators(session) if ours else None
-        if seen is None:
+        operators = probes.operators(session) if ours else None
+        if operators is None:
             return EffectCheck(ours, f"the model's attention is {config._attn_implementation}")
-        calls, kernel = probes.count(seen, *CALLS), probes.count(seen, KERNEL, *VARLEN)
+        calls, kernel = probes.count(operators, *CALLS), probes.count(operators, KERNEL, *VARLEN)
         layers = max(session.setup.context.model.layers, 1)
-        said = f"{calls + kernel} calls of attention in {layers} layers over some examples"
+        evidence = f"{calls + kernel} calls of attention in {layers} layers over some examples"
         if kernel:
             return EffectCheck(
-                True, f"{said}, {kernel} of them by a kernel for whole rows of documents"
+                True, f"{evidence}, {kernel} of them by a kernel for whole rows of documents"
             )
         return EffectCheck(
             calls > layers,
-            said + (", one for each document" if calls > layers else ": each row is one document"),
+            evidence
+            + (", one for each document" if calls > layers else ": each row is one document"),
         )

@@ -47,13 +47,13 @@ class WeightAverage(Technique):
         return Forecast(resident_bytes=on_device)
 
     def check_effect(self, session: Session) -> EffectCheck:
-        found = session.setup.average
-        if not isinstance(found, SavedAverage) or not found.mean.updates:
+        average = session.setup.average
+        if not isinstance(average, SavedAverage) or not average.mean.updates:
             return EffectCheck(False, "no average was kept")
-        text = f"mean of {found.mean.updates} updates, {found.mean.state_bytes / 1e6:.2f} MB"
-        here, there = _losses(session, found.mean)
-        if here is not None and there is not None:
-            text += f"; eval loss {there:.4f} with it, {here:.4f} with the last weights"
+        text = f"mean of {average.mean.updates} updates, {average.mean.state_bytes / 1e6:.2f} MB"
+        last_loss, average_loss = _losses(session, average.mean)
+        if last_loss is not None and average_loss is not None:
+            text += f"; eval loss {average_loss:.4f} with it, {last_loss:.4f} with the last weights"
         return EffectCheck(True, text)
 
 
@@ -85,9 +85,9 @@ class SavedAverage:
 def _losses(session: Session, mean: WeightAveragePart) -> tuple[float | None, float | None]:
     precision = session.setup.precision
     with evaluation_mode(session.loss_module):
-        here = eval_loss(session)
+        last_loss = eval_loss(session)
         with mean.swapped(precision.parameters()):
-            precision.publish()
-            there = eval_loss(session)
-    precision.publish()
-    return here, there
+            precision.update_model_weights()
+            average_loss = eval_loss(session)
+    precision.update_model_weights()
+    return last_loss, average_loss

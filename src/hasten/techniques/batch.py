@@ -54,8 +54,8 @@ def fits(session: Session, more: float) -> bool:
     used, limit = memory_meter(session.setup.job.device)()
     on_host = session.setup.job.device.startswith("cpu")
     ranks = ranks_here(session.setup.context.world) if on_host else 1
-    mine = torch.tensor([float(ranks * (used + more) <= FULL * limit)], dtype=torch.float64)
-    return bool(session.setup.rank_sync.sum(mine).item() == session.setup.layout.size)
+    flag = torch.tensor([float(ranks * (used + more) <= FULL * limit)], dtype=torch.float64)
+    return bool(session.setup.rank_sync.sum(flag).item() == session.setup.layout.size)
 
 
 def largest_micro_batch(session: Session) -> int:
@@ -63,13 +63,13 @@ def largest_micro_batch(session: Session) -> int:
     setup, layout = session.setup, session.setup.layout
     if setup.sampler is None or not len(setup.job.examples):
         return 0
-    collate, examples, found = setup.collate or setup.job.collate, setup.job.examples, 0
+    collate, examples, largest = setup.collate or setup.job.collate, setup.job.examples, 0
     steps = setup.sampler.local_steps(session.progress.epoch, layout.data_rank, layout.data_size)
     for pieces in islice(steps, STEPS):
-        for piece in pieces:
-            for part in setup.split_micro_batches([examples[i] for i in piece]) if piece else ():
-                found = max(found, collate(part).counts.positions)
-    return found
+        for group in pieces:
+            for part in setup.split_micro_batches([examples[i] for i in group]) if group else ():
+                largest = max(largest, collate(part).counts.positions)
+    return largest
 
 
 # The techniques.
@@ -105,21 +105,21 @@ class GradientAccumulation(Technique):
 
     def live_settings(self, session: Session) -> tuple[LiveSetting, ...]:
         """Smaller micro-batches; larger ones than were asked for may not fit."""
-        found = session.setup.split_micro_batches
-        if not isinstance(found, FixedCut) or not session.setup.layout.whole:
+        fixed_cut = session.setup.split_micro_batches
+        if not isinstance(fixed_cut, FixedCut) or not session.setup.layout.replicated:
             return ()
         longest = session.setup.context.examples.longest
         by_tokens = self.micro_batch_tokens > 0
-        given = self.micro_batch_tokens or self.micro_batch_size
+        size = self.micro_batch_tokens or self.micro_batch_size
         fewest = longest if by_tokens else 1
-        values = [v for v in (given // 8, given // 4, given // 2) if v >= fewest]
+        values = [v for v in (size // 8, size // 4, size // 2) if v >= fewest]
         setting = "micro_batch_tokens" if by_tokens else "micro_batch_size"
         return (
             LiveSetting(
                 f"{self.name()}.{setting}",
-                (*values, given),
-                lambda: found.tokens if by_tokens else found.examples,
-                found.change,
+                (*values, size),
+                lambda: fixed_cut.tokens if by_tokens else fixed_cut.examples,
+                fixed_cut.change,
                 lambda: steps_read_ahead(session),
             ),
         )
@@ -216,15 +216,17 @@ class AdaptiveBatch(Technique):
         return Forecast(bytes=FURTHER_PASSES)
 
     def check_effect(self, session: Session) -> EffectCheck:
-        found = session.setup.run_passes
-        if not isinstance(found, AdaptiveCut):
+        adaptive_cut = session.setup.run_passes
+        if not isinstance(adaptive_cut, AdaptiveCut):
             return EffectCheck(False, "steps are not cut by memory")
-        larger = f"; {found.larger} steps of several batches" if self.grow else ""
+        larger = f"; {adaptive_cut.larger} steps of several batches" if self.grow else ""
         return EffectCheck(
-            found.steps > 0 and (found.passes > found.steps or found.larger > 0),
-            f"{found.passes} passes in {found.steps} steps, {found.redone} redone, "
-            f"micro-batch of {found.room.size} "
-            f"positions after {found.room.changes} changes{larger}",
+            adaptive_cut.steps > 0
+            and (adaptive_cut.passes > adaptive_cut.steps or adaptive_cut.larger > 0),
+            f"{adaptive_cut.passes} passes in {adaptive_cut.steps} steps, {adaptive_cut.redone} "
+            f"redone, "
+            f"micro-batch of {adaptive_cut.room.size} "
+            f"positions after {adaptive_cut.room.changes} changes{larger}",
         )
 
 
@@ -261,32 +263,32 @@ class AdaptiveCut:
 
     def __call__(self, engine: Engine, batch: StepBatch) -> tuple[Tensor, StepBatch]:
         """Smaller micro-batches after each attempt that ran out of memory; loss sum, what ran."""
-        given, ceiling = batch.micro_batches, self.room.ceiling
-        over = ceiling and _largest([m for m in given if len(m.examples) > 1])
+        micro_batches, ceiling = batch.micro_batches, self.room.ceiling
+        over = ceiling and _largest([m for m in micro_batches if len(m.examples) > 1])
         if over and over >= ceiling:  # read ahead before a failure, and known not to fit
-            batch = replace(batch, micro_batches=self._cut_again(given))
+            batch = replace(batch, micro_batches=self._cut_again(micro_batches))
         while True:
             try:
-                rest = self._passes(engine, batch)
+                finish = self._passes(engine, batch)
                 break
             except (RuntimeError, MemoryError) as error:
                 single = all(len(m.examples) < 2 for m in batch.micro_batches)
                 if single or not is_out_of_memory(error):
                     raise
             # Here the error is gone, and with it the frames that held the failed pass's tensors.
-            engine.discard()
+            engine.zero_grad()
             release_memory()
-            given = batch.micro_batches
-            load = _largest([m for m in given if len(m.examples) > 1])
+            micro_batches = batch.micro_batches
+            load = _largest([m for m in micro_batches if len(m.examples) > 1])
             self.room.on_out_of_memory(load)
-            while sum(len(self.cut(m.examples)) for m in given) <= len(given):
+            while sum(len(self.cut(m.examples)) for m in micro_batches) <= len(micro_batches):
                 self.room.on_out_of_memory(self.room.size)
-            batch = replace(batch, micro_batches=self._cut_again(given))
+            batch = replace(batch, micro_batches=self._cut_again(micro_batches))
             self.redone += 1
         self.room.observe(_largest(batch.micro_batches))
         self.steps += 1
         self.passes += len(batch.micro_batches)
-        return rest(), batch
+        return finish(), batch
 
     def _passes(self, engine: Engine, batch: StepBatch) -> Callable[[], Tensor]:
         """This rank's own passes, and what is left to do when they have succeeded."""
@@ -301,17 +303,17 @@ class AdaptiveCut:
             )
         return engine.gradients_apart(batch.micro_batches, tokens, layout)
 
-    def _cut_again(self, given: Sequence[MicroBatch]) -> tuple[MicroBatch, ...]:
+    def _cut_again(self, micro_batches: Sequence[MicroBatch]) -> tuple[MicroBatch, ...]:
         collate, device = self.setup.collate or self.setup.job.collate, self.setup.job.device
-        parts = [part for m in given for part in self.cut(m.examples)]
+        parts = [part for m in micro_batches for part in self.cut(m.examples)]
         return tuple(replace(collate(part), examples=part).to(device) for part in parts)
 
     def state_dict(self) -> dict[str, Any]:
         """What every rank has learnt of its memory; all ranks call it together."""
         world, room = self.setup.context.world, self.room
-        mine = torch.zeros(world.size, 3, dtype=torch.float64)
-        mine[world.rank] = torch.tensor([room.size, room.good, room.ceiling])
-        rows = self.setup.layout.all_reduce_world(mine).tolist()
+        table = torch.zeros(world.size, 3, dtype=torch.float64)
+        table[world.rank] = torch.tensor([room.size, room.good, room.ceiling])
+        rows = self.setup.layout.all_reduce_world(table).tolist()
         rooms = [[int(v) for v in row] for row in rows]
         return {"rooms": rooms, "epoch": self._epoch, "joined": list(self.joined)}
 

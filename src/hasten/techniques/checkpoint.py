@@ -13,7 +13,7 @@ import torch
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.state import restore, state_of, told
+from hasten.core.state import gather_objects, restore, state_of
 from hasten.core.technique import EffectCheck, Fidelity, Technique, setting
 from hasten.errors import InputError
 from hasten.parts.checkpoint import SmartCheckpointer
@@ -53,12 +53,16 @@ class Checkpoints(Technique):
         setup.checkpoint = SessionCheckpoints(self, setup)
 
     def check_effect(self, session: Session) -> EffectCheck:
-        kept = session.setup.checkpoint
-        if not isinstance(kept, SessionCheckpoints):
+        checkpoints = session.setup.checkpoint
+        if not isinstance(checkpoints, SessionCheckpoints):
             return EffectCheck(False, "0 checkpoint(s) written")
-        keeper = kept.keeper
-        words = [f"{kept.saved} checkpoint(s) written", keeper.compression, *keeper.alarms[-1:]]
-        return EffectCheck(kept.saved > 0, "; ".join(words))
+        keeper = checkpoints.keeper
+        evidence = [
+            f"{checkpoints.saved} checkpoint(s) written",
+            keeper.compression,
+            *keeper.alarms[-1:],
+        ]
+        return EffectCheck(checkpoints.saved > 0, "; ".join(evidence))
 
 
 class SessionCheckpoints:
@@ -106,15 +110,15 @@ class SessionCheckpoints:
         self._open(session)
         try:
             with _as_advice():
-                found = self.keeper.load_state(path)
-                if found is None:
+                loaded = self.keeper.load_state(path)
+                if loaded is None:
                     return None
-                tensors, meta, place = found
+                tensors, meta, folder = loaded
                 restore(session, tensors, meta)
         except InputError:
             self.keeper.close()  # who catches it may begin again in this folder
             raise
-        return place
+        return folder
 
     def wait_for_writer(self) -> None:
         self.keeper.saver.wait_for_writer()
@@ -133,25 +137,26 @@ class SessionCheckpoints:
             self.keeper.close()
 
     def _open(self, session: Session) -> None:
-        if isinstance(session.optimizer, CompactAdamW) and not self._setup.layout.whole:
+        if isinstance(session.optimizer, CompactAdamW) and not self._setup.layout.replicated:
             raise InputError(
                 "checkpoints: compact_adamw keeps moments in blocks of its own, which can't be "
                 "brought together from ranks that hold parts; take another optimizer, or leave "
                 "checkpoints out"
             )
-        held = session.loss_module.state_dict(keep_vars=True).values()
+        tensors = session.loss_module.state_dict(keep_vars=True).values()
         # Tied weights count once; one that is dealt out over ranks has no memory of its own.
-        weights = {t.data_ptr() or id(t): t.nbytes for t in held}
-        mine = sum(weights.values()) + moments_to_come(session.optimizer)
-        expected = sum(told(session, mine))  # the first rank writes those of all stages
+        weights = {t.data_ptr() or id(t): t.nbytes for t in tensors}
+        local_bytes = sum(weights.values()) + moments_to_come(session.optimizer)
+        # the first rank writes those of all stages
+        expected = sum(gather_objects(session, local_bytes))
         with _as_advice():
             self.keeper.open(expected)
 
     def _first_rank_says(self, numbers: Sequence[float]) -> Sequence[float]:
         main = self._setup.context.world.is_main
         values = torch.tensor(list(numbers), dtype=torch.float64)
-        found: list[float] = self._setup.layout.all_reduce_world(values * float(main)).tolist()
-        return found
+        received: list[float] = self._setup.layout.all_reduce_world(values * float(main)).tolist()
+        return received
 
 
 @contextlib.contextmanager

@@ -32,11 +32,11 @@ class Packed(Technique):
         setup.collate = with_language_counts(collate.packed)
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
-        known = attention.ARCHITECTURES
-        if context.model.architecture in known:
+        architectures = attention.ARCHITECTURES
+        if context.model.architecture in architectures:
             return ()
         return (
-            f"packing is proven not to leak between documents for {', '.join(known)}, "
+            f"packing is proven not to leak between documents for {', '.join(architectures)}, "
             f"not for {context.model.architecture}",
         )
 
@@ -59,7 +59,7 @@ class Packed(Technique):
         padded = probes.laid_out(session, session.setup.sampler, session.setup.job.collate)
         if padded is None:
             return EffectCheck(effective, evidence)
-        there = padded.positions > padded.tokens  # or there was nothing to take out
+        has_padding = padded.positions > padded.tokens  # or there was nothing to take out
         return EffectCheck(
-            effective and there, f"{evidence}; padded rows have {padded.padding_share:.1%}"
+            effective and has_padding, f"{evidence}; padded rows have {padded.padding_share:.1%}"
         )

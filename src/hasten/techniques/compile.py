@@ -77,58 +77,60 @@ class Compiled(Technique):
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
         name = context.model.architecture
-        found = []
+        reasons = []
         if self.mode == "reduce-overhead" and not context.on_gpu:
-            found.append(
+            reasons.append(
                 f"reduce-overhead records CUDA graphs, and {name} trains on the processor; leave "
                 "mode out"
             )
         if self.backend == "inductor" and context.on_gpu and not importlib.util.find_spec("triton"):
-            found.append(f"compiling {name} for a GPU takes Triton, which isn't installed")
+            reasons.append(f"compiling {name} for a GPU takes Triton, which isn't installed")
         if self.backend == "inductor" and not context.on_gpu:
             if not any(shutil.which(compiler) for compiler in COMPILERS):
-                found.append(
+                reasons.append(
                     f"compiling {name} takes a C++ compiler, and none was found "
                     f"({', '.join(COMPILERS)}); install one"
                 )
             if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
-                found.append(
+                reasons.append(
                     f"compiling {name} takes Python's headers (Python.h), and they aren't "
                     "installed; on Debian and Ubuntu the package is python3-dev"
                 )
             # Inductor writes these into the compiler's command without quotes (torch 2.13).
             folder = next((p for p in (torch.__path__[0], _cache_dir()) if " " in p), None)
             if folder:
-                found.append(
+                reasons.append(
                     f"torch.compile can't call the C++ compiler if a path has a space, and "
                     f"{folder} has one; install torch in a folder without spaces"
                 )
         if self.backend == "inductor" and (shared := _shared_cache()):
-            found.append(
+            reasons.append(
                 f"torch.compile runs what lies in {shared}, and other users may write to it; "
                 "set TORCHINDUCTOR_CACHE_DIR to a folder of your own"
             )
         if context.model.layers == 1:
-            found.append(f"this {name} has one block, so there is nothing to share between blocks")
-        return tuple(found)
+            reasons.append(
+                f"this {name} has one block, so there is nothing to share between blocks"
+            )
+        return tuple(reasons)
 
     def check_effect(self, session: Session) -> EffectCheck:
-        found = session.setup.compile
-        if isinstance(found, NotCompiled):
-            return EffectCheck(False, found.reason)
-        if not isinstance(found, Compiling):
+        compiling = session.setup.compile
+        if isinstance(compiling, NotCompiled):
+            return EffectCheck(False, compiling.reason)
+        if not isinstance(compiling, Compiling):
             return EffectCheck(False, "every operator runs by itself")
-        blocks = found.blocks
-        words = [
+        blocks = compiling.blocks
+        evidence = [
             f"{blocks.passes:,} passes of {blocks.parts} parts through graphs of {self.backend}",
             f"compiled for {blocks.compiled_shapes} shapes in {blocks.seconds:.1f} s",
         ]
         if blocks.eager_passes:
-            words.append(
+            evidence.append(
                 f"{blocks.eager_passes:,} passes ran as they are, their shapes beyond the first "
                 f"{self.shapes}: a larger bucket, or dynamic, would compile them"
             )
-        return EffectCheck(blocks.passes > 0, "; ".join(words))
+        return EffectCheck(blocks.passes > 0, "; ".join(evidence))
 
 
 class NotCompiled:
@@ -197,8 +199,8 @@ def _shared_cache() -> str | None:
     A group may write to it: with the usual umask of some systems, a user is a group alone.
     """
     folder = _cache_dir()
-    found = os.stat(folder)
-    safe = found.st_uid == os.geteuid() and not found.st_mode & stat.S_IWOTH
+    status = os.stat(folder)
+    safe = status.st_uid == os.geteuid() and not status.st_mode & stat.S_IWOTH
     return None if safe else folder
 
 

@@ -66,11 +66,11 @@ class ExpertsImplementation(Technique):
             raise InputError(f"experts_implementation: {error}") from error
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
-        known = FUSED if self.kind == "fused" else ARCHITECTURES
-        if context.model.architecture not in known or not context.model.experts:
+        architectures = FUSED if self.kind == "fused" else ARCHITECTURES
+        if context.model.architecture not in architectures or not context.model.experts:
             return (
                 f"there are no experts in {context.model.architecture} here whose code can be "
-                f"{self.kind}; it is for models with experts of {', '.join(known)}",
+                f"{self.kind}; it is for models with experts of {', '.join(architectures)}",
             )
         if self.kind != "fused":
             return ()
@@ -83,15 +83,15 @@ class ExpertsImplementation(Technique):
         model = causal_lm(session.model)
         layers = fused_experts.fused(model)
         chosen = "fused" if layers else str(model.config._experts_implementation)
-        seen = probes.operators(session) if session.setup.job.device == "cpu" else None
-        if seen is None:
+        operators = probes.operators(session) if session.setup.job.device == "cpu" else None
+        if operators is None:
             return EffectCheck(
                 chosen == self.kind, f"the model's experts are computed by {chosen} code"
             )
-        ran = next((kind for kind, sign in SIGNS.items() if probes.count(seen, sign)), "other")
+        ran = next((kind for kind, sign in SIGNS.items() if probes.count(operators, sign)), "other")
         sign = SIGNS.get(ran, "operators that aren't known here")
         return EffectCheck(
             chosen == ran == self.kind,
             f"the model's experts ran as {ran} in one pass over some examples, by "
-            f"{probes.count(seen, sign)} calls of {sign}",
+            f"{probes.count(operators, sign)} calls of {sign}",
         )

@@ -55,14 +55,15 @@ class Prefetched(Technique):
         feed = session.setup.feed
         if not isinstance(feed, PrefetchedFeed) or feed.prefetcher is None:
             return EffectCheck(False, "no step was read ahead")
-        seen = feed.prefetcher.statistics
+        statistics = feed.prefetcher.statistics
         evidence = (
-            f"{seen.ready} of {seen.batches} steps were ready before they were asked for, "
-            f"{seen.stall_seconds:.3f} s of waiting, look-ahead {seen.lookahead}"
+            f"{statistics.ready} of {statistics.batches} steps were ready before they were asked "
+            f"for, "
+            f"{statistics.stall_seconds:.3f} s of waiting, look-ahead {statistics.lookahead}"
         )
-        if seen.left_alone:
+        if statistics.left_alone:
             evidence += "; not read ahead, since reading an example draws random numbers"
-        return EffectCheck(seen.ready > 0, evidence)
+        return EffectCheck(statistics.ready > 0, evidence)
 
 
 class PrefetchedFeed:
@@ -99,7 +100,7 @@ class PrefetchedFeed:
         # Each step as its inputs, which travel, beside what stays.
         self._ahead.loader = ([(m.inputs, _Kept(m)) for m in step] for step in steps)
         for step in self._ahead:
-            yield tuple(replace(kept.micro_batch, inputs=inputs) for inputs, kept in step)
+            yield tuple(replace(carrier.micro_batch, inputs=inputs) for inputs, carrier in step)
 
 
 class _Kept:

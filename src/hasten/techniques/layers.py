@@ -48,11 +48,11 @@ class FusedLayers(Technique):
         setup.layers = fuse
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
-        known = fused_layers.ARCHITECTURES
-        if context.model.architecture not in known:
+        architectures = fused_layers.ARCHITECTURES
+        if context.model.architecture not in architectures:
             return (
                 f"not proven for the architecture {context.model.architecture}; it is for "
-                + ", ".join(known),
+                + ", ".join(architectures),
             )
         reason = fused_layers.why_not(context.device)
         return (reason,) if reason else registry.faults(context.device, *KERNELS)
@@ -67,13 +67,15 @@ class FusedLayers(Technique):
     def check_effect(self, session: Session) -> EffectCheck:
         bound = fused_layers.fused(causal_lm(session.model))
         listed = ", ".join(f"{count} x {kind}" for kind, count in sorted(bound.items()))
-        said = f"fused code runs {listed or 'nothing'}"
+        evidence = f"fused code runs {listed or 'nothing'}"
         # Bound code hands tensors that it doesn't take to the layer's own: count what ran. Liger's
         # kernels on a GPU aren't operators, so there the bound layers have to do.
-        seen = probes.operators(session) if bound and session.setup.job.device == "cpu" else None
-        if seen is None:
-            return EffectCheck(bool(bound), said)
-        ran = probes.count(seen, *OPERATORS)
+        operators = (
+            probes.operators(session) if bound and session.setup.job.device == "cpu" else None
+        )
+        if operators is None:
+            return EffectCheck(bool(bound), evidence)
+        ran = probes.count(operators, *OPERATORS)
         return EffectCheck(
-            ran > 0, f"{said}; {ran} of its kernels ran in one pass over some examples"
+            ran > 0, f"{evidence}; {ran} of its kernels ran in one pass over some examples"
         )

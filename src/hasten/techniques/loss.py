@@ -61,16 +61,16 @@ class LabelledTokenLoss(Technique):
         usual = setup.loss
 
         def loss_of(model: nn.Module) -> nn.Module:
-            whole = usual(model) if usual else None
-            if not isinstance(whole, WholeLogitsLoss):
+            full_loss = usual(model) if usual else None
+            if not isinstance(full_loss, WholeLogitsLoss):
                 raise InputError(
                     "labelled_token_loss takes the place of cross-entropy over a language model's "
-                    f"logits, and this job's loss is {type(whole).__name__}; leave it out"
+                    f"logits, and this job's loss is {type(full_loss).__name__}; leave it out"
                 )
-            vocabulary = causal_lm(whole.model).config.vocab_size
+            vocabulary = causal_lm(full_loss.model).config.vocab_size
             rows = chunk_rows(self.chunk, vocabulary, chunk_bytes_on(setup.job.device))
             try:
-                return LabelOnlyLoss(whole.model, rows, whole.terms)
+                return LabelOnlyLoss(full_loss.model, rows, full_loss.terms)
             except ValueError as error:
                 raise InputError(f"labelled_token_loss: {error}; leave it out") from error
 
@@ -79,7 +79,7 @@ class LabelledTokenLoss(Technique):
     def live_settings(self, session: Session) -> tuple[LiveSetting, ...]:
         """Chunks of fewer rows, and of twice as many where their logits fit twice over."""
         loss = session.loss_module
-        if not isinstance(loss, LabelOnlyLoss) or not session.setup.layout.whole:
+        if not isinstance(loss, LabelOnlyLoss) or not session.setup.layout.replicated:
             return ()
         rows, width = loss.chunk, 4 * max(session.setup.context.model.vocabulary, 1)
         values = [v for v in (rows // 4, rows // 2) if v >= 64]

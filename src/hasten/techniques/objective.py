@@ -43,7 +43,7 @@ class MultiTokenPrediction(Technique):
 
     def apply(self, setup: Setup) -> None:
         def add(loss_module: nn.Module) -> None:
-            if not setup.layout.whole:
+            if not setup.layout.replicated:
                 raise InputError(
                     "multi_token_prediction runs where every rank holds the whole model, and the "
                     "plan's layout deals it out; take ddp as the layout, or leave one of them out"
@@ -80,8 +80,8 @@ class MultiTokenPrediction(Technique):
             return EffectCheck(False, "no module predicts tokens further ahead")
         size = sum(p.numel() for p in ahead.parameters())
         losses = [f"{float(loss) / max(int(count), 1):.3f}" for loss, count in ahead.last]
-        told = f"; loss of a token ahead in the last pass {', '.join(losses)}" if losses else ""
+        suffix = f"; loss of a token ahead in the last pass {', '.join(losses)}" if losses else ""
         return EffectCheck(
             ahead.passes > 0,
-            f"{self.depth} module(s) of {size:,} weights, run in {ahead.passes} passes{told}",
+            f"{self.depth} module(s) of {size:,} weights, run in {ahead.passes} passes{suffix}",
         )

@@ -58,8 +58,8 @@ class FusedAdamW(Technique):
 
     def gain(self, context: JobContext) -> Gain | None:
         """A loss alone: the update is a small part of a step, and its gain none of the step's."""
-        found = kernel_variants.update_gain(context.device)
-        return found if found is not None and found.lost else None
+        update_gain = kernel_variants.update_gain(context.device)
+        return update_gain if update_gain is not None and update_gain.lost else None
 
     def check_effect(self, session: Session) -> EffectCheck:
         optimizer = session.optimizer
@@ -93,9 +93,9 @@ class CompactAdamW(Technique):
 
     def check_effect(self, session: Session) -> EffectCheck:
         optimizer = session.optimizer
-        kept, plain = state_bytes(optimizer)
-        effective = isinstance(optimizer, CompactAdamWPart) and 0 < kept < plain
-        return EffectCheck(effective, _memory(kept, plain))
+        stored, plain = state_bytes(optimizer)
+        effective = isinstance(optimizer, CompactAdamWPart) and 0 < stored < plain
+        return EffectCheck(effective, _memory(stored, plain))
 
 
 @dataclass(frozen=True)
@@ -141,15 +141,15 @@ class Muon(Technique):
 
 def state_bytes(optimizer: Optimizer) -> tuple[int, int]:
     """Bytes of the optimizer's state as it is, and as AdamW's would be."""
-    kept = plain = 0
+    stored = plain = 0
     for parameter, state in optimizer.state.items():
-        kept += sum(v.nbytes for v in state.values() if isinstance(v, Tensor) and v.ndim)
+        stored += sum(v.nbytes for v in state.values() if isinstance(v, Tensor) and v.ndim)
         plain += int(ADAMW_BYTES) * parameter.numel() if state else 0
-    return kept, plain
+    return stored, plain
 
 
-def _memory(kept: int, plain: int) -> str:
-    return f"state of {kept / 1e6:.2f} MB where AdamW's is {plain / 1e6:.2f} MB"
+def _memory(stored: int, plain: int) -> str:
+    return f"state of {stored / 1e6:.2f} MB where AdamW's is {plain / 1e6:.2f} MB"
 
 
 def _groups(adamw: AdamW) -> list[dict[str, Any]]:
@@ -157,7 +157,7 @@ def _groups(adamw: AdamW) -> list[dict[str, Any]]:
 
 
 def _in_place_of_adamw(
-    given: OptimizerFactory | None, name: str, build: Callable[[AdamW, Named], Optimizer]
+    job_factory: OptimizerFactory | None, name: str, build: Callable[[AdamW, Named], Optimizer]
 ) -> OptimizerFactory:
     """A factory that lets the job build its AdamW and builds ``name`` with the same settings.
 
@@ -167,8 +167,8 @@ def _in_place_of_adamw(
 
     def factory(named: NamedParameters) -> Optimizer:
         pairs = list(named)
-        assert given is not None  # prepare() put the job's there
-        adamw = given(pairs)
+        assert job_factory is not None  # prepare() put the job's there
+        adamw = job_factory(pairs)
         if not isinstance(adamw, AdamW):
             raise InputError(
                 f"{name} takes the settings of an AdamW, and this job's optimizer is "

@@ -47,8 +47,13 @@ def _slow_bf16(context: JobContext) -> tuple[str, ...]:
     old = [g for g in context.hardware.accelerators if _capability(g.capability) < BF16_CAPABILITY]
     if context.on_gpu and old:
         return (f"{old[0].name} has no bf16 units (compute capability below 8.0)",)
-    known = context.hardware.system.startswith("Linux")  # elsewhere nobody lists instruction sets
-    if context.on_gpu or not known or set(BF16_KERNELS) & set(context.hardware.instruction_sets):
+    # elsewhere nobody lists instruction sets
+    lists_features = context.hardware.system.startswith("Linux")
+    if (
+        context.on_gpu
+        or not lists_features
+        or set(BF16_KERNELS) & set(context.hardware.instruction_sets)
+    ):
         return ()
     return (
         f"{context.hardware.cpu} multiplies bf16 in software only (neither AVX-512 nor AMX nor "
@@ -74,8 +79,8 @@ def why_no_gain(context: JobContext) -> str:
     gain = gain_here(context)
     if gain is None or gain.sure:
         return ""
-    found = f"bf16 has {gain} the speed of float32 on this processor"
-    return found if gain.lost else f"{found}, which leaves it open"
+    sentence = f"bf16 has {gain} the speed of float32 on this processor"
+    return sentence if gain.lost else f"{sentence}, which leaves it open"
 
 
 @dataclass(frozen=True)
@@ -108,10 +113,11 @@ class BF16MasterWeights(Technique):
 
     def check_effect(self, session: Session) -> EffectCheck:
         working = {p.dtype for p in session.module.parameters() if p.requires_grad}
-        found = session.setup.precision
-        if isinstance(found, LocalShards) and found.dtype is not None:
-            working = {found.dtype}  # as the blocks are brought together; pieces are the masters
-        masters = {p.dtype for p in found.parameters()}
+        precision = session.setup.precision
+        if isinstance(precision, LocalShards) and precision.dtype is not None:
+            # as the blocks are brought together; pieces are the masters
+            working = {precision.dtype}
+        masters = {p.dtype for p in precision.parameters()}
         return EffectCheck(
             effective=working == {torch.bfloat16} and masters == {torch.float32},
             evidence=f"weights {_names(working)}, masters {_names(masters)}",
@@ -168,16 +174,16 @@ class Autocast(Technique):
         return gain_here(context) if self.dtype == "bf16" else None
 
     def check_effect(self, session: Session) -> EffectCheck:
-        found = _format(session)
-        seen = found.seen if isinstance(found, AutocastRegion) else set()
+        number_format = _format(session)
+        dtypes = number_format.seen if isinstance(number_format, AutocastRegion) else set()
         scale = session.setup.loss_scale
         scaled = (
             f"; loss scale {scale.value:g}, {scale.skipped} steps given up for it"
             if isinstance(scale, LossScale)
             else ""
         )
-        said = f"layers returned {_names(seen) or 'nothing yet'}{scaled}"
-        return EffectCheck(FORMATS[self.dtype] in seen, said)
+        evidence = f"layers returned {_names(dtypes) or 'nothing yet'}{scaled}"
+        return EffectCheck(FORMATS[self.dtype] in dtypes, evidence)
 
 
 @dataclass(frozen=True)
@@ -210,45 +216,49 @@ class Float8(Technique):
         )
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
-        found = []
+        reasons = []
         old = [
             g
             for g in context.hardware.accelerators
             if _capability(g.capability) < FLOAT8_CAPABILITY
         ]
         if not self.emulate and not context.on_gpu:
-            found.append("a processor has no float8 products (emulate: true shows their rounding)")
+            reasons.append(
+                "a processor has no float8 products (emulate: true shows their rounding)"
+            )
         elif not self.emulate and old:
-            found.append(f"{old[0].name} has no float8 products (compute capability below 9.0)")
+            reasons.append(f"{old[0].name} has no float8 products (compute capability below 9.0)")
         if not self.emulate and self.recipe == "blockwise":
-            found.append("the blockwise recipe exists emulated only: say rowwise, or emulate: true")
+            reasons.append(
+                "the blockwise recipe exists emulated only: say rowwise, or emulate: true"
+            )
         if context.model.hidden_size % SIDE:
-            found.append(
+            reasons.append(
                 f"float8 products need sides that are multiples of {SIDE}, and this "
                 f"{context.model.architecture} is {context.model.hidden_size} wide"
             )
         if not context.model.hidden_size:
-            found.append(
+            reasons.append(
                 f"needs a language model's linear layers; {context.model.architecture} is none"
             )
-        return tuple(found)
+        return tuple(reasons)
 
     def forecast(self, context: JobContext) -> Forecast:
-        kept = 2.0 * context.model.parameters if self.keep_weights else 0.0
-        return Forecast(bytes=1.0 if self.emulate else 0.4, resident_bytes=kept)
+        copy_bytes = 2.0 * context.model.parameters if self.keep_weights else 0.0
+        return Forecast(bytes=1.0 if self.emulate else 0.4, resident_bytes=copy_bytes)
 
     def check_effect(self, session: Session) -> EffectCheck:
-        found = _format(session)
-        layers = found.layers if isinstance(found, AutocastRegion) else None
+        number_format = _format(session)
+        layers = number_format.layers if isinstance(number_format, AutocastRegion) else None
         if layers is None:
             return EffectCheck(False, "no layer computes in float8")
         how = "emulated" if layers.emulate else "in hardware"
         ran, names = len(layers.ran), len(layers.names)
-        said = f"{ran} of {names} linear layers ran in float8 {layers.recipe}, {how}"
+        evidence = f"{ran} of {names} linear layers ran in float8 {layers.recipe}, {how}"
         if self.keep_weights:
-            kept = "once a step" if layers.have_kept else "in each pass all the same"
-            said += f", their weights rounded {kept}"
-        return EffectCheck(ran == names, f"{said}; {len(layers.left)} left out for their sides")
+            frequency = "once a step" if layers.have_kept else "in each pass all the same"
+            evidence += f", their weights rounded {frequency}"
+        return EffectCheck(ran == names, f"{evidence}; {len(layers.left)} left out for their sides")
 
 
 class AutocastRegion:
@@ -289,21 +299,21 @@ class AutocastRegion:
         region: AbstractContextManager[Any] = torch.autocast(self._device_type, self._dtype)
         return region
 
-    def own(self, optimizer: Optimizer) -> None:
-        self._plain.own(optimizer)
+    def attach_optimizer(self, optimizer: Optimizer) -> None:
+        self._plain.attach_optimizer(optimizer)
 
     def before_backward(self, reduces: bool) -> None:
         if self.layers is not None and self._keep_weights:
             self.layers.keep_weights(True)
 
-    def collect(self) -> None:
+    def accumulate_gradients(self) -> None:
         return None
 
     def parameters(self) -> list[Tensor]:
         self._passes_are_over()
         return self._plain.parameters()
 
-    def publish(self) -> None:
+    def update_model_weights(self) -> None:
         self._passes_are_over()
 
     def _passes_are_over(self) -> None:
@@ -322,8 +332,8 @@ class AutocastRegion:
 
 def _format(session: Session) -> object:
     """The number format itself, where a layout deals its weights out."""
-    found = session.setup.precision
-    return found.inner if isinstance(found, LocalShards) else found
+    precision = session.setup.precision
+    return precision.inner if isinstance(precision, LocalShards) else precision
 
 
 def _names(dtypes: set[torch.dtype]) -> str:

@@ -63,31 +63,31 @@ def operators(session: Session) -> Counter[str] | None:
 def _uncounted(session: Session) -> Iterator[None]:
     """What is run inside isn't part of the run: other probes' counters don't see it."""
     compiling, loss = session.setup.compile, session.loss_module
-    held: list[tuple[Any, dict[str, Any]]] = []
+    saved: list[tuple[Any, dict[str, Any]]] = []
     if isinstance(compiling, Compiling):
         blocks = compiling.blocks
-        shapes = {name: set(found) for name, found in blocks.seen.items()}
-        held.append((blocks, {"passes": blocks.passes, "eager_passes": blocks.eager_passes}))
+        shapes = {name: set(shape_set) for name, shape_set in blocks.seen.items()}
+        saved.append((blocks, {"passes": blocks.passes, "eager_passes": blocks.eager_passes}))
     if isinstance(loss, LabelOnlyLoss):
         sizes = {"largest_logits": loss.largest_logits, "largest_positions": loss.largest_positions}
-        held.append((loss, sizes))
+        saved.append((loss, sizes))
     ahead = getattr(loss, "ahead", None)
     if isinstance(ahead, MultiToken):
-        held.append((ahead, {"passes": ahead.passes, "last": ahead.last}))
+        saved.append((ahead, {"passes": ahead.passes, "last": ahead.last}))
     try:
         yield
     finally:
-        for holder, values in held:
+        for holder, values in saved:
             for name, value in values.items():
                 setattr(holder, name, value)
         if isinstance(compiling, Compiling):
-            for name, found in compiling.blocks.seen.items():
-                found &= shapes[name]
+            for name, shape_set in compiling.blocks.seen.items():
+                shape_set &= shapes[name]
 
 
-def count(seen: Counter[str], *prefixes: str) -> int:
+def count(op_counts: Counter[str], *prefixes: str) -> int:
     """How many of the operators begin with one of these."""
-    return sum(number for name, number in seen.items() if name.startswith(prefixes))
+    return sum(number for name, number in op_counts.items() if name.startswith(prefixes))
 
 
 def laid_out(session: Session, sampler: Sampler | None, collate: Collate) -> WorkCounts | None:
@@ -99,10 +99,10 @@ def laid_out(session: Session, sampler: Sampler | None, collate: Collate) -> Wor
     steps = min(session.progress.step, STEPS)
     if sampler is None or not steps or not len(setup.job.examples):
         return None
-    found = WorkCounts()
+    counts = WorkCounts()
     for pieces in islice(sampler.local_steps(0, layout.data_rank, layout.data_size), steps):
-        for piece in filter(None, pieces):
+        for group in filter(None, pieces):
             # as BATCH does
-            parts = setup.split_micro_batches([setup.job.examples[i] for i in piece])
-            found = sum((collate(part).counts for part in parts if part), found)
-    return found
+            parts = setup.split_micro_batches([setup.job.examples[i] for i in group])
+            counts = sum((collate(part).counts for part in parts if part), counts)
+    return counts

@@ -56,8 +56,8 @@ class PackedEpoch(Technique):
         order = PackedOrder(job.lengths, row, max(of_step // row, 1), job.seed, quadratic)
         # rows aren't all full: the average of examples is what was asked for
         if job.batch.examples:
-            found = order.efficiency.rows * job.batch.examples / len(job.lengths)
-            order.rows_per_step = max(round(found), 1)
+            rows = order.efficiency.rows * job.batch.examples / len(job.lengths)
+            order.rows_per_step = max(round(rows), 1)
         return order
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:

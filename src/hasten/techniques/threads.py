@@ -70,30 +70,30 @@ class Threads(Technique):
         }
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
-        found = []
+        reasons = []
         name = context.model.architecture
         if self.affinity and not threads.usable_cores():
-            found.append(
+            reasons.append(
                 f"{context.hardware.system} has no core masks, so {name} can't keep to its cores; "
                 "say affinity: false"
             )
         nodes = len(threads.memory_nodes())
         if self.numa and nodes < 2:
-            found.append(
+            reasons.append(
                 f"this machine shows {nodes} memory node, so there is none to keep {name} in; "
                 "leave numa out"
             )
         elif self.numa and environment.ranks_here(context.world) % nodes:
-            found.append(
+            reasons.append(
                 f"{environment.ranks_here(context.world)} ranks of {name} can't be dealt evenly to "
                 f"{nodes} memory nodes; start a multiple of {nodes}, or leave numa out"
             )
         cores = context.hardware.usable_cores
         if self.count is not None and self.count > cores:
-            found.append(
+            reasons.append(
                 f"count is {self.count}, but {name} may use {cores} cores here; give at most that"
             )
-        return tuple(found)
+        return tuple(reasons)
 
     def cores(self, context: JobContext) -> tuple[int, ...]:
         """The cores of this rank; empty where the system has no masks."""
@@ -143,23 +143,23 @@ class HostThreads:
         """How the process runs now, asked of torch, the kernel and the collector."""
         count, mask = torch.get_num_threads(), threads.usable_cores()
         start = threads.started_with()
-        words = [f"{count} threads, {torch.get_num_interop_threads()} between operators"]
+        evidence = [f"{count} threads, {torch.get_num_interop_threads()} between operators"]
         effective = count == self._count
         if self._technique.affinity:
             effective = effective and mask == self._cores
-            words.append(f"cores {', '.join(map(str, mask))}")
+            evidence.append(f"cores {', '.join(map(str, mask))}")
         wanted = threads.waiting(self._technique.waiting)
         stands = all(start.get(name) == value for name, value in wanted.items())
         how = threads.WAITING[self._technique.waiting]
-        words.append(
+        evidence.append(
             f"idle threads wait {how}"
             if stands
             else "how idle threads wait was settled before this process knew its plan"
         )
         if self.collector is not None and self.collector.updates:
             effective = effective and not gc.isenabled()
-            words.append(
+            evidence.append(
                 f"garbage looked for {self.collector.collections} times in "
                 f"{self.collector.updates} updates"
             )
-        return EffectCheck(effective, ", ".join(words))
+        return EffectCheck(effective, ", ".join(evidence))

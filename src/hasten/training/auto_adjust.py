@@ -163,16 +163,16 @@ class LiveTuning:
 
     def _offered(self) -> list[Candidate]:
         """The neighbours of every switch's value; of a resumed run, of the value it had kept."""
-        found: list[Candidate] = []
+        candidates: list[Candidate] = []
         for technique in self._session.setup.plan:
             for switch in technique.live_settings(self._session):
                 self._plan[switch.name] = switch.now()
                 if self._standing.get(switch.name) not in switch.values:
                     self._standing[switch.name] = switch.now()
                 switch.set(self._standing[switch.name])
-                place = switch.values.index(switch.now())
-                found += _at(switch, place - 1) + _at(switch, place + 1)
-        return found
+                index = switch.values.index(switch.now())
+                candidates += _at(switch, index - 1) + _at(switch, index + 1)
+        return candidates
 
     def _begin(self, step: int, waiting: int = 0) -> None:
         """Draw the next try, or say that there is none."""
@@ -211,8 +211,10 @@ class LiveTuning:
         if now.order:
             self._begin_block(now)
             return
-        mine = torch.tensor([math.log(now.rates[True] / now.rates[False])], dtype=torch.float64)
-        total = self._session.setup.rank_sync.sum(mine).item()
+        log_ratio = torch.tensor(
+            [math.log(now.rates[True] / now.rates[False])], dtype=torch.float64
+        )
+        total = self._session.setup.rank_sync.sum(log_ratio).item()
         now.candidate.ratios.append(total / self._session.setup.context.world.size)
         self._judge(now.candidate, step)
         switch = now.candidate.switch
@@ -229,13 +231,13 @@ class LiveTuning:
         if why == "helped":
             self._standing[switch.name] = candidate.value
             self._candidates = [c for c in self._candidates if c.switch is not switch]
-            place = switch.values.index(candidate.value)  # further on in the direction that paid
-            self._candidates += _at(switch, 2 * place - switch.values.index(before))
+            index = switch.values.index(candidate.value)  # further on in the direction that paid
+            self._candidates += _at(switch, 2 * index - switch.values.index(before))
         self._note(_line(candidate, before, step, why))
 
 
-def _at(switch: LiveSetting, place: int) -> list[Candidate]:
-    return [Candidate(switch, switch.values[place])] if 0 <= place < len(switch.values) else []
+def _at(switch: LiveSetting, index: int) -> list[Candidate]:
+    return [Candidate(switch, switch.values[index])] if 0 <= index < len(switch.values) else []
 
 
 def _line(candidate: Candidate, before: Any, step: int, why: str) -> dict[str, Any]:
@@ -290,5 +292,5 @@ def adjust(session: Session, recipe: Recipe, output: Path, tell: Tell) -> None:
 
 def adjusted(session: Session) -> dict[str, Any]:
     """Settings that were changed while training, by ``technique.setting``."""
-    found = session.setup.live_tuner
-    return found.changed if isinstance(found, LiveTuning) else {}
+    tuner = session.setup.live_tuner
+    return tuner.changed if isinstance(tuner, LiveTuning) else {}

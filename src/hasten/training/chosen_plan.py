@@ -58,9 +58,9 @@ def with_chosen_plan(
     """
     if recipe.auto_plan is None:
         return recipe, None
-    if recipe.resume != "never" and (kept := _of_the_run(recipe)) is not None:
+    if recipe.resume != "never" and (saved_entries := _of_the_run(recipe)) is not None:
         audience.tell(f"plan: auto: going on with the plan of {recipe.output}")
-        return _with_plan(recipe, kept), None
+        return _with_plan(recipe, saved_entries), None
     choice = choose(recipe, audience, fresh=fresh)
     if prove and choice.source == "measured":
         choice = _proven(recipe, choice, audience)
@@ -77,13 +77,13 @@ def same_on_all_ranks(recipe: Recipe, context: JobContext, tell: Callable[[str],
     Raises:
         InputError: the choice can't be used on this rank.
     """
-    told: list[Any] = [None]
+    payload: list[Any] = [None]
     if context.world.is_main:
         choice = choose_by_forecast(recipe, context, "a launcher's ranks can't race plans")
         tell(choice.sentence)
-        told = [choice.entries]
-    dist.broadcast_object_list(told, src=0)
-    return _with_plan(recipe, told[0])
+        payload = [choice.entries]
+    dist.broadcast_object_list(payload, src=0)
+    return _with_plan(recipe, payload[0])
 
 
 def _with_plan(recipe: Recipe, entries: list[Any]) -> Recipe:
@@ -97,7 +97,7 @@ def _of_the_run(recipe: Recipe) -> list[Any] | None:
         return None
     try:
         plan = read_manifest(path)["meta"]["job"]["plan"]
-        return [{"technique": name, **told["settings"]} for name, told in plan.items()]
+        return [{"technique": name, **entry["settings"]} for name, entry in plan.items()]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         _LOG.warning("%s tells no plan (%s), so it is chosen anew", path, type(error).__name__)
         return None
@@ -113,24 +113,26 @@ def _proven(recipe: Recipe, choice: Choice, audience: Audience) -> Choice:
     budget = PROOF_SHARE * (recipe.auto_budget or LONGEST_SECONDS)
     lossy = recipe.auto_plan is not None and recipe.auto_plan.fidelity == "lossy"
     design = VerificationDesign(seeds=SEEDS if lossy else 0, budget_seconds=budget)
-    found = verified(settled, context, plan, data.note.key, design, audience.tell, fresh=False)
+    report = verified(settled, context, plan, data.note.key, design, audience.tell, fresh=False)
     wrong = {
-        row["technique"]: row["text"] for row in found["verification"] if row["verdict"] in FAILED
+        row["technique"]: row["text"] for row in report["verification"] if row["verdict"] in FAILED
     }
-    whole = [row["what"] for row in found["invariance"] if row["verdict"] in FAILED]
-    untested = [row["technique"] for row in found["verification"] if row["verdict"] == "not tested"]
-    if not wrong and whole:
-        audience.tell(f"plan: auto: a proof of equal quality failed: {'; '.join(whole)}")
+    failed_checks = [row["what"] for row in report["invariance"] if row["verdict"] in FAILED]
+    untested = [
+        row["technique"] for row in report["verification"] if row["verdict"] == "not tested"
+    ]
+    if not wrong and failed_checks:
+        audience.tell(f"plan: auto: a proof of equal quality failed: {'; '.join(failed_checks)}")
     for name, text in wrong.items():
         audience.tell(f"plan: auto: without {name}, whose proof of equal quality failed: {text}")
-    kept = [entry for entry in choice.entries if name_of(entry) not in wrong]
-    proven = [row["technique"] for row in found["verification"] if row["verdict"] == "equal"]
+    entries = [entry for entry in choice.entries if name_of(entry) not in wrong]
+    proven = [row["technique"] for row in report["verification"] if row["verdict"] == "equal"]
     proof = f"verified, each against a reference on this job: {', '.join(proven) or 'none'}"
-    if wrong or whole:
+    if wrong or failed_checks:
         proof = "a proof of equal quality failed"
     elif untested:
         proof = f"equal quality not tested of {', '.join(untested)}: hasten verify does"
-    return replace(choice, entries=kept, why=f"{choice.why}; {proof}")
+    return replace(choice, entries=entries, why=f"{choice.why}; {proof}")
 
 
 class TrainingSpeed:
@@ -199,7 +201,7 @@ class SpeedWatch:
         if speed.steps <= WATCHED_STEPS:
             return
         self._speed = None
-        if said := speed.shortfall(SLOWER):
+        if shortfall := speed.shortfall(SLOWER):
             other = self._choice.next_best
             names = "" if other is None else f"; next best was {', '.join(map(name_of, other))}"
-            self._tell(f"plan: auto: {said}{names}")
+            self._tell(f"plan: auto: {shortfall}{names}")

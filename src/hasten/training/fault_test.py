@@ -70,29 +70,29 @@ def check_faults(path: Path, overrides: Sequence[str], seed: int | None = None) 
 
 
 def _self_test(recipe: Recipe, path: Path, seed: int) -> int:
-    place = Path(recipe.output) / "faults"
-    if place.exists() and not (place / "by-hasten").is_file():
-        raise InputError(f"output: {place} is not of an earlier self-test; move it away")
-    shutil.rmtree(place, ignore_errors=True)
-    place.mkdir(parents=True)
-    (place / "by-hasten").touch()
+    folder = Path(recipe.output) / "faults"
+    if folder.exists() and not (folder / "by-hasten").is_file():
+        raise InputError(f"output: {folder} is not of an earlier self-test; move it away")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / "by-hasten").touch()
     failed = 0
     print(f"{STEPS} steps of {path}, a checkpoint every {EVERY}; kills by seed {seed}", flush=True)
-    for name, check in SelfTest(recipe, place, random.Random(seed)).checks():
+    for name, check in SelfTest(recipe, folder, random.Random(seed)).checks():
         began = time.monotonic()
         try:
-            said, good = check(), True
+            message, good = check(), True
         except CheckFailedError as error:
-            said, good = str(error), False
+            message, good = str(error), False
         failed += not good
         took = time.monotonic() - began
-        print(f"{'ok  ' if good else 'FAIL'} {name:<12} {said} ({took:.0f} s)", flush=True)
+        print(f"{'ok  ' if good else 'FAIL'} {name:<12} {message} ({took:.0f} s)", flush=True)
         if not good and name == "undisturbed":
             break
     if failed:
-        print(f"what happened lies in {place}")
+        print(f"what happened lies in {folder}")
         return FAILED
-    shutil.rmtree(place)
+    shutil.rmtree(folder)
     return 0
 
 
@@ -101,17 +101,17 @@ class SelfTest:
 
     Args:
         recipe: of the user.
-        place: a folder of the test's own.
+        folder: a folder of the test's own.
         draw: decides the moments of the kills and the bit that is flipped.
     """
 
-    def __init__(self, recipe: Recipe, place: Path, draw: random.Random) -> None:
-        self._recipe, self._place, self._draw = recipe, place, draw
+    def __init__(self, recipe: Recipe, folder: Path, draw: random.Random) -> None:
+        self._recipe, self._place, self._draw = recipe, folder, draw
         self._truth: UndisturbedRun | None = None
 
     def checks(self) -> list[tuple[str, Callable[[], str]]]:
-        found = [("undisturbed", self.undisturbed), ("kills", self.kills), ("bit flip", self.flip)]
-        return [*found, ("full disk", self.full_disk)] if sys.platform != "win32" else found
+        checks = [("undisturbed", self.undisturbed), ("kills", self.kills), ("bit flip", self.flip)]
+        return [*checks, ("full disk", self.full_disk)] if sys.platform != "win32" else checks
 
     def undisturbed(self) -> str:
         """The run that the others are held against."""
@@ -138,10 +138,14 @@ class SelfTest:
     def flip(self) -> str:
         """One bit of the newest checkpoint; its hash has to tell."""
         output = self._place / "killed"
-        found = checkpoints(output / "checkpoints")
-        if len(found) < 2:
-            raise CheckFailedError(f"there are {len(found)} checkpoints and two are needed")
-        files = sorted(p for p in found[-1].rglob("*") if p.is_file() and p.stat().st_size)
+        checkpoint_paths = checkpoints(output / "checkpoints")
+        if len(checkpoint_paths) < 2:
+            raise CheckFailedError(
+                f"there are {len(checkpoint_paths)} checkpoints and two are needed"
+            )
+        files = sorted(
+            p for p in checkpoint_paths[-1].rglob("*") if p.is_file() and p.stat().st_size
+        )
         file = self._draw.choices(files, [p.stat().st_size for p in files])[0]
         where = self._draw.randrange(file.stat().st_size)
         with file.open("r+b") as opened:
@@ -151,13 +155,14 @@ class SelfTest:
             opened.write(bytes([byte ^ (1 << self._draw.randrange(8))]))
         shutil.rmtree(output / "model", ignore_errors=True)
         shutil.rmtree(output / "adapter", ignore_errors=True)
-        said = self._train(output)
+        log_text = self._train(output)
         self._compare(output)
-        if f"resuming from {found[-1]}" in said:
+        if f"resuming from {checkpoint_paths[-1]}" in log_text:
             raise CheckFailedError(
-                f"{found[-1].name} was used although byte {where} of it had changed"
+                f"{checkpoint_paths[-1].name} was used although byte {where} of it had changed"
             )
-        return f"{found[-1].name}/{file.name}, byte {where}: the one before was used, same bits"
+        damaged = f"{checkpoint_paths[-1].name}/{file.name}"
+        return f"{damaged}, byte {where}: the one before was used, same bits"
 
     def full_disk(self) -> str:
         """A limit on the size of files stands for it: the model fits, a checkpoint doesn't."""
@@ -167,11 +172,11 @@ class SelfTest:
         if most <= 1.1 * least:
             return f"not tested: a checkpoint ({most:,} bytes) is as small as what must be written"
         output = self._folder("full")
-        said = self._train(output, limit=(least + most) // 2)
+        log_text = self._train(output, limit=(least + most) // 2)
         self._compare(output)
         if checkpoints(output / "checkpoints"):
             raise CheckFailedError("a checkpoint was committed that can't have been written")
-        if "training goes on" not in said:
+        if "training goes on" not in log_text:
             raise CheckFailedError("no word was said of the checkpoints that couldn't be written")
         return "no checkpoint could be written: training went on and said so, same bits"
 
@@ -187,8 +192,8 @@ class SelfTest:
                 break
         plan = [entry for entry in self._recipe.plan if name_of(entry) != "checkpoints"]
         plan.append({"checkpoints": {"interval": EVERY}})
-        own = {"output": str(output), "plan": plan, "resume": "auto"}
-        recipe = self._recipe.model_copy(update=PLAIN | own)
+        changes = {"output": str(output), "plan": plan, "resume": "auto"}
+        recipe = self._recipe.model_copy(update=PLAIN | changes)
         (self._place / f"{name}.yaml").write_text(recipe.to_yaml())
         return output
 
@@ -216,11 +221,11 @@ class SelfTest:
             raise CheckFailedError(f"it wasn't done after {PATIENCE_SECONDS:.0f} s") from error
         finally:
             _kill(process)
-        said = log.read_bytes()[before:].decode(errors="replace")
+        log_text = log.read_bytes()[before:].decode(errors="replace")
         if code:
-            last = (said.strip().splitlines() or ["it said nothing"])[-1]
+            last = (log_text.strip().splitlines() or ["it said nothing"])[-1]
             raise CheckFailedError(f"training ended with exit code {code}: {last}")
-        return said
+        return log_text
 
     def _killed_at(self, output: Path, step: int) -> int:
         """Start, and kill within a step's time after so many are written; the steps there are."""
@@ -244,16 +249,18 @@ class SelfTest:
     def _compare(self, output: Path) -> None:
         """Every loss of every start, and the saved model, are those of the undisturbed run."""
         assert self._truth is not None  # the first check, without which no other runs
-        seen: set[int] = set()
+        recorded_steps: set[int] = set()
         for folder in (*output.glob("previous/*"), output):
             for line in _lines(folder):
-                seen.add(line["step"])
+                recorded_steps.add(line["step"])
                 if line["loss"] != self._truth.losses[line["step"] - 1]:
                     raise CheckFailedError(
                         f"the loss of step {line['step']} differs{self._repeats()}"
                     )
-        if seen != set(range(1, STEPS + 1)):
-            raise CheckFailedError(f"{STEPS - len(seen)} of {STEPS} steps were never done")
+        if recorded_steps != set(range(1, STEPS + 1)):
+            raise CheckFailedError(
+                f"{STEPS - len(recorded_steps)} of {STEPS} steps were never done"
+            )
         model = _model(output)
         wrong = [name for name, content in self._truth.model.items() if model.get(name) != content]
         if wrong:
@@ -288,7 +295,7 @@ def _last_step(output: Path, since: float) -> int:
 
 def _largest(*places: Path) -> int:
     """Bytes of the largest file in these places."""
-    files = [p for place in places for p in (place, *place.rglob("*")) if p.is_file()]
+    files = [p for path in places for p in (path, *path.rglob("*")) if p.is_file()]
     return max((p.stat().st_size for p in files), default=0)
 
 
@@ -297,10 +304,10 @@ def _model_files(output: Path) -> list[Path]:
 
 
 def _model(output: Path) -> dict[str, bytes]:
-    found = {path.name: path.read_bytes() for path in _model_files(output)}
-    if not found:
+    files = {path.name: path.read_bytes() for path in _model_files(output)}
+    if not files:
         raise CheckFailedError("no model was saved")
-    return found
+    return files
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

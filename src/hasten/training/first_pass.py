@@ -55,15 +55,15 @@ def proven(
     while difference is not None and candidates:
         # Packing last: where either of two would do, it is the other one that is at fault.
         for technique in sorted(candidates, key=lambda t: t.slot is Slot.COLLATE):
-            rest = Plan([t for t in plan if t is not technique])
+            reduced_plan = Plan([t for t in plan if t is not technique])
             del session
-            session = build(rest)
-            left = _compared(session, rest)
-            if left is None:
+            session = build(reduced_plan)
+            remaining_difference = _compared(session, reduced_plan)
+            if remaining_difference is None:
                 break
         candidates.remove(technique)
         tell(f"warning: {technique.name()} was taken out of the plan: {difference}")
-        plan, difference = rest, left
+        plan, difference = reduced_plan, remaining_difference
     return session, plan
 
 
@@ -87,8 +87,8 @@ def _difference(session: Session, plan: Plan) -> str | None:
     marker = [t for t in plan if t.slot in CHANGES_A_PASS][:1]
     proof = FirstStepProof(passes, marker, "transformers")
     routing = session.setup.routing
-    kept = [] if routing is None else [routing]
-    removed = proof.check({"documents": passes.documents}, *kept)
+    host_objects = [] if routing is None else [routing]
+    removed = proof.check({"documents": passes.documents}, *host_objects)
     if removed:
         return str(removed[0].difference)
     if proof.batches:
@@ -108,7 +108,7 @@ class _SessionPasses:
         other = [t.name() for t in setup.plan if t.slot in OTHER_MATHEMATICS]
         if other:
             raise _NothingToCompareError(f"{', '.join(other)} has no plain counterpart")
-        if not setup.layout.whole:
+        if not setup.layout.replicated:
             raise _NothingToCompareError("weights are dealt out over ranks")
         if not all(p.is_floating_point() for p in session.model.parameters()):
             raise _NothingToCompareError("weights are stored in another form")
@@ -173,19 +173,19 @@ class _SessionPasses:
 
 def _documents(examples: Any) -> list[TokenizedExample]:
     """Two short documents of different length, one with masked tokens."""
-    found: list[TokenizedExample] = []
+    documents: list[TokenizedExample] = []
     for index in range(min(len(examples), 64)):
         example = examples[index]
         if not isinstance(example, TokenizedExample):
             raise _NothingToCompareError("the data isn't stored tokens")
         ids = example.input_ids[:MOST_TOKENS]
         if len(ids) >= 4:
-            found.append(tokenized_example(ids))
-        if len(found) == 2:
+            documents.append(tokenized_example(ids))
+        if len(documents) == 2:
             break
-    if len(found) < 2:
+    if len(documents) < 2:
         raise _NothingToCompareError("the data has no two documents of four tokens")
-    first, second = found
+    first, second = documents
     masked = second.trained.copy()
     masked[: len(masked) // 2] = False
     longer = max(first.length * 2 // 3, 3)  # of another length than the second in any case
@@ -200,8 +200,8 @@ def _plain_model(session: Session) -> Any:
         raise _NothingToCompareError("the model can't be built without weights")
     try:
         plain = setup.adapter(job.skeleton())
-        own = session.model.state_dict(keep_vars=True)
-        plain.load_state_dict(own, assign=True)
+        state = session.model.state_dict(keep_vars=True)
+        plain.load_state_dict(state, assign=True)
         inner, theirs = causal_lm(plain), dict(session.model.named_buffers())
     except (RuntimeError, ValueError, KeyError) as error:
         text = str(error).partition("\n")[0]

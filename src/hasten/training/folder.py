@@ -8,16 +8,20 @@ goes with them.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from hasten.core.session import Session
+from hasten.machine import environment
 from hasten.machine.files import TEMPORARY, write_atomic
 from hasten.models.adapters import adapted_table
 from hasten.models.save import save_adapter, save_model
@@ -30,7 +34,7 @@ FAULT_LINES = ("quarantined.jsonl", "spikes.jsonl", "restarts.jsonl")
 ADJUSTMENTS = "adjustments.jsonl"  # settings that were tried while training
 WATCHED = ("run.json", ADJUSTMENTS, "machine.jsonl", "ranks", "tensorboard", "wandb", "mlflow")
 RESULTS = (*STEP_LINES, *FAULT_LINES, *WATCHED, "summary.json", "rejected.jsonl", "recipe.yaml")
-MODELS = ("model", "adapter", "model_average", "adapter_average", "merged")
+MODELS = ("model", "adapter", "model_average", "adapter_average")
 
 
 def archive_previous_run(output: Path, keep_checkpoints: bool) -> str:
@@ -53,15 +57,15 @@ def archive_previous_run(output: Path, keep_checkpoints: bool) -> str:
     number = 1
     while os.path.lexists(output / "previous" / str(number)):
         number += 1
-    place = output / "previous" / str(number)
-    place.mkdir(parents=True)
+    archive = output / "previous" / str(number)
+    archive.mkdir(parents=True)
     for path in earlier:
-        path.rename(place / path.name)
-    saved = sorted((place / "checkpoints").glob("step-*"))
-    if not saved or (place / "summary.json").exists():
+        path.rename(archive / path.name)
+    saved = sorted((archive / "checkpoints").glob("step-*"))
+    if not saved or (archive / "summary.json").exists():
         return ""
     return (
-        f"the earlier run in {output} was not done and is now in {place}; "
+        f"the earlier run in {output} was not done and is now in {archive}; "
         f"resume={saved[-1]} goes on with it, and resume=auto does so without moving it"
     )
 
@@ -73,8 +77,8 @@ def keep_lines_until(output: Path, step: int) -> None:
         if not path.exists():
             continue
         lines = path.read_text(errors="replace").splitlines(keepends=True)
-        kept = "".join(line for line in lines if _step_of(line) <= step)
-        write_atomic(path, kept)
+        retained_text = "".join(line for line in lines if _step_of(line) <= step)
+        write_atomic(path, retained_text)
 
 
 def _step_of(line: str) -> float:
@@ -106,13 +110,13 @@ class _LineFile:
         self._waiting = b""
 
     def add(self, line: str) -> None:
-        known = bool(self._waiting)
+        was_waiting = bool(self._waiting)
         self._waiting += line.encode()
         try:
             while self._waiting:  # the system may take a part of it
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
         except OSError as error:
-            if not known:
+            if not was_waiting:
                 warnings.warn(
                     f"{self._path} can't be written: {error.strerror or error}; training goes on, "
                     "and its lines follow once there is room",
@@ -131,45 +135,134 @@ def form(session: Session) -> str:
     return "adapter" if adapted_table(session.model) else "model"
 
 
-def save_weights(
-    session: Session, data: PreparedData, folder: Path, formats: NumberFormats
-) -> list[str]:
-    """Save the model as it is now, or its adapter, in the form that Transformers and PEFT load.
+RESCUE = "HASTEN_RESCUE"  # a folder, best on another disk, for what `output` has no room for
 
-    Returns:
-        A sentence for each part beside the weights that couldn't be written.
+
+@dataclass(frozen=True)
+class SavedWeights:
+    """The folder where weights were saved, and a sentence for each part that couldn't be."""
+
+    folder: Path | None  # None: they are nowhere
+    problems: list[str]
+
+
+def save_weights(
+    session: Session,
+    data: PreparedData,
+    folder: Path,
+    formats: NumberFormats,
+    rescue: bool = False,
+) -> SavedWeights:
+    """Saves the model as it is now, or its adapter, in the form that Transformers and PEFT load.
+
+    An error is returned and not raised: a finished training is worth a second attempt. With
+    ``rescue`` these follow, until one succeeds: the folder of ``HASTEN_RESCUE``, then both with the
+    weights rounded to bfloat16. All ranks call it; the first one writes.
     """
     with session.setup.layout.gather(session.model):
         if session.setup.context.world.is_main:
-            return _write(session.model, data, folder, formats)
-    return []
+            return _save(session.model, data, folder, formats, rescue)
+    return SavedWeights(folder, [])
+
+
+def _save(
+    model: nn.Module, data: PreparedData, folder: Path, formats: NumberFormats, rescue: bool
+) -> SavedWeights:
+    any_model: Any = model
+    adapter = bool(adapted_table(model))
+    second = rescue_path(folder) if rescue else None
+    attempts = [(place, formats) for place in (folder, second) if place is not None]
+    if rescue and not adapter and formats.most is not torch.bfloat16:
+        attempts += [(place, NumberFormats(torch.bfloat16)) for place, _ in attempts]
+    problems: list[str] = []
+    for place, these in attempts:
+        try:
+            if adapter:
+                rest = save_adapter(any_model, data.tokenizer, place)
+            else:
+                rest = save_model(any_model, data.tokenizer, place, these)
+        except Exception as error:  # safetensors has an error of its own for a full disk
+            rounded = "" if these is formats else " rounded to bfloat16"
+            problems.append(f"the weights{rounded} couldn't be written to {place}: {_line(error)}")
+            continue
+        if problems:
+            rounded = "" if these is formats else ", rounded to bfloat16"
+            problems.append(f"the weights are in {place}{rounded}")
+        return SavedWeights(place, [*problems, *rest])
+    return SavedWeights(None, problems)
+
+
+def rescue_path(path: Path) -> Path | None:
+    """A new path in the folder of ``HASTEN_RESCUE`` for what belongs to ``path``; None without."""
+    rescue = environment.variable(RESCUE)
+    if not rescue:
+        return None
+    name = f"{path.parent.resolve().name}-{path.name}"
+    paths = itertools.chain(
+        [Path(rescue, name)], (Path(rescue, f"{number}-{name}") for number in itertools.count(2))
+    )
+    return next(each for each in paths if not os.path.lexists(each))
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def save_all(
     session: Session, data: PreparedData, output: Path, formats: NumberFormats
-) -> tuple[Sequence[Sample], list[str]]:
-    """Save every version of the weights that AVERAGE has; then let the model write, on rank 0.
+) -> tuple[Path | None, Sequence[Sample], list[str]]:
+    """Saves every version of the weights that AVERAGE has; then the model writes, on rank 0.
 
     Returns:
-        What the model wrote, and a sentence for each part that couldn't be saved.
+        The folder of the weights (None: they couldn't be saved), what the model wrote, and a
+        sentence for each part that couldn't be saved.
     """
     unsaved: list[str] = []
+    folders: list[Path | None] = []
     for suffix in session.versions():
-        unsaved += save_weights(session, data, output / f"{form(session)}{suffix}", formats)
+        folder = output / f"{form(session)}{suffix}"
+        saved = save_weights(session, data, folder, formats, rescue=True)
+        unsaved += saved.problems
+        folders.append(saved.folder)
+        if saved.folder is None:
+            unsaved.append(_retry(session, output))
     if session.preempted:  # samples take long on a large model
-        return [], unsaved
+        return folders[0], [], unsaved
     with session.setup.layout.gather(session.model):
         if session.setup.context.world.is_main:
             try:
-                return write_samples(session, data.tokenizer, data.eval_data), unsaved
+                samples = write_samples(session, data.tokenizer, data.eval_data)
+                return folders[0], samples, unsaved
             except Exception as error:  # all is saved by now, and a summary is worth more
-                reason = " ".join(str(error).split())[:200]
-                return [], [*unsaved, f"no sample could be written: {reason}"]
-    return [], unsaved
+                unsaved.append(f"no sample could be written: {_line(error)}")
+    return folders[0], [], unsaved
 
 
-def _write(model: nn.Module, data: PreparedData, folder: Path, formats: NumberFormats) -> list[str]:
-    any_model: Any = model
-    if adapted_table(model):
-        return save_adapter(any_model, data.tokenizer, folder)
-    return save_model(any_model, data.tokenizer, folder, formats)
+def _retry(session: Session, output: Path) -> str:
+    """How weights that couldn't be saved are saved yet."""
+    if session.has_checkpoints:
+        return f"make room, then `hasten export {output} -o FOLDER` writes the last checkpoint"
+    return (
+        "the plan writes no checkpoints, so these weights are lost: make room or set "
+        f"{RESCUE} to a folder on another disk before the next run"
+    )
+
+
+def write_summary(path: Path, summary: dict[str, Any]) -> Path | None:
+    """Writes the summary, to the folder of ``HASTEN_RESCUE`` if the run's folder has no room.
+
+    Returns:
+        Its path; None if it couldn't be written, which ``summary["unsaved"]`` then lists.
+    """
+    second = rescue_path(path)
+    for place in (path, second):
+        if place is None:
+            continue
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(place, json.dumps(summary, indent=1))
+            return place
+        except OSError as error:
+            reason = error.strerror or error
+            summary["unsaved"].append(f"{place} couldn't be written: {reason}")
+    return None

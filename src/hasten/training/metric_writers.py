@@ -91,14 +91,14 @@ class MLflow:
         from mlflow.tracking import MlflowClient
 
         self._metric = Metric
-        place = folder.resolve() / "mlflow"
-        place.mkdir(parents=True, exist_ok=True)
-        self._client = MlflowClient(f"sqlite:///{place / 'mlflow.db'}")
-        found = self._client.get_experiment_by_name("hasten")
+        directory = folder.resolve() / "mlflow"
+        directory.mkdir(parents=True, exist_ok=True)
+        self._client = MlflowClient(f"sqlite:///{directory / 'mlflow.db'}")
+        existing = self._client.get_experiment_by_name("hasten")
         experiment = (
-            found.experiment_id
-            if found
-            else self._client.create_experiment("hasten", (place / "artifacts").as_uri())
+            existing.experiment_id
+            if existing
+            else self._client.create_experiment("hasten", (directory / "artifacts").as_uri())
         )
         self._id = self._client.create_run(experiment, run_name=folder.name).info.run_id
         for name, value in start.items():
@@ -191,9 +191,9 @@ class Writers:
 
     def _write(self, kind: str, line: Mapping[str, Any]) -> None:
         values = {
-            f"{kind}/{name}": found
+            f"{kind}/{name}": numeric
             for name, value in line.items()
-            if name not in BESIDE and (found := number(value)) is not None
+            if name not in BESIDE and (numeric := number(value)) is not None
         }
         step = int(number(line.get("step")) or 0)
         for name, writer in list(self._open.items()):
@@ -204,8 +204,8 @@ class Writers:
             call()
         except Exception as error:  # another project's code, in the middle of a training
             self._open.pop(name, None)
-            words = str(error).strip().splitlines() or [type(error).__name__]
-            _warn(f"{name} failed and is left out: {words[0]}")
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            _warn(f"{name} failed and is left out: {lines[0]}")
 
 
 def _warn(text: str) -> None:

@@ -100,10 +100,10 @@ class Recording:
         if self._writers is not None and self._names:
             self._writers.step(metrics.to_dict())
 
-    def evaluation(self, found: Any) -> None:
+    def evaluation(self, evaluation: Any) -> None:
         """An evaluation is done."""
         if self._writers is not None and self._names:
-            self._writers.evaluation(found.to_dict())
+            self._writers.evaluation(evaluation.to_dict())
 
     def _note_rank(self) -> None:
         if self._parts:
@@ -138,7 +138,7 @@ def sample(folder: Path, gpus: Gpus | None = None) -> dict[str, float | None]:
     memory = psutil.virtual_memory()
     busy = psutil.cpu_percent() / 100
     readings = gpus.readings() if gpus is not None else []
-    found = (
+    device_sample = (
         of_gpus(readings)
         if readings
         else {
@@ -149,7 +149,7 @@ def sample(folder: Path, gpus: Gpus | None = None) -> dict[str, float | None]:
         }
     )
     return {
-        **found,
+        **device_sample,
         "host_utilisation": busy,
         "host_memory_bytes": memory.total - memory.available,
         "disk_free_bytes": psutil.disk_usage(str(folder)).free,
@@ -174,9 +174,9 @@ def _processor_temperature() -> float | None:
     read = getattr(psutil, "sensors_temperatures", None)  # not on every system
     if read is None:
         return None
-    found = read()
+    sensors = read()
     for name in ("coretemp", "k10temp", "zenpower", "cpu_thermal"):
-        values = [each.current for each in found.get(name, ()) if each.current]
+        values = [each.current for each in sensors.get(name, ()) if each.current]
         if values:
             return float(max(values))
     return None

@@ -17,7 +17,6 @@ An earlier run in the same folder is not overwritten: its results move to ``prev
 from __future__ import annotations
 
 import datetime
-import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
@@ -43,7 +42,6 @@ from hasten.core.setup import prepare
 from hasten.core.timing import StepMetrics, clock_on
 from hasten.launch.ranks import check_agreement, naming_ranks, process_group
 from hasten.machine import environment, host
-from hasten.machine.files import write_atomic
 from hasten.machine.processes import Heartbeat, attempt_folder, attempt_number, reporting_errors
 from hasten.measure.energy import meter_of_run
 from hasten.measure.gpu_simulation.comparison import comparison_of
@@ -77,6 +75,7 @@ from hasten.training.folder import (
     keep_lines_until,
     save_all,
     save_weights,
+    write_summary,
 )
 from hasten.training.recording import call_both, machine_facts, recorded
 
@@ -110,10 +109,10 @@ def train(
         InputError: anything of the recipe can't be used; nothing was trained.
         StoppedError: a check ended the run, or a rank can't be reached.
     """
-    asked = recipe if isinstance(recipe, Recipe) else load_recipe(Path(recipe))
+    resolved_recipe = recipe if isinstance(recipe, Recipe) else load_recipe(Path(recipe))
     choice = None
     if environment.world().size == 1:
-        asked, choice = with_chosen_plan(asked, _LinesOnly(tell))
+        resolved_recipe, choice = with_chosen_plan(resolved_recipe, _LinesOnly(tell))
         if choice is not None:
             on_step = call_both(SpeedWatch(choice, tell).note, on_step)
     live: list[Session] = []
@@ -122,15 +121,24 @@ def train(
         live.append(session)
         on_start(session)
 
-    with reporting_errors(), defer_signals(lambda: next(iter(live), None)), ExitStack() as held:
+    with (
+        reporting_errors(),
+        defer_signals(lambda: next(iter(live), None)),
+        ExitStack() as exit_stack,
+    ):
         return _prepare_and_train(
-            asked, held, import_seconds, tell, on_tokens, (start, on_step, on_evaluation)
+            resolved_recipe,
+            exit_stack,
+            import_seconds,
+            tell,
+            on_tokens,
+            (start, on_step, on_evaluation),
         )
 
 
 def _prepare_and_train(
     recipe: Recipe,
-    held: ExitStack,
+    exit_stack: ExitStack,
     import_seconds: float,
     tell: Tell,
     on_tokens: Callable[[int, int], None] | None,
@@ -138,7 +146,7 @@ def _prepare_and_train(
 ) -> dict[str, Any]:
     began = time.perf_counter()
     output = Path(recipe.output)
-    prepared = prepare_run(recipe, tell, on_tokens, held=held)
+    prepared = prepare_run(recipe, tell, on_tokens, exit_stack=exit_stack)
     context = prepared.context
     seconds = {"imports": import_seconds, "data": time.perf_counter() - began}
     host.reset_memory_peak(context.device)
@@ -223,15 +231,15 @@ def _train(
     on_step: OnStep,
     on_evaluation: OnEvaluation,
 ) -> dict[str, Any]:
-    prepared, recipe, known = run.prepared, run.prepared.recipe, run.prepared.context
-    main = known.world.is_main
+    prepared, recipe, context = run.prepared, run.prepared.recipe, run.prepared.context
+    main = context.world.is_main
     helps: Any = None
 
     def build(plan: Plan) -> Session:
         nonlocal helps
         same = plan == prepared.plan
-        job = prepared.job if same else job_of(recipe, prepared.data, known, plan)
-        setup = prepare(job, plan, known, run.output / "checkpoints")
+        job = prepared.job if same else job_of(recipe, prepared.data, context, plan)
+        setup = prepare(job, plan, context, run.output / "checkpoints")
         helps = settle_memory(recipe, setup, run.tell)
         with advising(helps):
             return assemble(setup)
@@ -247,16 +255,16 @@ def _train(
     if main:  # after all that may be refused
         _open_folder(recipe, prepared.data, run.tell)
     session.startup_seconds |= seconds
-    session.meter = meter_of(recipe, known, session.model)
-    session.setup.clock = clock_on(known.device)
+    session.meter = meter_of(recipe, context, session.model)
+    session.setup.clock = clock_on(context.device)
     tell_what_trains(session, prepared.data, run.tell)
     on_start(session)
-    heartbeat = Heartbeat(attempt_folder(), known.world.rank)
+    heartbeat = Heartbeat(attempt_folder(), context.world.rank)
     watch = _watch(run, session, heartbeat, on_step, on_evaluation)
-    energy = meter_of_run(known) if main else None
+    energy = meter_of_run(context) if main else None
     if energy is not None:
         watch = replace(watch, on_step=call_both(watch.on_step, energy.note))
-    comparison = comparison_of(session, known, run.tell)
+    comparison = comparison_of(session, context, run.tell)
     if comparison is not None:
         watch = replace(
             watch,
@@ -268,11 +276,12 @@ def _train(
     with counting, advising(helps), watch_notices(session, recipe), keeping as watch:
         outcome = fit(session, watch)
     heartbeat.beat(session.progress.step, over=True)
-    used = energy.found() if energy is not None else {}
+    used = energy.totals() if energy is not None else {}
     proofs = {t.name(): asdict(t.check_effect(session)) for t in plan}
     session.finish()
-    samples, unsaved = save_all(session, prepared.data, run.output, run.formats)
-    return _leave(run, session, outcome, (proofs, used, samples), unsaved) if main else {}
+    saved, samples, unsaved = save_all(session, prepared.data, run.output, run.formats)
+    noted = (proofs, used, samples)
+    return _leave(run, session, outcome, noted, (saved, unsaved)) if main else {}
 
 
 def _watch(
@@ -284,7 +293,11 @@ def _watch(
     watch = EvaluationSchedule(
         every_steps=share_of(recipe.eval_every, session.setup.job.schedule.total_steps),
         patience=recipe.patience,
-        earlier=evaluations_before(session, run.output / EVALUATED) if attempt_number() > 1 else (),
+        best_by=recipe.best_metric,
+        lower_is_better=recipe.best_metric == "eval_loss",
+        earlier=evaluations_before(session, run.output / EVALUATED, recipe.best_metric)
+        if attempt_number() > 1
+        else (),
         on_step=lambda metrics: heartbeat.beat(metrics.step),
         on_evaluation=lambda evaluation: heartbeat.beat(evaluation.step),
     )
@@ -292,7 +305,7 @@ def _watch(
     def keep_best(evaluation: Evaluation) -> None:
         heartbeat.beat(evaluation.step)
         best = run.output / "best"
-        for problem in save_weights(session, run.prepared.data, best, run.formats):
+        for problem in save_weights(session, run.prepared.data, best, run.formats).problems:
             run.tell(f"warning: {best}: {problem}")
 
     watch = replace(watch, on_best=keep_best if recipe.eval_every else _silent)
@@ -316,30 +329,31 @@ def _leave(
     session: Session,
     outcome: Outcome,
     noted: tuple[dict[str, Any], dict[str, Any], Sequence[Sample]],
-    unsaved: list[str],
+    saving: tuple[Path | None, list[str]],
 ) -> dict[str, Any]:
-    recipe, known, data = run.prepared.recipe, run.prepared.context, run.prepared.data
+    recipe, context, data = run.prepared.recipe, run.prepared.context, run.prepared.data
     output = run.output
     seconds = outcome.seconds
     proofs, energy, samples = noted
+    saved, unsaved = saving
     summary = {
         **outcome.summary(session),
         "startup_seconds": session.startup_seconds,
-        "saved": str(output / form(session)),
+        "saved": None if saved is None else str(saved),
         "unsaved": unsaved,
         "plan": session.setup.plan.to_list(),
         "effective": proofs,
         "adjusted": adjusted(session),
         "samples": [asdict(s) for s in samples],
         "cost": cost_of(
-            recipe.price, seconds, outcome.tokens(session), known.world.size, energy["kwh"]
+            recipe.price, seconds, outcome.tokens(session), context.world.size, energy["kwh"]
         ),
         "energy": energy,
         "corpus_sha256": data.note.corpus_sha256,
         "rejected": len(data.note.rejected),
-        "hardware": asdict(known.hardware),
+        "hardware": asdict(context.hardware),
         "machine": machine_facts(),
-        "versions": dict(known.versions),
+        "versions": dict(context.versions),
         "seed": recipe.seed,
     }
     for folder in output.glob(f"{form(session)}*"):
@@ -347,7 +361,7 @@ def _leave(
             write_card(folder, recipe.model_dump(mode="json"), summary)
         except Exception as error:  # a card isn't worth a finished training's summary
             unsaved.append(f"{folder / CARD} couldn't be written: {error}")
-    write_atomic(output / "summary.json", json.dumps(summary, indent=1))
+    write_summary(output / "summary.json", summary)
     return summary
 
 

@@ -1,4 +1,7 @@
-"""One tuning: trials, then the best beside the start, then the winner; files: `study_folder`."""
+"""Runs one tuning: trials, final comparison with the start, winner.
+
+The files are in `study_folder`.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +39,15 @@ def tune(
     audience: Audience | None = None,
     prove: Prove | None = None,
 ) -> StudyResult:
-    """Search for the best settings of a recipe within a budget of time.
+    """Searches for the best settings of a recipe within a time budget.
 
     Args:
         job: a recipe or its path.
-        budget: 90s, 8m, 1h30m or seconds: for trials and final comparison together.
-        options: how.
-        audience: is told how it goes on.
-        prove: finds what the verification has against a plan with lossy techniques.
+        budget: 90s, 8m, 1h30m or seconds, for trials and final comparison together.
+        options: settings of the tuning.
+        audience: receives the progress.
+        prove: runs the verification and returns its objections to a plan with lossy
+            techniques.
 
     Raises:
         InputError: the budget is too short, the job fails, or every trial does.
@@ -61,15 +65,15 @@ def _as_chosen(recipe: Recipe, audience: Audience) -> Recipe:
 
     Without one, `prepared` takes the first plan.
     """
-    kept = None if recipe.auto_plan is None else kept_choice(recipe, audience)
-    if kept is None:
+    choice = None if recipe.auto_plan is None else kept_choice(recipe, audience)
+    if choice is None:
         return recipe
-    audience.tell(f"{kept.sentence}; the study starts from there")
-    return recipe.model_copy(update={"plan": kept.entries, "auto_plan": None})
+    audience.tell(f"{choice.sentence}; the study starts from there")
+    return recipe.model_copy(update={"plan": choice.entries, "auto_plan": None})
 
 
 class _Tuning:
-    """A tuning while it goes on."""
+    """A running tuning."""
 
     def __init__(
         self,
@@ -81,10 +85,10 @@ class _Tuning:
     ) -> None:
         self._subject, self._seconds, self._options = subject, seconds, options
         self._audience, self._began = audience, began
-        asked = dataclasses.asdict(options)
+        option_values = dataclasses.asdict(options)
         for name in ("trials", "fresh"):  # how much, not what
-            asked.pop(name)
-        self._key = key_of({"subject": subject.key(), "wishes": asked})
+            option_values.pop(name)
+        self._key = key_of({"subject": subject.key(), "wishes": option_values})
         self._folder = StudyFolder(subject.folder / self._key, self._key, audience)
 
     def run(self) -> StudyResult:
@@ -97,12 +101,12 @@ class _Tuning:
             with one_measurement(tell, self._seconds):
                 self._audience.begin()
                 with self._subject.opened(folder.path):
-                    study, left = self._search(record)
-                    found = self._judge(study, left)
-            found["said"] = result_sentence(found)
-            result = self._result(found)
-            folder.keep(found)
-            if is_proven(found):
+                    study, remaining_seconds = self._search(record)
+                    document = self._judge(study, remaining_seconds)
+            document["said"] = result_sentence(document)
+            result = self._result(document)
+            folder.keep(document)
+            if is_proven(document):
                 record.append("done")  # else a second start has the final comparison
         return result
 
@@ -110,8 +114,8 @@ class _Tuning:
         subject, options = self._subject, self._options
 
         def proposer(noise: float, memory: float | None) -> Proposer:
-            known, tell = subject.known(noise, memory), self._audience.tell
-            return proposer_of(options.sampler, subject.space, known, options.seed, tell)
+            prior, tell = subject.known(noise, memory), self._audience.tell
+            return proposer_of(options.sampler, subject.space, prior, options.seed, tell)
 
         cores, together = host.hardware().usable_cores, subject.together
         first, steps, seed = subject.space.start, options.steps, options.seed
@@ -125,7 +129,7 @@ class _Tuning:
                 budget_seconds=self._seconds,
                 most=options.trials,
                 tell=self._audience.show,
-                found=self._keep,
+                on_trial=self._keep,
                 began=self._began,
                 room=lambda: subject.known(0.0, None).limit or math.inf,
             )
@@ -138,13 +142,13 @@ class _Tuning:
         value = study.tried[-1].value
         if leader is None or value is None or leader != study.tried[-1].point:
             return
-        words = [f"Best of {len(study.rows)} trials so far, not proven by a final comparison."]
-        self._folder.keep_best(self._subject.text(leader, words))
+        comments = [f"Best of {len(study.rows)} trials so far, not proven by a final comparison."]
+        self._folder.keep_best(self._subject.text(leader, comments))
 
-    def _judge(self, study: Study, left: float) -> dict[str, Any]:
+    def _judge(self, study: Study, remaining_seconds: float) -> dict[str, Any]:
         """The final comparison, and of its winners the best that nothing speaks against."""
         subject, leaders = self._subject, study.leaders()
-        found: dict[str, Any] | None = None
+        comparison: dict[str, Any] | None = None
         winner = None
         if leaders:
 
@@ -152,15 +156,18 @@ class _Tuning:
                 self._audience.show(text, 0.99)
 
             self._audience.show(
-                f"final_comparison of {len(leaders)} with the start", 1 - left / self._seconds
+                f"final_comparison of {len(leaders)} with the start",
+                1 - remaining_seconds / self._seconds,
             )
-            found = subject.final_comparison(leaders, left, study.step_seconds, show)
-            for place, leader in enumerate(leaders, start=2):
-                found["variants"][place]["settings"] = subject.space.settings(leader)
-            winner = self._winner(study, found, leaders)
+            comparison = subject.final_comparison(
+                leaders, remaining_seconds, study.step_seconds, show
+            )
+            for index, leader in enumerate(leaders, start=2):
+                comparison["variants"][index]["settings"] = subject.space.settings(leader)
+            winner = self._winner(study, comparison, leaders)
         noise = max(study.noise, 0.01)
-        seen = [(t.point, t.value) for t in study.tried if t.value is not None]
-        points, values = [p for p, _ in seen], [v for _, v in seen]
+        measured = [(t.point, t.value) for t in study.tried if t.value is not None]
+        points, values = [p for p, _ in measured], [v for _, v in measured]
         believed = PlanGaussianProcess(subject.space, noise=noise).after(points, values)
         shares = importance(subject.space, lambda wanted: believed(wanted).mean.tolist())
         about = {
@@ -170,33 +177,36 @@ class _Tuning:
             "budget_seconds": self._seconds,
             "seconds": round(time.monotonic() - self._began, 1),
         }
-        return study_document(study, subject.space, found, winner, shares, about)
+        return study_document(study, subject.space, comparison, winner, shares, about)
 
     def _winner(
-        self, study: Study, found: dict[str, Any], leaders: Sequence[Point]
+        self, study: Study, comparison: dict[str, Any], leaders: Sequence[Point]
     ) -> dict[str, Any] | None:
-        rows = found["variants"]
-        while (place := self._best_variant(study, rows)) is not None:
-            point = leaders[place - 2]
+        rows = comparison["variants"]
+        while (index := self._best_variant(study, rows)) is not None:
+            point = leaders[index - 2]
             against = self._subject.refusal(point)
             if against is None:
                 space = self._subject.space
-                kept, lost = self._subject.without(point, rows[place]["idle"])
+                reduced, lost = self._subject.without(point, rows[index]["idle"])
                 return {
-                    "settings": space.settings(kept),
-                    "changes": space.changes(kept),
+                    "settings": space.settings(reduced),
+                    "changes": space.changes(reduced),
                     "measured": space.changes(point),
                     "idle": lost,
-                    "ratio": rows[place]["ratio"],
+                    "ratio": rows[index]["ratio"],
                     "of": "of the speed" + ", for less memory" * (study.objective == "memory"),
-                    "verdict": rows[place]["verdict"],
-                    "peak_memory_bytes": rows[place]["peak_memory_bytes"],
+                    "verdict": rows[index]["verdict"],
+                    "peak_memory_bytes": rows[index]["peak_memory_bytes"],
                 }
-            rows[place]["refused"] = against
+            rows[index]["refused"] = against
         return None
 
     def _best_variant(self, study: Study, rows: Sequence[dict[str, Any]]) -> int | None:
-        """By speed beyond doubt; for memory, the least of those that are fit and need less."""
+        """Index of the best variant: by significant speed, or for memory, by the least memory.
+
+        For memory, only usable variants that need less than the start count.
+        """
         if study.objective != "memory":
             return winner_of(rows)
         base = rows[0]["peak_memory_bytes"] or study.memory
@@ -207,11 +217,11 @@ class _Tuning:
         ]
         return min(fine, key=lambda i: rows[i]["peak_memory_bytes"], default=None)
 
-    def _result(self, found: dict[str, Any]) -> StudyResult:
+    def _result(self, document: dict[str, Any]) -> StudyResult:
         space = self._subject.space
-        winner = found["winner"]
-        settings = winner["settings"] if winner else found["start"]["settings"]
-        text = self._subject.text(space.point(settings), [result_sentence(found)])
-        if is_proven(found):
+        winner = document["winner"]
+        settings = winner["settings"] if winner else document["start"]["settings"]
+        text = self._subject.text(space.point(settings), [result_sentence(document)])
+        if is_proven(document):
             self._folder.keep_best(text)
-        return StudyResult(found, settings, text, self._folder.path)
+        return StudyResult(document, settings, text, self._folder.path)

@@ -1,12 +1,15 @@
-"""Where points are measured: each in a process of its own, taking turns with one that stays alive.
+"""Measures points: each in its own process, in turns with a reference process.
 
-At first that one is the start's. A point's process is started, warmed up, and then takes turns with
-it (`hasten.measure.schedule`); what counts is the ratio within a pass, so a machine that slows down
-slows both. A point that is far better, and needs no more memory, takes the start's place: the next
-ones don't wait for slow turns any more, and are compared with what they have to beat. First the
-start is measured against a second copy of itself: what differs between them is noise. A round that
-others disturbed is done once more. Where the process that stays fails beside a point, or is cut
-off, it is started anew for the next one. At the end the best few take turns among themselves.
+The reference stays alive; the first one is the start. A point's process is started,
+warmed up, and then takes turns with the reference (`hasten.measure.schedule`). The
+ratio within a pass counts, so a machine that slows down slows both.
+
+A point that is far better, and needs no more memory, becomes the reference. Later
+points then don't wait for slow turns, and are compared with the point to beat. First
+the start is compared with a second copy of itself: the difference between them is
+noise. A round that other programs disturbed is repeated once. If the reference fails
+during a comparison, or is cut off, it is started again for the next one. At the end the
+best few take turns among themselves.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ State = Literal["ok", "out of memory", "failed", "pruned"]  # pruned: of trainin
 
 @dataclass(frozen=True)
 class Measurement:
-    """What came of a point: logarithms of its rate over the start's, by round, and its peak."""
+    """Results of a point: logarithms of its rate over the start's, by round, and its peak."""
 
     state: State
     logs: tuple[float, ...] = ()
@@ -67,8 +70,11 @@ class Measurement:
 
 @dataclass(frozen=True)
 class PairedRound:
-    """A point's part of a round: its rate over the other's as a logarithm, its rate and peak, and
-    the share of the machine that others took."""
+    """A point's result in a round.
+
+    It has the logarithm of its rate over the other's, its rate and peak, and the share of
+    the machine that other programs used.
+    """
 
     log: float
     rate: float
@@ -77,16 +83,18 @@ class PairedRound:
 
 
 class ReferencePair:
-    """The process that stays, and whoever is measured beside it.
+    """The reference process, and the point that is compared with it.
 
     Args:
         start: starts the worker of a point.
-        first: the point to which all are compared.
-        cores: of the machine, for the share that others take.
-        steps: of a round; several times as many where they are short, fewer where they are long.
-        seed: of the order of turns.
-        clock: tells the time, in seconds; deadlines are by it.
-        together: steps that no turn parts, since ranks may exchange once in so many.
+        first: the point with which all are compared.
+        cores: cores of the machine, for the load by other programs.
+        steps: steps of a round; several times as many if they are short, fewer if they are
+            long.
+        seed: seed of the order of turns.
+        clock: returns the time, in seconds; deadlines refer to it.
+        together: number of steps that a turn never splits, because ranks may communicate
+            only once in so many steps.
     """
 
     def __init__(
@@ -158,12 +166,14 @@ class ReferencePair:
             InputError: the second copy fails.
             OutOfTimeError: the deadline came before two rounds were over.
         """
-        found = self.measure(self._first, deadline, rounds=NOISE_ROUNDS, enough=enough)
-        if found.state == "ok" and len(found.logs) < 2:
+        measurement = self.measure(self._first, deadline, rounds=NOISE_ROUNDS, enough=enough)
+        if measurement.state == "ok" and len(measurement.logs) < 2:
             raise OutOfTimeError
-        if not found.logs:
-            raise InputError(f"tune: a second copy of the job fails beside the first: {found.why}")
-        return max(math.sqrt(statistics.fmean(x * x for x in found.logs)), LEAST_NOISE)
+        if not measurement.logs:
+            raise InputError(
+                f"tune: a second copy of the job fails beside the first: {measurement.why}"
+            )
+        return max(math.sqrt(statistics.fmean(x * x for x in measurement.logs)), LEAST_NOISE)
 
     def measure(  # noqa: C901  # each way that a trial ends
         self,
@@ -173,10 +183,10 @@ class ReferencePair:
         rounds: int = ROUNDS,
         enough: float = math.inf,
     ) -> Measurement:
-        """One trial; a calm round that leaves it far below ``best``, or far above all, ends it.
+        """Runs one trial; a calm round far below ``best`` or far above all ends it early.
 
         Raises:
-            InputError: the start's process failed beside an earlier point, and now by itself.
+            InputError: the start's process failed during an earlier comparison, and now alone.
             OutOfTimeError: the deadline came before the first round was over.
         """
         self._deadline = deadline
@@ -184,8 +194,8 @@ class ReferencePair:
             self.open(deadline)
         assert self._base is not None
         began, variant, above = self._clock(), self._variant(point), self.above
-        found: list[PairedRound] = []
-        whole = False
+        paired_rounds: list[PairedRound] = []
+        is_complete = False
         try:
             self._warm_up(variant)
             if point == self._first:  # the first one may have waited for all imports
@@ -194,43 +204,44 @@ class ReferencePair:
             variant.again()  # both begin with the first records
             self._base.again()
             load = LoadMeter(self._cores)
-            while len(found) < rounds and self._clock() < deadline:
-                found.append(last := self._calm_round(variant, steps, load))
+            while len(paired_rounds) < rounds and self._clock() < deadline:
+                paired_rounds.append(last := self._calm_round(variant, steps, load))
                 hopeless = above + last.log < best - HOPELESS
                 if last.load <= FOREIGN and (hopeless or last.log > FAR_BETTER):
                     break  # what others disturbed, twice by now, decides nothing by itself
-                if len(found) >= 2 and self._clock() > enough:
+                if len(paired_rounds) >= 2 and self._clock() > enough:
                     break
-            whole = True
+            is_complete = True
         except OutOfTimeError:
-            if not found:
+            if not paired_rounds:
                 raise  # else the rounds that were over count
         except WorkerError as error:
             state: State = "out of memory" if error.out_of_memory else "failed"
             return Measurement(state, seconds=self._clock() - began, why=str(error))
         finally:
-            if not (whole and self._takes_over(variant, point, found)):
-                variant.worker.close(kill=not whole)
-        if not found:
+            if not (is_complete and self._takes_over(variant, point, paired_rounds)):
+                variant.worker.close(kill=not is_complete)
+        if not paired_rounds:
             raise OutOfTimeError
         return Measurement(
             "ok",
-            tuple(above + one.log for one in found),
-            _peak(variant, found),
-            statistics.median(one.rate for one in found),
+            tuple(above + one.log for one in paired_rounds),
+            _peak(variant, paired_rounds),
+            statistics.median(one.rate for one in paired_rounds),
             self._clock() - began,
-            max(one.load for one in found),
+            max(one.load for one in paired_rounds),
         )
 
     def side_by_side(
         self, values: Mapping[Point, float], deadline: float, rounds: int = MOST_ROUNDS
     ) -> dict[Point, tuple[float, ...]]:
-        """The points' processes, all alive at once, take turns until one is left or time is up.
+        """Runs the points' processes in turns, all alive, until one remains or time is up.
 
-        The process that stays ends. See `eliminate`; ``values`` are what trials say of each.
+        The reference process ends. See `eliminate`; ``values`` are the results of the trials.
 
         Returns:
-            None of a point that failed to start, and of nobody where the time wasn't enough.
+            Passes by point. Points that failed to start are missing; if time was too short, all
+            are.
         """
         self.close()
         self._deadline = deadline
@@ -246,8 +257,8 @@ class ReferencePair:
             for variant in variants.values():
                 variant.again()  # all at the same examples from here on
             passes = self._passes(min(map(self._length, variants.values()), default=self._together))
-            found = eliminate(variants, values, passes, self._draw, self._cores, rounds)
-            return {point: logs for point, logs in found.items() if logs}
+            log_ratios = eliminate(variants, values, passes, self._draw, self._cores, rounds)
+            return {point: logs for point, logs in log_ratios.items() if logs}
         finally:
             for variant in variants.values():
                 variant.worker.close(kill=True)
@@ -263,7 +274,10 @@ class ReferencePair:
         _checked(Turn(variant.warm))
 
     def _length(self, variant: ArmProcess) -> int:
-        """Steps of a round, after a warm-up: of long ones fewer, since more rounds say more."""
+        """Steps of a round, after a warm-up; fewer if they are long.
+
+        More rounds give more information than longer rounds.
+        """
         one = statistics.median(float(step["step_seconds"]) for step in variant.warm[-2:])
         times = min(max(math.ceil(SHORT / (self._steps * one)), 1), MOST_TIMES)
         fewest = max(FEWEST_STEPS, self._together, round(LONG / one))
@@ -275,14 +289,17 @@ class ReferencePair:
         most = min(PASSES, units)
         return [self._together * (units * (n + 1) // most - units * n // most) for n in range(most)]
 
-    def _takes_over(self, variant: ArmProcess, point: Point, found: list[PairedRound]) -> bool:
-        """Let a variant stay in the place of the one that stayed, where it is far better.
+    def _takes_over(
+        self, variant: ArmProcess, point: Point, paired_rounds: list[PairedRound]
+    ) -> bool:
+        """Makes a far better variant the new reference.
 
-        One with a larger peak doesn't: there would be less for those that are measured beside it.
+        A variant with a larger peak doesn't become the reference. It would leave less memory
+        for those that are compared with it.
         """
-        memory = _peak(variant, found)
+        memory = _peak(variant, paired_rounds)
         larger = memory is not None and self.memory is not None and memory > self.memory
-        gain = statistics.median(one.log for one in found) if found else -math.inf
+        gain = statistics.median(one.log for one in paired_rounds) if paired_rounds else -math.inf
         if larger or gain < FAR_BETTER:
             return False
         self.close()
@@ -292,19 +309,19 @@ class ReferencePair:
 
     def _calm_round(self, variant: ArmProcess, steps: int, load: LoadMeter) -> PairedRound:
         """A round, once more if others disturbed it."""
-        found = self._round(variant, steps, load)
+        paired_round = self._round(variant, steps, load)
         again = 2 * steps * self.step_seconds
-        if found.load <= FOREIGN or self._clock() + again > self._deadline:
-            return found
-        return min(found, self._round(variant, steps, load), key=lambda one: one.load)
+        if paired_round.load <= FOREIGN or self._clock() + again > self._deadline:
+            return paired_round
+        return min(paired_round, self._round(variant, steps, load), key=lambda one: one.load)
 
     def _round(self, variant: ArmProcess, steps: int, load: LoadMeter) -> PairedRound:
         assert self._base is not None
         both = {"own": variant, "other": self._base}
         turns: dict[str, list[Turn]] = {name: [] for name in both}
-        for name, found in run_round(both, self._passes(steps), self._draw, load):
+        for name, answer in run_round(both, self._passes(steps), self._draw, load):
             try:
-                turns[name].append(_checked(found))
+                turns[name].append(_checked(answer))
             except WorkerError as error:
                 if self._base.cut_off:  # it would answer late, for another turn
                     self.close(kill=True)
@@ -312,7 +329,9 @@ class ReferencePair:
         pairs = zip(turns["own"], turns["other"], strict=True)
         every = [step for turn in turns["own"] for step in turn.steps]
         return PairedRound(
-            statistics.median(math.log(own.rate / other.rate) for own, other in pairs),
+            statistics.median(
+                math.log(variant_turn.rate / other.rate) for variant_turn, other in pairs
+            ),
             statistics.median(turn.rate for turn in turns["own"]),
             peak_of(every),
             max(map(load.share, both)),
@@ -336,8 +355,8 @@ def turn_steps(most: int, step_seconds: float, together: int = 1) -> int:
     return max(together, min(most, math.ceil(SHORT / step_seconds)))
 
 
-def _peak(variant: ArmProcess, found: list[PairedRound]) -> float | None:
-    peaks = [variant.peak, *(one.memory for one in found)]
+def _peak(variant: ArmProcess, paired_rounds: list[PairedRound]) -> float | None:
+    peaks = [variant.peak, *(one.memory for one in paired_rounds)]
     return max((peak for peak in peaks if peak), default=None)
 
 

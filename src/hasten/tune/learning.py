@@ -1,14 +1,17 @@
-"""A study of hyper-parameters: which learning rate, warm-up and batch leave a lower eval loss.
+"""A study of hyper-parameters: learning rate, warm-up and batch for a lower eval loss.
 
-  1. the recipe's own values are trained first; then Optuna's TPE proposes (Akiba et al. 2019)
-  2. every training is looked at after equal shares of the same tokens; one whose lowest loss so far
-     is above the median of the finished ones there is given up (Optuna's MedianPruner; Golovin et
-     al. 2017, "Google Vizier")
-  3. the best one and the recipe's own are trained again in pairs, from seeds that neither has seen:
-     the best of many trials looks better than it is, and only the pairs say by how much
+  1. The recipe's own values are trained first; then Optuna's TPE proposes (Akiba et al.
+     2019).
+  2. Every training is evaluated after equal shares of the same tokens. Its lowest loss
+     so far is compared with the median of the finished trainings at that point. If it
+     is above, the training is stopped (Optuna's MedianPruner; Golovin et al. 2017,
+     "Google Vizier").
+  3. The best one and the recipe's own are trained again in pairs, from new seeds. The
+     best of many trials looks better than it is, and only the pairs measure the
+     difference.
 
-Losses are compared at equal tokens and nothing else is: what is faster is another study's business.
-Everything goes into a record as soon as it is known; a study that was killed goes on from there.
+Losses are compared at equal tokens. Speed isn't compared; that is the task of another
+study. Every result is written to a record at once, and a killed study resumes from it.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ class Training(Protocol):
 
 @dataclass
 class LearningResult:
-    """What was found: trainings in their order, and the pairs of start and best."""
+    """Results of a study: trainings in their order, and the pairs of start and best."""
 
     rows: list[dict[str, Any]]
     best: Point | None = None
@@ -67,26 +70,26 @@ class LearningResult:
 
     @property
     def better(self) -> bool:
-        """Whether the best is better beyond doubt."""
+        """Returns True if the best is significantly better."""
         ratio = self.ratio
         return len(self.pairs) >= FEWEST_PAIRS and ratio is not None and ratio.low > 1
 
 
 class Learning:
-    """A study while it goes on.
+    """A running study.
 
     Args:
-        space: what may be chosen; it starts at the recipe's own values.
+        space: the choices; it starts at the recipe's own values.
         train: begins a training of a point with a seed.
-        record: what was found before, and where everything goes.
-        budget_seconds: for all, the pairs included.
-        looks: at a training.
-        most: trainings at most, the first included and the pairs not.
-        seed: of the recipe; the pairs take the ones after it.
-        tell: is told what happens, and which share of the budget is used.
-        found: is called after every training.
-        began: when the budget began, by the clock; now, if left out.
-        clock: tells the time, in seconds.
+        record: earlier results, and the file for new ones.
+        budget_seconds: time for all, the pairs included.
+        looks: number of evaluations of a training.
+        most: maximum number of trainings, the first included and the pairs not.
+        seed: seed of the recipe; the pairs use the ones after it.
+        ``tell``: receives progress messages, and the used share of the budget.
+        on_training: called after every training.
+        began: start of the budget, on the clock; default: now.
+        clock: returns the time, in seconds.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class Learning:
         most: int | None = None,
         seed: int = 0,
         tell: Tell = lambda text, share: None,
-        found: Callable[[LearningResult], None] = lambda learnt: None,
+        on_training: Callable[[LearningResult], None] = lambda learnt: None,
         began: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -108,7 +111,7 @@ class Learning:
 
         self._space, self._train, self._record = space, train, record
         self._budget, self._looks, self._most, self._seed = budget_seconds, looks, most, seed
-        self._say, self._found, self._clock = tell, found, clock
+        self._say, self._found, self._clock = tell, on_training, clock
         self._began = clock() if began is None else began
         pruner = optuna.pruners.MedianPruner(
             n_startup_trials=STARTUP, n_warmup_steps=min(FIRST_LOOKS, looks)
@@ -136,8 +139,8 @@ class Learning:
             self._first(learnt)
         self._full = max(learnt.rows[0]["seconds"], 0.01)
         learnt.ended = self._search(learnt)
-        own = learnt.rows[0]["loss"]
-        fine = [r for r in learnt.rows if r["state"] == "ok" and r["loss"] < own]
+        start_loss = learnt.rows[0]["loss"]
+        fine = [r for r in learnt.rows if r["state"] == "ok" and r["loss"] < start_loss]
         if fine:
             chosen = min(fine, key=lambda r: float(r["loss"]))
             learnt.best = self._space.point(chosen["settings"])
@@ -154,7 +157,7 @@ class Learning:
         return max(PROOF_SHARE * self._budget, 2 * FEWEST_PAIRS * SLACK * self._full)
 
     def _first(self, learnt: LearningResult) -> None:
-        """The recipe as it is; refuses a budget as soon as its first two looks tell its length."""
+        """Trains the recipe unchanged; refuses a short budget after its first two evaluations."""
         self._tell("training with the recipe's own values")
         try:
             row = self._trained(self._space.start, self._seed, self._end, watch=self._afford)
@@ -217,9 +220,11 @@ class Learning:
     def _prove(self, learnt: LearningResult, best: Point) -> None:
         """Pairs of the start and the best, as many as fit; how many is settled before the first."""
         settings = self._space.settings(best)
-        known = [e for e in self._record.events if e["event"] == "pair"]
+        recorded_pairs = [e for e in self._record.events if e["event"] == "pair"]
         names = ("seed", "start", "best")
-        learnt.pairs = [{n: e[n] for n in names} for e in known if e["settings"] == settings]
+        learnt.pairs = [
+            {n: e[n] for n in names} for e in recorded_pairs if e["settings"] == settings
+        ]
         fit = int((self._end - self._clock()) / (2 * SLACK * self._full)) + len(learnt.pairs)
         planned = [e for e in self._record.events if e["event"] == "proving"]
         wanted = next((e["pairs"] for e in planned if e["settings"] == settings), None)
@@ -242,13 +247,13 @@ class Learning:
             learnt.unproven = f"{len(learnt.pairs)} of {FEWEST_PAIRS} pairs were done in time"
 
     def _pair(self, best: Point, seed: int) -> dict[str, Any]:
-        found: dict[str, Any] = {"seed": seed}
+        pair: dict[str, Any] = {"seed": seed}
         for name, point in (("start", self._space.start), ("best", best)):
             row = self._trained(point, seed, self._end)
             if row["state"] != "ok":
                 raise WorkerError(row["why"])
-            found[name] = row["loss"]
-        return found
+            pair[name] = row["loss"]
+        return pair
 
     def _trained(
         self,
@@ -258,10 +263,10 @@ class Learning:
         hopeless: Callable[[Point, int, float], bool] = lambda point, look, value: False,
         watch: Callable[[Sequence[float]], None] = lambda looks: None,
     ) -> dict[str, Any]:
-        """A training to its end, or until it is ``hopeless``.
+        """Runs a training to its end, or until it is ``hopeless``.
 
         Raises:
-            OutOfTimeError: the deadline came first; nothing is said of the point.
+            OutOfTimeError: the deadline came first; the point has no result.
         """
         began = self._clock()
         training, losses, looks = self._train(point, seed), list[float](), list[float]()
@@ -297,10 +302,10 @@ class Learning:
         }
 
     def _left(self, deadline: float) -> float:
-        left = deadline - self._clock()
-        if left <= 0:
+        remaining_seconds = deadline - self._clock()
+        if remaining_seconds <= 0:
             raise OutOfTimeError
-        return left
+        return remaining_seconds
 
     def _tell(self, text: str) -> None:
         self._say(text, min((self._clock() - self._began) / self._budget, 1.0))

@@ -37,9 +37,14 @@ SEED_NOISE = 0.003  # of a loss between seeds, as a logarithm, for the importanc
 
 def document(learnt: LearningResult, space: Space, about: Mapping[str, Any]) -> dict[str, Any]:
     """The study as plain values."""
-    own = float(learnt.rows[0]["loss"])
+    start_loss = float(learnt.rows[0]["loss"])
     trials = [
-        {**row, "log_rate": None if row["loss"] is None else round(math.log(own / row["loss"]), 6)}
+        {
+            **row,
+            "log_rate": None
+            if row["loss"] is None
+            else round(math.log(start_loss / row["loss"]), 6),
+        }
         for row in learnt.rows
     ]
     return {
@@ -48,7 +53,7 @@ def document(learnt: LearningResult, space: Space, about: Mapping[str, Any]) -> 
         **about,
         "ended": learnt.ended,
         "space": [{"name": d.name, "values": list(d.values)} for d in space.dimensions],
-        "start": {"settings": space.settings(space.start), "loss": own},
+        "start": {"settings": space.settings(space.start), "loss": start_loss},
         "trials": trials,
         "final_comparison": _final_comparison(learnt),
         "pairs": learnt.pairs,
@@ -58,17 +63,17 @@ def document(learnt: LearningResult, space: Space, about: Mapping[str, Any]) -> 
     }
 
 
-def said(found: Mapping[str, Any]) -> str:
+def said(document: Mapping[str, Any]) -> str:
     """The result in a sentence or two."""
-    states = [t["state"] for t in found["trials"]]
+    states = [t["state"] for t in document["trials"]]
     pruned, failed = (states.count(s) for s in ("pruned", "failed"))
     count = f"{len(states)} trainings"
     count += f", {pruned} given up early" if pruned else ""
     count += f", {failed} failed" if failed else ""
-    count += f"; {found['ended']}."
-    winner = found["winner"]
+    count += f"; {document['ended']}."
+    winner = document["winner"]
     if winner is not None:
-        ratio, pairs = winner["ratio"], found["pairs"]
+        ratio, pairs = winner["ratio"], document["pairs"]
         low, high = (f"{100 * (1 - 1 / ratio[k]):.2f}" for k in ("low", "high"))
         changed = ", ".join(f"{k}={v}" for k, v in winner["changes"].items())
         mean = {k: math.fsum(p[k] for p in pairs) / len(pairs) for k in ("start", "best")}
@@ -76,9 +81,9 @@ def said(found: Mapping[str, Any]) -> str:
             f"Eval loss {mean['start']:.4f} -> {mean['best']:.4f}, lower by {low} to {high} % "
             f"(95 %, {len(pairs)} fresh seeds, equal tokens) with {changed}. {count}"
         )
-    if found["unproven"]:
-        return f"Not proven ({found['unproven']}): the best so far is in best.yaml. {count}"
-    if found["final_comparison"] is None:
+    if document["unproven"]:
+        return f"Not proven ({document['unproven']}): the best so far is in best.yaml. {count}"
+    if document["final_comparison"] is None:
         return f"No training had a lower loss: keep the values as they are. {count}"
     return f"No significant difference: keep the values as they are. {count}"
 
@@ -127,12 +132,13 @@ def _importance(trials: list[dict[str, Any]], space: Space) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class LearningOptions:
-    """How to study.
+    """Options of a study.
 
     Args:
-        only: learning_rate, warmup, batch: those that are tuned; all, if left out.
-        trials: trainings at most, the pairs not counted; None: as many as the budget holds.
-        fresh: train anew, whatever an earlier start has left.
+        only: learning_rate, warmup, batch: the values to tune; default: all.
+        trials: maximum number of trainings, without the pairs; None: as many as the budget
+            holds.
+        fresh: train again, even if results of an earlier start are stored.
 
     Raises:
         InputError: an unknown name in ``only``, or no trial.
@@ -143,11 +149,11 @@ class LearningOptions:
     fresh: bool = False
 
     def __post_init__(self) -> None:
-        known = ("learning_rate", "warmup", "batch")
+        choices = ("learning_rate", "warmup", "batch")
         for name in self.only:
-            if name not in known:
+            if name not in choices:
                 raise InputError(
-                    f"only: there is no {name!r} to learn; there are {', '.join(known)}"
+                    f"only: there is no {name!r} to learn; there are {', '.join(choices)}"
                 )
         if self.trials is not None and self.trials < 2:
             raise InputError(
@@ -162,26 +168,27 @@ def learn(
     *,
     audience: Audience | None = None,
 ) -> StudyResult:
-    """Search for a lower eval loss at the same tokens within a budget of time.
+    """Searches for a lower eval loss at the same tokens within a time budget.
 
     Args:
-        recipe: a recipe or its path; it says how long each training is.
-        budget: 30m, 2h or seconds: for trainings and pairs together.
-        options: how.
-        audience: is told how it goes on.
+        recipe: a recipe or its path; it decides the length of each training.
+        budget: 30m, 2h or seconds, for trainings and pairs together.
+        options: settings of the study.
+        audience: receives the progress.
 
     Raises:
-        InputError: the budget is too short, nothing is held out, or the job fails as it is.
+        InputError: the budget is too short, there is no eval data, or the unchanged job
+            fails.
     """
     began = time.monotonic()
     options, audience = options or LearningOptions(), audience or SilentProgress()
     seconds = read_duration(str(budget))
-    given = prepared(recipe if isinstance(recipe, Recipe) else Path(recipe), audience)
-    return _Study(RecipeTrainings(given, options.only), seconds, options, audience, began).run()
+    subject = prepared(recipe if isinstance(recipe, Recipe) else Path(recipe), audience)
+    return _Study(RecipeTrainings(subject, options.only), seconds, options, audience, began).run()
 
 
 class _Study:
-    """A study while it goes on."""
+    """A running study."""
 
     def __init__(
         self,
@@ -199,8 +206,8 @@ class _Study:
     def run(self) -> StudyResult:
         folder, job = self._folder, self._job
         with folder.opened(self._options.fresh) as record:
-            if (found := folder.finished(record)) is not None:
-                return self._result(found)
+            if (study := folder.finished(record)) is not None:
+                return self._result(study)
             if any(e["event"] == "trained" for e in record.events):
                 self._audience.tell(f"going on with {folder.path}")
             self._audience.begin()
@@ -213,7 +220,7 @@ class _Study:
                 most=self._options.trials,
                 seed=job.given.recipe.seed,
                 tell=self._audience.show,
-                found=self._keep,
+                on_training=self._keep,
                 began=self._began,
             )
             with job.opened(folder.path):
@@ -223,10 +230,10 @@ class _Study:
                 "budget_seconds": self._seconds,
                 "seconds": round(time.monotonic() - self._began, 1),
             }
-            found = document(learnt, job.space, about)
-            found["said"] = said(found)
-            result = self._result(found)
-            folder.keep(found)
+            study = document(learnt, job.space, about)
+            study["said"] = said(study)
+            result = self._result(study)
+            folder.keep(study)
             if learnt.unproven is None:
                 record.append("done")  # else a second start has the pairs that are missing
         return result
@@ -237,20 +244,20 @@ class _Study:
         losses = [r["loss"] for r in learnt.rows if r["loss"] is not None]
         if last["loss"] is None or last["loss"] > min(losses, default=math.inf):
             return
-        words = [f"Best of {len(learnt.rows)} trainings so far, not proven by pairs."]
-        self._write(self._job.space.point(last["settings"]), words)
+        comments = [f"Best of {len(learnt.rows)} trainings so far, not proven by pairs."]
+        self._write(self._job.space.point(last["settings"]), comments)
 
-    def _write(self, point: Point, words: Sequence[str]) -> str:
-        text = recipe_text(self._job.recipe_at(point), self._job.given.plan, words)
+    def _write(self, point: Point, comments: Sequence[str]) -> str:
+        text = recipe_text(self._job.recipe_at(point), self._job.given.plan, comments)
         self._folder.keep_best(text)
         return text
 
-    def _result(self, found: dict[str, Any]) -> StudyResult:
-        winner = found["winner"]
-        settings = winner["settings"] if winner else found["start"]["settings"]
+    def _result(self, document: dict[str, Any]) -> StudyResult:
+        winner = document["winner"]
+        settings = winner["settings"] if winner else document["start"]["settings"]
         point = self._job.space.point(settings)
-        if found["unproven"]:  # best.yaml keeps what the trainings found
-            text = recipe_text(self._job.recipe_at(point), self._job.given.plan, [said(found)])
+        if document["unproven"]:  # best.yaml keeps what the trainings found
+            text = recipe_text(self._job.recipe_at(point), self._job.given.plan, [said(document)])
         else:
-            text = self._write(point, [said(found)])
-        return StudyResult(found, settings, text, self._folder.path)
+            text = self._write(point, [said(document)])
+        return StudyResult(document, settings, text, self._folder.path)

@@ -20,11 +20,11 @@ class RecipeWorkers:
     """The workers of a recipe's plans, for a study.
 
     Args:
-        given: the recipe and what is known of it.
+        subject: the recipe and what is known of it.
     """
 
-    def __init__(self, given: ExperimentSubject) -> None:
-        self._given = given
+    def __init__(self, subject: ExperimentSubject) -> None:
+        self._given = subject
         self._environs: dict[frozenset[Technique], Mapping[str, str]] = {}
         self._numbers = itertools.count()  # two workers of one plan have logs of their own
         self.pool: WorkerPool | None = None
@@ -57,6 +57,6 @@ class RecipeWorkers:
         """Remembered by the techniques that it depends on: studies ask for many plans."""
         wishing = frozenset(t for t in plan if type(t).environment is not Technique.environment)
         if wishing not in self._environs:
-            recipe, known = self._given.recipe, self._given.context
-            self._environs[wishing] = environment(plan, known, recipe.transport)
+            recipe, context = self._given.recipe, self._given.context
+            self._environs[wishing] = environment(plan, context, recipe.transport)
         return self._environs[wishing]

@@ -1,4 +1,4 @@
-"""What a study leaves: its JSON, a line for people, and a page with history and importance."""
+"""Outputs of a study: JSON, one line for users, a page with history and importance."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ svg {{ max-width: 100%; height: auto; }} text {{ fill: var(--ink); font-size: 12
 .best {{ fill: none; stroke: var(--good); stroke-width: 2; }} .bar {{ fill: var(--good); }}
 .axis {{ stroke: var(--faint); }}
 </style></head><body><h1>{title}</h1><p>{lead}</p>
-<h2>FinalComparison</h2>{final
-comparison}{final}<h2>History</h2>{history}<h2>Importance</h2>{importance}<h2>Trials</h2>{trials}
+<h2>Final comparison</h2>{final_comparison}
+{final}<h2>History</h2>{history}<h2>Importance</h2>{importance}<h2>Trials</h2>{trials}
 </body></html>
 """
 
@@ -86,16 +86,16 @@ def study_document(
 
 def final_rows(variants: Sequence[Variant]) -> dict[str, Any]:
     """The final comparison as the study's JSON has it; places of ``rows`` follow the variants."""
-    words = judge_variants(variants)
+    judgements = judge_variants(variants)
     rows = []
-    for variant, said in zip(variants, words, strict=True):
+    for variant, judgement in zip(variants, judgements, strict=True):
         ratio = ratio_to(variant, variants[0])
         rows.append(
             {
                 "name": variant.name,
-                "verdict": said.verdict,
-                "quality": said.quality,
-                "p_value": said.p_value,
+                "verdict": judgement.verdict,
+                "quality": judgement.quality,
+                "p_value": judgement.p_value,
                 "ratio": None if ratio is None else ratio.summary(),
                 "rounds": variant.rounds,
                 "peak_memory_bytes": variant.peak_memory_bytes,
@@ -107,23 +107,21 @@ def final_rows(variants: Sequence[Variant]) -> dict[str, Any]:
 
 
 def is_fit(row: Mapping[str, Any]) -> bool:
-    """Whether a variant could be taken if it is better: it ran, its model isn't worse, as
-    proven.
-    """
+    """Returns True if a variant is usable: it ran, and its model is verified as not worse."""
     bad = verdict_word(row["verdict"]) == "failed" or verdict_word(row.get("quality")) == "worse"
     return not bad and row.get("refused") is None
 
 
 def says_of(row: Mapping[str, Any]) -> str:
     """A variant's verdict in words, with what else speaks against it."""
-    words = [row["verdict"]]
-    words += [f"quality {row['quality']}"] if verdict_word(row.get("quality")) == "worse" else []
-    words += [f"not taken: {row['refused']}"] if row.get("refused") is not None else []
-    return "; ".join(words)
+    clauses = [row["verdict"]]
+    clauses += [f"quality {row['quality']}"] if verdict_word(row.get("quality")) == "worse" else []
+    clauses += [f"not taken: {row['refused']}"] if row.get("refused") is not None else []
+    return "; ".join(clauses)
 
 
 def winner_of(rows: Sequence[dict[str, Any]]) -> int | None:
-    """The place of the variant with the largest ratio among those that are better beyond doubt."""
+    """Index of the variant with the largest ratio among the significantly better ones."""
     better = [
         i
         for i, row in enumerate(rows)
@@ -134,27 +132,27 @@ def winner_of(rows: Sequence[dict[str, Any]]) -> int | None:
     return max(better, key=lambda i: rows[i]["ratio"]["median"], default=None)
 
 
-def result_sentence(found: Mapping[str, Any]) -> str:
+def result_sentence(document: Mapping[str, Any]) -> str:
     """The result in a sentence or two."""
-    states = [t["state"] for t in found["trials"]]
-    said = "1 trial" if len(states) == 1 else f"{len(states)} trials"
+    states = [t["state"] for t in document["trials"]]
+    counts = "1 trial" if len(states) == 1 else f"{len(states)} trials"
     gone, failed = (states.count(s) for s in ("out of memory", "failed"))
-    said += f", {gone} out of memory" if gone else ""
-    said += f", {failed} failed" if failed else ""
-    said += f"; {found['ended']}."
-    if upcoming := found.get("next"):
-        said += f" A larger budget would try: {'; or '.join(map(_words, upcoming))}."
-    winner = found["winner"]
-    if winner is None and found["final_comparison"] and not is_proven(found):
-        why = found["final_comparison"]["variants"][2]["verdict"].partition(": ")[2]
-        return f"Not proven ({why}): the best of the trials is in best.yaml. {said}"
+    counts += f", {gone} out of memory" if gone else ""
+    counts += f", {failed} failed" if failed else ""
+    counts += f"; {document['ended']}."
+    if upcoming := document.get("next"):
+        counts += f" A larger budget would try: {'; or '.join(map(_words, upcoming))}."
+    winner = document["winner"]
+    if winner is None and document["final_comparison"] and not is_proven(document):
+        why = document["final_comparison"]["variants"][2]["verdict"].partition(": ")[2]
+        return f"Not proven ({why}): the best of the trials is in best.yaml. {counts}"
     if winner is None:
         why = (
             "No significant difference"
-            if found["final_comparison"]
+            if document["final_comparison"]
             else "Nothing was better by the trials"
         )
-        return f"{why}: keep the settings as they are. {said}"
+        return f"{why}: keep the settings as they are. {counts}"
     ratio = winner["ratio"]
     span = f"{ratio['median']:.3f}×"
     if ratio["low"] is not None:
@@ -162,33 +160,31 @@ def result_sentence(found: Mapping[str, Any]) -> str:
     changed = _words(winner["changes"])
     lost = ", ".join(winner.get("idle", ()))
     left_out = f" {lost} did not act in the measured plan and is left out." if lost else ""
-    return f"{span} {winner['of']} with {changed}.{left_out} {said}"
+    return f"{span} {winner['of']} with {changed}.{left_out} {counts}"
 
 
 def _words(changes: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in changes.items())
 
 
-def is_proven(found: Mapping[str, Any]) -> bool:
-    """Whether nothing is left to prove: there was nobody to final comparison with, or a final
-    comparison had rounds.
-    """
-    final_comparison = found["final_comparison"]
+def is_proven(document: Mapping[str, Any]) -> bool:
+    """Returns whether no proof is missing: the start is the best, or the final comparison ended."""
+    final_comparison = document["final_comparison"]
     return final_comparison is None or any(
         variant["rounds"] for variant in final_comparison["variants"][2:]
     )
 
 
-def page(found: Mapping[str, Any], title: str, said: str) -> str:
-    """One file of HTML without anything to load; ``said`` is the result in a sentence."""
+def page(document: Mapping[str, Any], title: str, sentence: str) -> str:
+    """One file of HTML without anything to load; ``sentence`` is the result in a sentence."""
     return PAGE.format(
         title=escape(title),
-        lead=escape(said),
-        final_comparison=_final_comparison(found["final_comparison"]),
-        final=_final(found.get("final", ())),
-        history=_history(found["trials"]),
-        importance=_importance(found["importance"]),
-        trials=_trials(found["trials"]),
+        lead=escape(sentence),
+        final_comparison=_final_comparison(document["final_comparison"]),
+        final=_final(document.get("final", ())),
+        history=_history(document["trials"]),
+        importance=_importance(document["importance"]),
+        trials=_trials(document["trials"]),
     )
 
 
@@ -198,10 +194,10 @@ def _final_comparison(final_comparison: Mapping[str, Any] | None) -> str:
     rows = []
     for variant in final_comparison["variants"]:
         ratio = variant["ratio"] or {"median": None, "low": None}
-        words = "" if ratio["median"] is None else f"{ratio['median']:.3f}"
+        ratio_text = "" if ratio["median"] is None else f"{ratio['median']:.3f}"
         if ratio["low"] is not None:
-            words += f" [{ratio['low']:.3f}, {ratio['high']:.3f}]"
-        rows.append((variant["name"], words, says_of(variant)))
+            ratio_text += f" [{ratio['low']:.3f}, {ratio['high']:.3f}]"
+        rows.append((variant["name"], ratio_text, says_of(variant)))
     return html_table(("variant", "ratio [95 %]", "verdict"), rows)
 
 
@@ -228,10 +224,10 @@ def _trials(trials: Sequence[Mapping[str, Any]]) -> str:
 
 def _history(trials: Sequence[Mapping[str, Any]]) -> str:
     """A dot for each trial, a cross where there was no result, and the best so far as a line."""
-    known = [math.exp(t["log_rate"]) for t in trials if t["log_rate"] is not None]
-    if not known:
+    ratios = [math.exp(t["log_rate"]) for t in trials if t["log_rate"] is not None]
+    if not ratios:
         return "<p>No trial had a result.</p>"
-    low, high = min(1.0, *known), max(1.0, *known)
+    low, high = min(1.0, *ratios), max(1.0, *ratios)
     room = (high - low) or 1.0
 
     def y(ratio: float) -> float:
@@ -239,8 +235,8 @@ def _history(trials: Sequence[Mapping[str, Any]]) -> str:
 
     across = (WIDTH - LEFT - 20) / max(len(trials), 1)
     marks, line, best = [], [], 1.0
-    for place, t in enumerate(trials):
-        x = LEFT + (place + 0.5) * across
+    for index, t in enumerate(trials):
+        x = LEFT + (index + 0.5) * across
         if t["log_rate"] is None:
             bottom = HEIGHT - 30
             marks.append(f'<path class="cross" d="M{x - 4:.1f} {bottom - 4}l8 8m0 -8l-8 8"/>')
@@ -266,8 +262,8 @@ def _importance(shares: Mapping[str, float]) -> str:
     if not shown:
         return "<p>Nothing is known of it.</p>"
     rows = []
-    for place, (name, share) in enumerate(shown):
-        top, width = place * ROW, share / shown[0][1] * (WIDTH - 330)
+    for index, (name, share) in enumerate(shown):
+        top, width = index * ROW, share / shown[0][1] * (WIDTH - 330)
         rows.append(
             f'<text x="0" y="{top + 15}">{escape(name)}</text><rect class="bar" x="250" '
             f'y="{top + 4}" height="14" width="{width:.1f}"/>'

@@ -1,18 +1,20 @@
-"""Proposers choose the next point: hasten's own order, one of Optuna's samplers, or a bandit.
+"""Proposers choose the next point: hasten's own order, an Optuna sampler, or a bandit.
 
-A proposer never proposes a point twice, nor one that the space refuses. `auto` is hasten's own:
+A proposer never proposes a point twice, nor one that the space refuses. `auto` is
+hasten's own:
 
-  1. the first trials follow the forecast: the best point that it expects within memory
-  2. every result corrects the model (`surrogate.PlanGaussianProcess`); of the points around the
-     best one, the one with the largest expected gain is next. Memory is predicted in the same way,
-     from measured peaks, and a point that is likely to exceed it isn't tried
-  3. each trial that ran out of memory all the same makes the next ones more careful
+  1. The first trials follow the forecast: the best point that it expects within memory.
+  2. Every result corrects the model (`surrogate.PlanGaussianProcess`). Of the points
+     around the best one, the one with the largest expected gain is next. Memory is
+     predicted in the same way, from measured peaks. A point that is likely to exceed it
+     isn't tried.
+  3. Each trial that ran out of memory makes the next ones more careful.
 
-Why this one isn't Optuna's Gaussian process: that process has no forecast as its mean and no
-constraint on a predicted peak. On the recorded grid, whose forecast says little, it needs 5 trials
-until within 3 % of the best, and this one 8. Where half of a space is out of memory it gets there
-in a quarter of the studies of 40 trials, and this one in all, after 6: docs/measurements.md,
-"Trials until the best settings".
+Optuna's Gaussian process isn't used for `auto`. It has no forecast as its mean and no
+constraint on a predicted peak. On the recorded grid, with a weak forecast, it needs 5
+trials until within 3 % of the best, and `auto` needs 8. If half of a space is out of
+memory, it succeeds in a quarter of the studies of 40 trials. There `auto` succeeds in
+all, after 6 trials (docs/measurements.md, "Trials until the best settings").
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ WORSE = 0.1  # below all results: a trial without one, as a logarithm
 class TriedPoint:
     """The result of a point: the logarithm of its value over the start's, more is better.
 
-    ``rounds`` are the logarithms of which the value is the median; ``curve`` is what a training
-    had at each look, by which it may be given up (``pruned``).
+    The field ``rounds`` has the logarithms; the value is their median. The field ``curve``
+    has the values of a training at each evaluation, which may stop it (``pruned``).
     """
 
     point: Point
@@ -67,15 +69,15 @@ class TriedPoint:
 
 @dataclass(frozen=True)
 class PriorKnowledge:
-    """What is known of a job before anything is measured.
+    """Predictions for a job before any measurement.
 
     Args:
         gain: expected logarithm of the value over the start's.
         memory: expected peak in bytes; None if unknown.
-        limit: of that peak; None: there is none worth minding.
+        limit: limit of that peak; None: no relevant limit.
         noise: standard deviation of one measurement, as a logarithm.
-        effort: time that a point's trial takes beside measuring, over the least there is; it may
-            change from trial to trial.
+        effort: time of a point's trial except measuring, over the minimum; it may change
+            from trial to trial.
     """
 
     gain: Callable[[Point], float] = lambda point: 0.0
@@ -131,11 +133,11 @@ class Proposer:
 class ForecastProposer(Proposer):
     """Forecast first, then what was learnt: hasten's own order."""
 
-    def __init__(self, space: Space, known: PriorKnowledge, seed: int = 0) -> None:
-        super().__init__(space, seed, space.summit(known.gain, seed))
+    def __init__(self, space: Space, prior: PriorKnowledge, seed: int = 0) -> None:
+        super().__init__(space, seed, space.summit(prior.gain, seed))
         self._looked_at = set(self._points)
-        self._known = known
-        self._speed = PlanGaussianProcess(space, known.gain, known.noise)
+        self._known = prior
+        self._speed = PlanGaussianProcess(space, prior.gain, prior.noise)
         self._memory = PlanGaussianProcess(space, self._peak_gain, 0.0, scales=PEAK_SCALES)
 
     def ask(self) -> Point | None:
@@ -149,71 +151,76 @@ class ForecastProposer(Proposer):
         return point
 
     def _about(self) -> list[Point]:
-        """What is left around the best point, as long as something is to be expected there.
+        """The untried points around the best point, while one of them promises a gain.
 
-        Of a dozen choices each is vaguely known, so that the sum of many promises most where least
-        is known; a dozen trials learn more of what is close to the best one (a trust region:
-        Eriksson et al. 2019, arXiv:1910.01739).
+        Otherwise it returns all untried points. With a dozen choices, each is uncertain, and
+        the sum of many promises most at the most uncertain points. A dozen trials learn more
+        from points close to the best one (a trust region: Eriksson et al. 2019,
+        arXiv:1910.01739).
         """
         better = [t.point for t in self.told.values() if t.value is not None and t.value > 0]
         if not better:
             return self._left()
         best = better[int(np.argmax(self.believed(better)))]
         self._strangers(best)
-        left = self._left()
-        near = [p for p in left if self.space.apart(p, best) <= CLOSE]
+        untried = self._left()
+        near = [p for p in untried if self.space.apart(p, best) <= CLOSE]
         promising = near and float(self._worth(near).max()) > PROMISING
-        return near if promising else left
+        return near if promising else untried
 
-    def _best_of(self, left: Sequence[Point]) -> Point | None:
+    def _best_of(self, untried: Sequence[Point]) -> Point | None:
         """The most worth trying; None where there is none that can be dared."""
-        if not left:
+        if not untried:
             return None
-        risk = self._risks(left)
+        risk = self._risks(untried)
         fine = risk <= max(self._allowed, float(risk.min()))  # where all are doubtful, the least
         if risk.min() > LAST_RISK:
             return None
         # Per time, as Snoek, Larochelle and Adams (2012) have it for costs that differ.
-        effort = np.array([self._known.effort(point) for point in left])
-        score = np.where(fine, self._worth(left) * (1 - risk) / effort, -1.0)
-        return left[int(np.argmax(score))]
+        effort = np.array([self._known.effort(point) for point in untried])
+        score = np.where(fine, self._worth(untried) * (1 - risk) / effort, -1.0)
+        return untried[int(np.argmax(score))]
 
     def tell(self, tried: TriedPoint) -> None:
         super().tell(tried)
         self._looked_at.add(tried.point)
         # Of a value of three rounds, by the start's and by what differs within trials: fast points
         # have short turns, which stray more; and the start's was seen a few times alone.
-        known = [t.rounds for t in self.told.values() if len(t.rounds) > 1]
-        free = sum(len(rounds) - 1 for rounds in known)
-        squares = math.fsum((len(r) - 1) * statistics.variance(r) for r in known) * OF_MEDIAN**2
+        round_lists = [t.rounds for t in self.told.values() if len(t.rounds) > 1]
+        free = sum(len(rounds) - 1 for rounds in round_lists)
+        squares = (
+            math.fsum((len(r) - 1) * statistics.variance(r) for r in round_lists) * OF_MEDIAN**2
+        )
         self._speed.noise = math.sqrt((squares + BEFORE * self._known.noise**2) / (free + BEFORE))
 
     def expected(self, point: Point) -> float:
         return self._known.gain(point)
 
     def promise(self) -> float:
-        left = self._left()
-        if not left:
+        untried = self._left()
+        if not untried:
             return 0.0
-        return float(np.where(self._risks(left) <= self._allowed, self._worth(left), 0.0).max())
+        return float(
+            np.where(self._risks(untried) <= self._allowed, self._worth(untried), 0.0).max()
+        )
 
     def promising(self, count: int) -> list[Point]:
         """None of these differs from a better one in a single choice."""
-        left, found = self._left(), list[Point]()
-        if not left:
-            return found
-        risk = self._risks(left)
-        worth = np.where(risk <= self._allowed, self._worth(left) * (1 - risk), 0.0)
-        for place in np.argsort(-worth, kind="stable"):
-            if len(found) == count or worth[place] <= 0:
+        untried, chosen = self._left(), list[Point]()
+        if not untried:
+            return chosen
+        risk = self._risks(untried)
+        worth = np.where(risk <= self._allowed, self._worth(untried) * (1 - risk), 0.0)
+        for index in np.argsort(-worth, kind="stable"):
+            if len(chosen) == count or worth[index] <= 0:
                 break
-            if all(self.space.apart(left[place], other) > 1 for other in found):
-                found.append(left[place])
-        return found
+            if all(self.space.apart(untried[index], other) > 1 for other in chosen):
+                chosen.append(untried[index])
+        return chosen
 
     def believed(self, points: Sequence[Point]) -> list[float]:
-        found: list[float] = self._speed.at(points, *self._measured()).mean.tolist()
-        return found
+        means: list[float] = self._speed.at(points, *self._measured()).mean.tolist()
+        return means
 
     def _strangers(self, point: Point) -> list[Point]:
         """Neighbours that weren't looked at yet; from now on they are."""
@@ -227,12 +234,14 @@ class ForecastProposer(Proposer):
         failures = sum(t.state == "out of memory" for t in self.told.values())
         return CAREFUL[min(failures, len(CAREFUL) - 1)]
 
-    def _worth(self, left: Sequence[Point]) -> np.ndarray:
-        seen, values, noises = self._measured()
-        together = self._speed.at([*left, *seen], seen, values, noises)
-        best = float(together.mean[len(left) :].max())
-        found = type(together)(together.mean[: len(left)], together.deviation[: len(left)])
-        worth: np.ndarray = expected_improvement(found, best)
+    def _worth(self, untried: Sequence[Point]) -> np.ndarray:
+        measured, values, noises = self._measured()
+        together = self._speed.at([*untried, *measured], measured, values, noises)
+        best = float(together.mean[len(untried) :].max())
+        posterior = type(together)(
+            together.mean[: len(untried)], together.deviation[: len(untried)]
+        )
+        worth: np.ndarray = expected_improvement(posterior, best)
         return worth
 
     def _measured(self) -> tuple[list[Point], list[float], list[float]]:
@@ -242,24 +251,24 @@ class ForecastProposer(Proposer):
         what they have in common with it.
         """
         usual = self._speed.noise
-        told = {self.space.start: TriedPoint(self.space.start, "ok", 0.0), **self.told}
+        tried_points = {self.space.start: TriedPoint(self.space.start, "ok", 0.0), **self.told}
         rows = []
-        for t in told.values():
+        for t in tried_points.values():
             if t.state == "failed":
                 rows.append((t.point, self._worst(), usual))
             elif t.value is not None:
                 rows.append((t.point, t.value, usual * OF_ROUNDS.get(len(t.rounds), 1.0)))
         return [p for p, _, _ in rows], [v for _, v, _ in rows], [n for _, _, n in rows]
 
-    def _risks(self, left: Sequence[Point]) -> np.ndarray:
+    def _risks(self, untried: Sequence[Point]) -> np.ndarray:
         """The chance of each point to exceed the limit."""
         limit, peaks = self._known.limit, {t.point: t.memory for t in self.told.values()}
         if limit is None or (self._known.memory is None and not any(peaks.values())):
-            return np.zeros(len(left))
+            return np.zeros(len(untried))
         edge = math.log(limit)
-        seen = [(point, math.log(peak)) for point, peak in peaks.items() if peak]
+        measured = [(point, math.log(peak)) for point, peak in peaks.items() if peak]
         gone = [t.point for t in self.told.values() if t.state == "out of memory"]
-        seen += [(point, edge + BEYOND) for point in gone]
+        measured += [(point, edge + BEYOND) for point in gone]
         # Over the start's peak: measured, else predicted, else the least seen.
         if first := peaks.get(self.space.start):
             offset = math.log(first)
@@ -267,8 +276,10 @@ class ForecastProposer(Proposer):
             offset = math.log(self._known.memory(self.space.start))
         else:
             offset = min(math.log(peak) for peak in peaks.values() if peak)
-        found = self._memory.at(left, [p for p, _ in seen], [v - offset for _, v in seen])
-        return 1 - normal_cdf((edge - offset - found.mean) / found.deviation)
+        posterior = self._memory.at(
+            untried, [p for p, _ in measured], [v - offset for _, v in measured]
+        )
+        return 1 - normal_cdf((edge - offset - posterior.mean) / posterior.deviation)
 
     def _peak_gain(self, point: Point) -> float:
         """The predicted peak over the start's, as a logarithm."""
@@ -295,22 +306,23 @@ class Bandit(Proposer):
             point = self.space.canonical(
                 tuple(self._pull(i, len(d.values)) for i, d in enumerate(self.space.dimensions))
             )
-            known = point in self.told or point == self.space.start
-            if not known and self.space.refuse(point) is None:
+            is_tried = point in self.told or point == self.space.start
+            if not is_tried and self.space.refuse(point) is None:
                 return point
         return super().ask()
 
     def tell(self, tried: TriedPoint) -> None:
         super().tell(tried)
         value = tried.value if tried.value is not None else self._worst()
-        for place in enumerate(tried.point):
-            self._results.setdefault(place, []).append(value)
+        for choice in enumerate(tried.point):
+            self._results.setdefault(choice, []).append(value)
 
     def _pull(self, dimension: int, values: int) -> int:
         def drawn(value: int) -> float:
-            seen = self._results.get((dimension, value), [])
-            mean = sum(seen) / (len(seen) + 1)  # a result of 0, the start's, stands beside them
-            return self._draw.gauss(mean, self.WIDTH / math.sqrt(1 + len(seen)))
+            outcomes = self._results.get((dimension, value), [])
+            # a result of 0, the start's, stands beside them
+            mean = sum(outcomes) / (len(outcomes) + 1)
+            return self._draw.gauss(mean, self.WIDTH / math.sqrt(1 + len(outcomes)))
 
         return max(range(values), key=drawn)
 
@@ -323,17 +335,18 @@ PATIENCE = 8  # suggestions that were tried before until one is drawn at random
 class OptunaProposer(Proposer):
     """One of Optuna's samplers (Akiba et al. 2019), and its pruner for trainings.
 
-    Every dimension is suggested, whether it matters or not, since the multivariate samplers need
-    the same parameters in every trial. Numbers in rising order are integers, all others categories
-    (CMA-ES has none: there all are integers). A point without a result is told as worse than all
-    others; one that comes twice is told as before.
+    Every dimension is suggested, even if it has no effect, because the multivariate
+    samplers need the same parameters in every trial. Numbers in rising order are integers,
+    all others categories. CMA-ES has no categories: there all are integers. A point without
+    a result is reported as worse than all others. A repeated point is reported with its
+    earlier result.
 
     Args:
         name: tpe, gp, genetic or cmaes.
-        space: what may be chosen.
-        seed: of the sampler.
-        startup: trials drawn at random first, of tpe.
-        pruner: which trainings are given up.
+        space: the choices.
+        seed: seed of the sampler.
+        startup: number of random trials at the start, for tpe.
+        pruner: the pruner that stops trainings.
     """
 
     def __init__(
@@ -383,11 +396,11 @@ class OptunaProposer(Proposer):
             else:
                 self._open[point] = trial
                 return point
-        rest = super().ask()
-        if rest is not None:
-            self._study.enqueue_trial(dict(zip(self._kinds, rest, strict=True)))
-            self._open[rest] = self._study.ask(self._kinds)
-        return rest
+        fallback = super().ask()
+        if fallback is not None:
+            self._study.enqueue_trial(dict(zip(self._kinds, fallback, strict=True)))
+            self._open[fallback] = self._study.ask(self._kinds)
+        return fallback
 
     def tell(self, tried: TriedPoint) -> None:
         from optuna.trial import TrialState, create_trial
@@ -411,7 +424,7 @@ class OptunaProposer(Proposer):
         )
 
     def hopeless(self, point: Point, look: int, value: float) -> bool:
-        """Whether the training of a proposed point is to be given up after this look."""
+        """Returns True if the training of a proposed point should stop after this evaluation."""
         trial = self._open[point]
         trial.report(value, look)
         return trial.should_prune()
@@ -429,25 +442,25 @@ def check_sampler(name: str) -> None:
     Raises:
         InputError: with the nearest known one.
     """
-    known = get_args(Sampler)
-    if name not in known:
+    choices = get_args(Sampler)
+    if name not in choices:
         raise InputError(
-            f"sampler: there is no {name!r}{did_you_mean(name, known)}; there are "
-            f"{', '.join(known)}"
+            f"sampler: there is no {name!r}{did_you_mean(name, choices)}; there are "
+            f"{', '.join(choices)}"
         )
 
 
 def proposer_of(
     name: str,
     space: Space,
-    known: PriorKnowledge,
+    prior: PriorKnowledge,
     seed: int = 0,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Proposer:
     """The proposer of a name; TPE, with a word, where its library is missing."""
     check_sampler(name)
     if name == "auto":
-        return ForecastProposer(space, known, seed)
+        return ForecastProposer(space, prior, seed)
     if name == "random":
         return Proposer(space, seed)
     if name == "bandit":

@@ -1,8 +1,9 @@
-"""A space is what a tuner may choose: dimensions with a few values each, and what isn't allowed.
+"""A tuner's space: dimensions with a few values each, and the combinations it refuses.
 
-A point is a tuple of indices, one per dimension. A dimension may matter only under another's value
-(the bucket of a graph only where graphs are compiled): elsewhere its index is 0, so that equal
-settings are equal points and none is measured twice. ``refuse`` says why a point can't be.
+A point is a tuple of indices, one per dimension. A dimension may only apply under
+another's value, for example the bucket of a graph if graphs are compiled. Otherwise its
+index is 0. Equal settings are therefore equal points, and none is measured twice.
+``refuse`` returns the reason why a point is invalid.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ class Dimension:
     """One decision.
 
     Args:
-        name: in messages and records.
-        values: what may be chosen; the first stands where the dimension doesn't matter.
-        ordered: neighbours in ``values`` are alike (a size, a rate).
-        needs: name and value of the dimension under which this one matters.
+        name: name in messages and records.
+        values: the choices; the first is used if the dimension doesn't apply.
+        ordered: neighbours in ``values`` are similar (a size, a rate).
+        needs: name and value of the dimension under which this one applies.
     """
 
     name: str
@@ -69,15 +70,15 @@ class Space:
     def active(self, point: Point) -> tuple[bool, ...]:
         """Which dimensions matter at a point."""
         places = {d.name: i for i, d in enumerate(self.dimensions)}
-        found: list[bool] = []
+        flags: list[bool] = []
         for d in self.dimensions:
             if d.needs is None:
-                found.append(True)
+                flags.append(True)
                 continue
             above = places[d.needs[0]]
             value = self.dimensions[above].values[point[above]]
-            found.append(found[above] and value == d.needs[1])
-        return tuple(found)
+            flags.append(flags[above] and value == d.needs[1])
+        return tuple(flags)
 
     def canonical(self, point: Point) -> Point:
         """The same settings with index 0 wherever a dimension doesn't matter."""
@@ -98,34 +99,36 @@ class Space:
         for name in settings:
             if name not in names:
                 raise InputError(f"tune: nothing is called {name!r}{did_you_mean(name, names)}")
-        found = []
+        indices = []
         for d, first in zip(self.dimensions, self.start, strict=True):
             if d.name in settings and settings[d.name] not in d.values:
                 raise InputError(f"tune: {d.name} can't be {settings[d.name]!r} here")
-            found.append(d.values.index(settings[d.name]) if d.name in settings else first)
-        return self.canonical(tuple(found))
+            indices.append(d.values.index(settings[d.name]) if d.name in settings else first)
+        return self.canonical(tuple(indices))
 
     def changes(self, point: Point) -> dict[str, Any]:
-        """What differs from the start, by name: value."""
-        first, here = self.settings(self.start), self.settings(point)
-        return {n: v for n, v in here.items() if n not in first or first[n] != v}
+        """The differences from the start, as name: value."""
+        first, settings = self.settings(self.start), self.settings(point)
+        return {n: v for n, v in settings.items() if n not in first or first[n] != v}
 
     def neighbours(self, point: Point) -> list[Point]:
         """Points that differ in one dimension."""
-        found: dict[Point, None] = {}
+        near_points: dict[Point, None] = {}
         active = self.active(point)
-        for place, (d, here, on) in enumerate(zip(self.dimensions, point, active, strict=True)):
+        for index, (d, choice, on) in enumerate(zip(self.dimensions, point, active, strict=True)):
             for i in range(len(d.values)) if on else ():
-                near = self.canonical((*point[:place], i, *point[place + 1 :]))
-                if i != here and near != point and self.refuse(near) is None:
-                    found[near] = None
-        return list(found)
+                near = self.canonical((*point[:index], i, *point[index + 1 :]))
+                if i != choice and near != point and self.refuse(near) is None:
+                    near_points[near] = None
+        return list(near_points)
 
     def apart(self, one: Point, other: Point) -> int:
         """In how many choices two points differ; the knobs of another technique aren't counted."""
         both = zip(self.active(one), self.active(other), strict=True)
         same = zip(one, other, both, strict=True)
-        return sum(a != b for a, b, (mine, theirs) in same if mine and theirs)
+        return sum(
+            a != b for a, b, (first_active, second_active) in same if first_active and second_active
+        )
 
     def summit(self, worth: Callable[[Point], float], seed: int = 0) -> Point:
         """The point of most worth among `points`, then the way up from neighbour to neighbour."""
@@ -138,7 +141,7 @@ class Space:
 
     def points(self, seed: int = 0) -> list[Point]:
         """All legal points once; of a large space, a sample and the neighbours of the start."""
-        found: dict[Point, None] = {self.start: None}
+        legal_points: dict[Point, None] = {self.start: None}
         counts = [len(d.values) for d in self.dimensions]
         source: Iterable[Point] = itertools.product(*map(range, counts))
         if self.size > SMALL:
@@ -147,9 +150,9 @@ class Space:
             source = itertools.chain(self.neighbours(self.start), sample)
         for raw in source:
             point = self.canonical(raw)
-            if point not in found and self.refuse(point) is None:
-                found[point] = None
-        return list(found)
+            if point not in legal_points and self.refuse(point) is None:
+                legal_points[point] = None
+        return list(legal_points)
 
 
 # The space of plans: which technique fills each slot, and every knob it declares.
@@ -175,7 +178,7 @@ Bounds = Mapping[str, tuple[float, float]]
 
 @dataclass(frozen=True)
 class PlanSpace:
-    """A space whose points are plans."""
+    """A space of plans: each point is a plan."""
 
     space: Space
     kinds: Mapping[str, Technique]  # by name, as they are without a knob turned
@@ -186,7 +189,8 @@ class PlanSpace:
     def gain(self, point: Point) -> float:
         """The expected logarithm of the speed over that of the start, before any measurement.
 
-        Of a technique's settings its own are expected to be the best: somebody has chosen them.
+        A technique's default settings are expected to be its best, because its authors chose
+        them.
         """
         turned = sum(
             bool(getattr(self.kinds[name.rpartition(".")[0]], name.rpartition(".")[2]) != value)
@@ -201,18 +205,24 @@ class PlanSpace:
         return math.fsum(t.forecast(self.context).resident_bytes for t in self.plan(point))
 
     def without(self, point: Point, names: Collection[str]) -> tuple[Point, list[str]]:
-        """The point without these techniques, as far as it is one without them; whom it lost.
+        """The point without these techniques, if possible, and the names that were removed.
 
-        What the search started from stays: it is the user's. So does one without which the others
-        can't work here.
+        Techniques of the start stay, because the user chose them. A technique that the others
+        require stays, too.
         """
-        own, lost = set(self.plan(self.space.start)), list[str]()
+        start_techniques, lost = set(self.plan(self.space.start)), list[str]()
         for technique in self.plan(point):
             slot, settings = technique.slot.name, self.space.settings(point)
-            if technique.name() not in names or technique in own or slot not in settings:
+            if (
+                technique.name() not in names
+                or technique in start_techniques
+                or slot not in settings
+            ):
                 continue
-            rest = {n: v for n, v in settings.items() if not n.startswith(f"{settings[slot]}.")}
-            nearer = self.space.point({**rest, slot: NONE})
+            remaining = {
+                n: v for n, v in settings.items() if not n.startswith(f"{settings[slot]}.")
+            }
+            nearer = self.space.point({**remaining, slot: NONE})
             if self.space.refuse(nearer) is None:
                 point, lost = nearer, [*lost, technique.name()]
         return point, lost
@@ -227,16 +237,16 @@ def plan_space(  # noqa: C901  # a clause for each kind of choice
     only: Collection[str] = (),
     more: Sequence[Technique] = (),
 ) -> PlanSpace:
-    """Every decision about speed that the catalogue offers on this job.
+    """Every decision about speed that the catalogue offers for this job.
 
     Args:
         catalogue: all techniques.
         base: the recipe's plan, where the search starts.
-        context: of machine, model and records.
-        bounds: of ``technique.knob`` ranges, narrower than the technique's own.
-        lossy: let techniques of other mathematics take part.
-        only: slots or techniques by name that are tuned; all others stay as they are.
-        more: instances that are choices of their own beside those of the catalogue.
+        context: facts about machine, model and examples.
+        bounds: ranges of ``technique.knob``, narrower than the technique's own.
+        lossy: include techniques that change the mathematics.
+        only: names of slots or techniques to tune; all others stay unchanged.
+        more: instances that are additional choices to those of the catalogue.
 
     Raises:
         InputError: nothing is left to choose, or ``only`` names nothing.
@@ -246,26 +256,30 @@ def plan_space(  # noqa: C901  # a clause for each kind of choice
     kinds: dict[str, Technique] = {}
     dimensions: list[Dimension] = []
     wanted = {name.lower() for name in only}
-    known = {n for kind in catalogue for n in (kind.name(), kind.slot.name.lower())}
-    for name in sorted(wanted - known):
-        near = did_you_mean(name, sorted(known))
+    known_names = {n for kind in catalogue for n in (kind.name(), kind.slot.name.lower())}
+    for name in sorted(wanted - known_names):
+        near = did_you_mean(name, sorted(known_names))
         raise InputError(f"only: {name!r} is neither a technique nor a slot{near}")
     for slot in Slot:
-        own = present.get(slot)
-        offered = _offered(slot, catalogue, own, context, lossy, more)
+        base_technique = present.get(slot)
+        offered = _offered(slot, catalogue, base_technique, context, lossy, more)
         if wanted and slot.name.lower() not in wanted:
             offered = {n: t for n, t in offered.items() if t.name() in wanted}
-        if slot in fixed or not offered or (own is not None and own not in offered.values()):
+        if (
+            slot in fixed
+            or not offered
+            or (base_technique is not None and base_technique not in offered.values())
+        ):
             continue
         dimensions.append(Dimension(slot.name, (NONE, *offered)))
         for name, technique in offered.items():
             kinds[name] = technique
             dimensions += _knobs(name, technique, bounds or {})
-    kept = tuple(t for t in base if t.name() not in kinds)
+    fixed_techniques = tuple(t for t in base if t.name() not in kinds)
 
     @functools.cache  # a study asks for the same points and techniques thousands of times
     def plan(point: Point) -> Plan:
-        return _plan_of(raw.settings(point), kinds, kept)
+        return _plan_of(raw.settings(point), kinds, fixed_techniques)
 
     @functools.cache
     def hindered(technique: Technique) -> list[str]:
@@ -278,21 +292,25 @@ def plan_space(  # noqa: C901  # a clause for each kind of choice
         except (ValueError, InputError) as error:
             return str(error)
         for t in wanted if not lossy else ():
-            if t.fidelity is Fidelity.LOSSY and t != kinds.get(t.name()) and t not in kept:
+            if (
+                t.fidelity is Fidelity.LOSSY
+                and t != kinds.get(t.name())
+                and t not in fixed_techniques
+            ):
                 return f"{t} is other mathematics; --lossy lets it take part"
         return next((text for t in wanted for text in hindered(t)), None)
 
     raw = Space(tuple(dimensions), _start(dimensions, base))
-    return PlanSpace(replace(raw, refuse=refuse), kinds, kept, context, plan)
+    return PlanSpace(replace(raw, refuse=refuse), kinds, fixed_techniques, context, plan)
 
 
 def expected(plan: Plan, context: JobContext) -> float:
-    """How much faster a plan is expected to be than none, as a logarithm.
+    """The expected speed of a plan over no plan, as a logarithm.
 
-    What a technique's kernels were measured to gain on this machine comes first. A forecast is of
-    terms, and each is a part of the step's time; where a technique forecasts no change, half of
-    what was promised of it is taken. It orders the first trials; measurements then say how much of
-    it is true.
+    The measured gain of a technique's kernels on this machine comes first. Otherwise a
+    forecast has terms, and each is a part of the step's time. If a technique predicts no
+    change, half of its claim is used. The result orders the first trials; later,
+    measurements correct it.
     """
     total = 0.0
     for technique in plan:
@@ -314,72 +332,85 @@ def expected(plan: Plan, context: JobContext) -> float:
 def _offered(
     slot: Slot,
     catalogue: Sequence[type[Technique]],
-    own: Technique | None,
+    base_technique: Technique | None,
     context: JobContext,
     lossy: bool,
     more: Sequence[Technique],
 ) -> dict[str, Technique]:
-    """What may fill a slot, by the name of its choice."""
-    found: dict[str, Technique] = {}
+    """The techniques that may fill a slot, by the name of the choice."""
+    offered: dict[str, Technique] = {}
     for kind in catalogue:
         if kind.slot is not slot:
             continue
-        instance = own if own is not None and isinstance(own, kind) else kind()
-        allowed = instance is own or lossy or instance.fidelity is not Fidelity.LOSSY
+        instance = (
+            base_technique
+            if base_technique is not None and isinstance(base_technique, kind)
+            else kind()
+        )
+        allowed = instance is base_technique or lossy or instance.fidelity is not Fidelity.LOSSY
         if allowed and not instance.unsupported_reasons(context):
-            found[kind.name()] = instance
+            offered[kind.name()] = instance
     for one in more:
         allowed = lossy or one.fidelity is not Fidelity.LOSSY
-        if one.slot is slot and allowed and one != own and not one.unsupported_reasons(context):
-            found[str(one)] = one
-    return found
+        if (
+            one.slot is slot
+            and allowed
+            and one != base_technique
+            and not one.unsupported_reasons(context)
+        ):
+            offered[str(one)] = one
+    return offered
 
 
 def _knobs(choice: str, technique: Technique, bounds: Bounds) -> list[Dimension]:
     """A dimension for each knob with more than one value here."""
-    found = []
+    dimensions = []
     for name, knob in technique.knobs().items():
-        place = f"{choice}.{name}"
-        own = getattr(technique, name)
-        values = values_of(knob, own, bounds.get(place))
+        knob_path = f"{choice}.{name}"
+        start_value = getattr(technique, name)
+        values = values_of(knob, start_value, bounds.get(knob_path))
         if len(values) < 2:
             continue
         ordered = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
-        found.append(Dimension(place, values, ordered, needs=(technique.slot.name, choice)))
-    return found
+        dimensions.append(
+            Dimension(knob_path, values, ordered, needs=(technique.slot.name, choice))
+        )
+    return dimensions
 
 
-def values_of(knob: Knob, own: Any, bounds: tuple[float, float] | None = None) -> tuple[Any, ...]:
+def values_of(
+    knob: Knob, start_value: Any, bounds: tuple[float, float] | None = None
+) -> tuple[Any, ...]:
     """The values of a knob that are tried: its choices, or a few over its range.
 
     Of whole numbers these are doublings, else even steps (even ratios for ``log``). Numbers rise.
     """
     if knob.choices:
-        values = [own, *(v for v in knob.choices if v != own)]
+        values = [start_value, *(v for v in knob.choices if v != start_value)]
     elif knob.low is not None and knob.high is not None:
         low, high = knob.low, knob.high
-        whole = isinstance(low, int) and isinstance(high, int)
+        is_integer = isinstance(low, int) and isinstance(high, int)
         if bounds is not None:
             low, high = max(low, bounds[0]), min(high, bounds[1])
         if high < low:
-            return (own,)
-        spread = _doublings(int(low), int(high)) if whole else _steps(low, high, knob.log)
-        values = [own, *(v for v in spread if v != own)]
+            return (start_value,)
+        spread = _doublings(int(low), int(high)) if is_integer else _steps(low, high, knob.log)
+        values = [start_value, *(v for v in spread if v != start_value)]
     else:
-        values = [own]
+        values = [start_value]
     if all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
         values.sort()
     return tuple(values)
 
 
 def _doublings(low: int, high: int) -> list[int]:
-    found = [low]
-    while found[-1] * 2 <= high and found[-1] > 0:
-        found.append(found[-1] * 2)
-    if len(found) <= MOST_VALUES:
-        return found
-    every = (len(found) - 1) / (MOST_VALUES - 1)
-    return sorted({found[round(i * every)] for i in range(MOST_VALUES)})
+    doublings = [low]
+    while doublings[-1] * 2 <= high and doublings[-1] > 0:
+        doublings.append(doublings[-1] * 2)
+    if len(doublings) <= MOST_VALUES:
+        return doublings
+    every = (len(doublings) - 1) / (MOST_VALUES - 1)
+    return sorted({doublings[round(i * every)] for i in range(MOST_VALUES)})
 
 
 def _steps(low: float, high: float, log: bool, count: int = 5) -> list[float]:
@@ -390,25 +421,29 @@ def _steps(low: float, high: float, log: bool, count: int = 5) -> list[float]:
 
 def _start(dimensions: Sequence[Dimension], base: Plan) -> Point:
     names = {t.slot.name: t for t in base}
-    found = []
+    indices = []
     for d in dimensions:
         if d.needs is None:
-            own = names.get(d.name)
-            found.append(d.values.index(own.name()) if own is not None else 0)
+            technique = names.get(d.name)
+            indices.append(d.values.index(technique.name()) if technique is not None else 0)
             continue
-        own = names.get(d.needs[0])
-        here = own is not None and own.name() == d.needs[1]
-        value = getattr(own, d.name.partition(".")[2]) if here else d.values[0]
-        found.append(d.values.index(value))
-    return tuple(found)
+        technique = names.get(d.needs[0])
+        is_chosen = technique is not None and technique.name() == d.needs[1]
+        value = getattr(technique, d.name.partition(".")[2]) if is_chosen else d.values[0]
+        indices.append(d.values.index(value))
+    return tuple(indices)
 
 
 def _plan_of(
-    settings: Mapping[str, Any], kinds: Mapping[str, Technique], kept: Sequence[Technique]
+    settings: Mapping[str, Any],
+    kinds: Mapping[str, Technique],
+    fixed_techniques: Sequence[Technique],
 ) -> Plan:
     chosen = [v for name, v in settings.items() if "." not in name and v != NONE]
     built = []
     for name in chosen:
-        mine = {k.partition(".")[2]: v for k, v in settings.items() if k.startswith(f"{name}.")}
-        built.append(replace(kinds[name], **mine))  # type: ignore[type-var]  # a frozen dataclass
-    return Plan((*built, *kept))
+        knob_values = {
+            k.partition(".")[2]: v for k, v in settings.items() if k.startswith(f"{name}.")
+        }
+        built.append(replace(kinds[name], **knob_values))  # type: ignore[type-var]  # a frozen dataclass
+    return Plan((*built, *fixed_techniques))

@@ -1,10 +1,11 @@
-"""A study: points are proposed and measured until the budget or the points are at an end.
+"""A study: proposes and measures points until the budget or the points are used up.
 
-Everything that is found goes into a record, line by line, so that a study that was killed goes on
-from there: what was tried is told to the proposer again, and nothing is measured twice. The last
-part of the budget is kept: first for a final, in which the best few take turns among themselves,
-since the best of many trials is in part process variance; then for the final comparison, in which
-they are measured again beside the start, in the final's order as far as the time allows.
+Every result is appended to a record, and a killed study resumes from it. Earlier trials
+are reported to the proposer again, and nothing is measured twice. The last part of the
+budget is reserved. The first part of it is for a final, in which the best few take
+turns. It is needed because the best of many trials is in part process variance. The
+second part is for the final comparison, in which they are measured again next to the
+start. That comparison has the final's order, as far as the time allows.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ LEADERS = 3  # that go into the final comparison
 
 @dataclass
 class Study:
-    """What was found, in the order in which it was tried; ``rows`` are as the record has them."""
+    """Results in the order of the trials; ``rows`` have the form of the record."""
 
     space: Space
     objective: Objective
@@ -54,8 +55,8 @@ class Study:
         """
         places = ordered(self.final, self.expected)
         better = [t for t in self.tried if t.value and t.value > 0 and t.point != self.space.start]
-        rest = [t.point for t in sorted(better, key=lambda t: -(t.value or 0.0))]
-        return [*places, *(point for point in rest if point not in places)][:count]
+        ranked = [t.point for t in sorted(better, key=lambda t: -(t.value or 0.0))]
+        return [*places, *(point for point in ranked if point not in places)][:count]
 
 
 Tell = Callable[[str, float], None]
@@ -78,21 +79,21 @@ GONE = 0.1  # of the budget before the start (data, other measurements), from wh
 
 
 class Search:
-    """A study while it goes on.
+    """A running study.
 
     Args:
-        space: what may be chosen.
-        proposer: who chooses.
-        bench: where it is measured.
-        record: what was found before, and where everything goes.
-        objective: what counts.
-        budget_seconds: for all, the final comparison included.
-        most: trials at most.
-        tell: is told what happens, and which share of the budget is used.
-        found: is called after every trial.
-        began: when the budget began, by the clock; now, if left out.
-        room: bytes that processes of the final may have together.
-        clock: tells the time, in seconds.
+        space: the choices.
+        proposer: makes the proposer of points.
+        bench: measures points.
+        record: earlier results, and the file for new ones.
+        objective: the value to optimise.
+        budget_seconds: time for all, the final comparison included.
+        most: maximum number of trials.
+        ``tell``: receives progress messages, and the used share of the budget.
+        on_trial: called after every trial.
+        began: start of the budget, on the clock; default: now.
+        room: bytes that processes of the final may use together.
+        clock: returns the time, in seconds.
     """
 
     def __init__(
@@ -106,13 +107,13 @@ class Search:
         budget_seconds: float,
         most: int | None = None,
         tell: Tell = lambda text, share: None,
-        found: Callable[[Study], None] = lambda study: None,
+        on_trial: Callable[[Study], None] = lambda study: None,
         began: float | None = None,
         room: Callable[[], float] = lambda: math.inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._space, self._propose, self._bench, self._record = space, proposer, bench, record
-        self._objective, self._most, self._found = objective, most, found
+        self._objective, self._most, self._found = objective, most, on_trial
         self._budget = budget_seconds
         self._clock = clock
         self._started = clock()
@@ -163,9 +164,9 @@ class Search:
         return study
 
     def _finalists(self, study: Study, proposer: Proposer) -> list[Point]:
-        """The best few as far as memory holds them all, by what all trials say of each.
+        """The best few that memory holds together, judged by all trials.
 
-        A value of its own is in part process variance, of one round most of all.
+        The value of a single point is in part process variance, most of all after one round.
         """
         better = study.leaders(len(study.rows))
         values = dict(zip(better, proposer.believed(better) if better else (), strict=True))
@@ -178,15 +179,17 @@ class Search:
         return points
 
     def _final(self, study: Study, points: list[Point]) -> None:
-        """Who of them is the best; where speed alone counts."""
+        """Finds the best of these points by turns side by side; only for speed."""
         if len(points) < 2:
             return
         self._tell(f"the best {len(points)} side by side")
         values = {t.point: t.value for t in study.tried if t.value is not None}
         finalists = {point: values[point] for point in points}
-        found = self._bench.side_by_side(finalists, self._end - self.reserve)
-        study.final = {p: logs for p, logs in found.items() if len(logs) >= FINAL_PASSES}
-        rows = [{"settings": self._space.settings(p), "logs": logs} for p, logs in found.items()]
+        log_ratios = self._bench.side_by_side(finalists, self._end - self.reserve)
+        study.final = {p: logs for p, logs in log_ratios.items() if len(logs) >= FINAL_PASSES}
+        rows = [
+            {"settings": self._space.settings(p), "logs": logs} for p, logs in log_ratios.items()
+        ]
         self._record.append("final", variants=rows)
 
     @property
@@ -200,10 +203,10 @@ class Search:
         return max(DUEL_SHARE * self._budget, DUEL_STARTS * self._bench.start_seconds)
 
     def _kept(self, study: Study) -> float:
-        """Seconds that the next trial leaves for what comes after the trials.
+        """Seconds that the next trial reserves for the steps after the trials.
 
-        As long as nothing is better than the start, nothing is sure to come: then half of the
-        final comparison's part is kept, should the last trial be the first that is better.
+        While nothing is better than the start, later steps may not be needed. Then half of the
+        final comparison's part is reserved, in case the last trial is the first better one.
         """
         least = DUEL_STARTS * self._bench.start_seconds
         if len(study.rows) < LEAST_TRIALS:
@@ -222,9 +225,9 @@ class Search:
         return self._began + self._budget
 
     def _noise(self) -> float:
-        known = [e["noise"] for e in self._record.events if e["event"] == "noise"]
-        if known:
-            return float(known[-1])
+        recorded = [e["noise"] for e in self._record.events if e["event"] == "noise"]
+        if recorded:
+            return float(recorded[-1])
         self._tell("measuring the noise: the job against itself")
         noise = self._bench.noise(self._end, self._clock() + NOISE_SHARE * self._budget)
         self._record.append(
@@ -254,10 +257,10 @@ class Search:
     def _trials(self, study: Study, proposer: Proposer) -> str:
         """Try until something ends it; what did."""
         while True:
-            done, kept = len(study.rows), self._kept(study)
+            done, reserved_seconds = len(study.rows), self._kept(study)
             if self._most is not None and done >= self._most:
                 return f"{done} trials were done"
-            if self.left - self._trial_time < kept:
+            if self.left - self._trial_time < reserved_seconds:
                 return TIME_USED
             if done >= FEWEST and proposer.promise() < HOPE:
                 return f"no untried point is expected to gain more than {100 * HOPE:g} %"
@@ -269,18 +272,21 @@ class Search:
             best = max(
                 (r["log_rate"] for r in study.rows if r["log_rate"] is not None), default=0.0
             )
-            asked = self._clock()
-            end, patience = self._end - kept, asked + max(PATIENT * self._trial_time, 60.0)
+            trial_start = self._clock()
+            end, patience = (
+                self._end - reserved_seconds,
+                trial_start + max(PATIENT * self._trial_time, 60.0),
+            )
             try:
-                found = self._bench.measure(point, min(end, patience), best)
+                measurement = self._bench.measure(point, min(end, patience), best)
             except OutOfTimeError:
                 if end <= patience:
                     return TIME_USED
-                spent = self._clock() - asked
-                found = Measurement("failed", seconds=spent, why="given up: far too slow")
+                spent = self._clock() - trial_start
+                measurement = Measurement("failed", seconds=spent, why="given up: far too slow")
             else:
-                self._trial_seconds.append(found.seconds)
-            row = _row(self._space, point, found)
+                self._trial_seconds.append(measurement.seconds)
+            row = _row(self._space, point, measurement)
             self._record.append("trial", **row)
             self._take(study, proposer, row)
             self._found(study)
@@ -292,8 +298,8 @@ class Search:
             return  # somebody has edited the record
         value = row["log_rate"] if row["state"] == "ok" else None
         if value is not None and self._objective == "memory":
-            known = study.memory and row["memory"]
-            value = math.log(study.memory / row["memory"]) if known else 0.0
+            has_memory = study.memory and row["memory"]
+            value = math.log(study.memory / row["memory"]) if has_memory else 0.0
         rounds = tuple(math.log(ratio) for ratio in row["rounds"] if ratio > 0)
         study.rows.append(row)
         study.tried.append(TriedPoint(point, row["state"], value, row["memory"], rounds))
@@ -304,17 +310,17 @@ class Search:
         self._say(text, min(used, 1.0))
 
 
-def _row(space: Space, point: Point, found: Measurement) -> dict[str, Any]:
+def _row(space: Space, point: Point, measurement: Measurement) -> dict[str, Any]:
     """A trial as the record and the JSON have it."""
     return {
         "settings": space.settings(point),
         "changes": space.changes(point),
-        "state": found.state,
-        "log_rate": None if found.value is None else round(found.value, 5),
-        "rounds": [round(math.exp(x), 4) for x in found.logs],
-        "rate": found.rate,
-        "memory": found.memory,
-        "seconds": round(found.seconds, 2),
-        "foreign_load": round(found.load, 3),
-        "why": found.why,
+        "state": measurement.state,
+        "log_rate": None if measurement.value is None else round(measurement.value, 5),
+        "rounds": [round(math.exp(x), 4) for x in measurement.logs],
+        "rate": measurement.rate,
+        "memory": measurement.memory,
+        "seconds": round(measurement.seconds, 2),
+        "foreign_load": round(measurement.load, 3),
+        "why": measurement.why,
     }

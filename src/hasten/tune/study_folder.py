@@ -1,11 +1,13 @@
-"""A study's files and its result, for studies of speed and of learning alike.
+"""A study's files and its result, for studies of speed and of learning.
 
-    output/studies/KEY/
-      record.jsonl   every trial; a second start goes on from it
-      best.yaml      the best settings so far, replaced as a whole after every better trial
-      study.json, study.html   the study; history and importance drawn
+The folder output/studies/KEY has these files:
 
-KEY stands for everything that decides the numbers: recipe, data, space, machine, versions.
+- record.jsonl: Every trial. A second start resumes from it.
+- best.yaml: The best settings so far, replaced atomically after every better trial.
+- study.json, study.html: The study, with charts of history and importance.
+
+KEY is the hash of everything that decides the numbers: recipe, data, space, machine,
+versions.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ from hasten.tune.report import page
 
 @dataclass(frozen=True)
 class StudyResult:
-    """A study's result; `str` says it in a sentence.
+    """A study's result; `str` is one sentence about it.
 
-    ``settings`` are those to use: the winner's, or the start's where nothing was better beyond
-    doubt; ``text`` is the recipe with them (of a loop: its arguments as JSON).
+    The field ``settings`` has those to use: the winner's, or the start's if nothing was
+    significantly better. The field ``text`` is the recipe with them (for a loop: its
+    arguments as JSON).
     """
 
     report: dict[str, Any]
@@ -40,7 +43,7 @@ class StudyResult:
 
     @property
     def better(self) -> bool:
-        """Whether something was better beyond doubt."""
+        """Returns True if a point was significantly better."""
         return self.report["winner"] is not None
 
     def __str__(self) -> str:
@@ -51,9 +54,9 @@ class StudyFolder:
     """The files of one study.
 
     Args:
-        path: the folder, made when it is opened.
-        key: of the study; a record with another key is refused.
-        audience: is told what an earlier start has left.
+        path: the folder, created when it is opened.
+        key: key of the study; a record with another key is refused.
+        audience: receives messages about results of an earlier start.
     """
 
     def __init__(self, path: Path, key: str, audience: Audience) -> None:
@@ -86,14 +89,14 @@ class StudyFolder:
         if not record.done or not path.is_file():
             return None
         self._audience.tell(f"studied before: {self.path} (--fresh measures anew)")
-        found: dict[str, Any] = json.loads(path.read_text())
-        return found
+        document: dict[str, Any] = json.loads(path.read_text())
+        return document
 
     def keep_best(self, text: str) -> None:
         """``text`` as the best recipe so far."""
         write_atomic(self.path / "best.yaml", text)
 
-    def keep(self, found: dict[str, Any]) -> None:
+    def keep(self, document: dict[str, Any]) -> None:
         """The study as JSON and as a page."""
-        write_atomic(self.path / "study.json", json.dumps(found, indent=1))
-        write_atomic(self.path / "study.html", page(found, found["title"], found["said"]))
+        write_atomic(self.path / "study.json", json.dumps(document, indent=1))
+        write_atomic(self.path / "study.html", page(document, document["title"], document["said"]))

@@ -33,20 +33,21 @@ from hasten.tune.study import OBJECTIVES, Objective
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """How to tune.
+    """Options of a tuning.
 
     Args:
-        sampler: who proposes; auto: hasten's own order.
+        sampler: the proposer of points; auto: hasten's own order.
         objective: tokens (tokens per second), or memory.
-        lossy: let techniques of other mathematics take part, behind the verification.
-        only: slots or techniques by name that are tuned.
-        trials: at most; None: as many as the budget holds.
-        seed: of everything that is drawn.
-        steps: of a round.
-        fresh: measure anew, whatever an earlier start has left.
+        lossy: include techniques that change the mathematics, if they pass the
+            verification.
+        only: names of slots or techniques to tune.
+        trials: maximum; None: as many as the budget holds.
+        seed: seed of all random numbers.
+        steps: steps of a round.
+        fresh: measure again, even if results of an earlier start are stored.
 
     Raises:
-        InputError: an unknown sampler or objective, or a number that can't be.
+        InputError: an unknown sampler or objective, or an invalid number.
     """
 
     sampler: Sampler = "auto"
@@ -61,8 +62,8 @@ class TuneOptions:
     def __post_init__(self) -> None:
         check_sampler(self.sampler)
         if self.objective not in OBJECTIVES:
-            known = ", ".join(OBJECTIVES)
-            raise InputError(f"objective: there is no {self.objective!r}; there are {known}")
+            choices = ", ".join(OBJECTIVES)
+            raise InputError(f"objective: there is no {self.objective!r}; there are {choices}")
         for name, value in (("trials", self.trials), ("steps", self.steps)):
             if value is not None and value < 1:
                 raise InputError(f"{name} is {value}; it must be 1 at least")
@@ -74,23 +75,27 @@ DUEL = Design(rounds=20, warmup=2, longest_warmup=8, evaluations=0, noise=True, 
 
 
 class RecipeSubject:
-    """A recipe whose data is ready.
+    """A recipe with prepared data.
 
     Args:
-        given: the recipe and what is known of it.
-        options: how.
-        audience: is told how it goes on.
-        prove: finds what the verification has against a plan.
+        subject: the recipe and its context.
+        options: settings of the tuning.
+        audience: receives the progress.
+        prove: runs the verification and returns its objections to a plan.
     """
 
     unit = "tokens/s"
 
     def __init__(
-        self, given: Subject_, options: TuneOptions, audience: Audience, prove: Prove | None = None
+        self,
+        subject: Subject_,
+        options: TuneOptions,
+        audience: Audience,
+        prove: Prove | None = None,
     ) -> None:
-        recipe, known = given.recipe, given.context
-        self._given, self._options, self._audience = given, options, audience
-        self._prove, self._device = prove, known.device
+        recipe, context = subject.recipe, subject.context
+        self._given, self._options, self._audience = subject, options, audience
+        self._prove, self._device = prove, context.device
         # A micro-batch is no larger than half a step; what is cut is cut by examples alone.
         most = max((batch_of(recipe).examples or 64) // 2, 1)
         bounds = {
@@ -99,8 +104,8 @@ class RecipeSubject:
         }
         self._plans = plan_space(
             catalogue(),
-            given.plan,
-            known,
+            subject.plan,
+            context,
             bounds,
             options.lossy,
             options.only,
@@ -111,16 +116,16 @@ class RecipeSubject:
         self.title = f"Tuning of {recipe.model}"
         # Exchanges between ranks fall on whole turns.
         self.together = 1 if recipe.nproc == 1 else options.steps
-        self._workers = RecipeWorkers(given)
+        self._workers = RecipeWorkers(subject)
 
     def key(self) -> dict[str, Any]:
-        given = self._given
+        subject = self._given
         return {
-            "recipe": given.recipe.model_dump(mode="json", exclude={"price", "output"}),
-            "data": given.data_key,
+            "recipe": subject.recipe.model_dump(mode="json", exclude={"price", "output"}),
+            "data": subject.data_key,
             "space": [(d.name, [str(v) for v in d.values]) for d in self.space.dimensions],
-            "hardware": {**asdict(given.context.hardware), "device": self._device},
-            "versions": dict(given.context.versions),
+            "hardware": {**asdict(subject.context.hardware), "device": self._device},
+            "versions": dict(subject.context.versions),
         }
 
     def opened(self, folder: Path) -> AbstractContextManager[None]:
@@ -128,7 +133,7 @@ class RecipeSubject:
         return self._workers.opened(folder, self._plans.plan(likely))
 
     def known(self, noise: float, memory: float | None) -> PriorKnowledge:
-        """Forecasts of the techniques; the memory that is left beside the start's process."""
+        """Predictions of the techniques, and the free memory next to the start's process."""
         hardware = self._given.context.hardware
         free = processes.available_bytes(hardware.memory_limit_bytes)
         free //= self._given.recipe.nproc  # a peak is that of one rank, and ranks share a host
@@ -158,16 +163,18 @@ class RecipeSubject:
         step_seconds: float,
         tell: Callable[[str], None],
     ) -> dict[str, Any]:
-        """The final comparison's rows: the start, again, then the leaders, as `hasten speedup`
-        measures.
+        """Rows of the final comparison, measured as `hasten speedup` does.
 
-        The budget drops the second baseline last, and never the last variant, which is the result.
+        They are the start, the start again, then the leaders.
+
+        The budget drops the second baseline last, and never the last variant, which is the
+        result.
 
         Args:
             leaders: the best points, the first one first.
-            seconds: that there are for it.
-            step_seconds: of a step of the start's.
-            tell: reports progress.
+            seconds: time for the comparison.
+            step_seconds: seconds of a step of the start.
+            ``tell``: reports progress.
         """
         steps = turn_steps(self._options.steps, step_seconds, self.together)
         design = replace(
@@ -183,7 +190,7 @@ class RecipeSubject:
         kinds: dict[str, Kind] = {BASELINE: "baseline", AGAIN: "again"}
         names = [BASELINE, AGAIN, *choices]
         try:
-            found = measured(
+            experiment = measured(
                 self._given,
                 {name: self._plans.plan(point) for name, point in points.items()},
                 {**dict.fromkeys(choices, "other"), **kinds},
@@ -192,21 +199,21 @@ class RecipeSubject:
                 _FinalProgress(self._audience, tell),
                 self._workers.pool,
             )
-            if (why := found.variants[0].failed) is not None:
+            if (why := experiment.variants[0].failed) is not None:
                 raise InputError(f"the job as it is failed: {why}")
         except InputError as error:  # or the budget left no room for two rounds
             reason = f"no final_comparison: {error}"
             return {"noise_floor": None, "variants": [_unmeasured(name, reason) for name in names]}
-        rows = final_rows(found.variants)
+        rows = final_rows(experiment.variants)
         by_name = {row["name"]: row for row in rows["variants"]}
         every = [by_name.get(name) or _unmeasured(name) for name in names]
-        return {**rows, "variants": every, "design": found.design}
+        return {**rows, "variants": every, "design": experiment.design}
 
     def refusal(self, point: Point) -> str | None:
-        """What the verification has against a plan with lossy techniques that the recipe hadn't."""
+        """The verification's objection to a plan with lossy techniques that the recipe lacked."""
         plan = self._plans.plan(point)
-        own = set(self._given.plan)
-        new = [t for t in plan if t.fidelity is Fidelity.LOSSY and t not in own]
+        recipe_techniques = set(self._given.plan)
+        new = [t for t in plan if t.fidelity is Fidelity.LOSSY and t not in recipe_techniques]
         if not new:
             return None
         if self._prove is None:
@@ -217,10 +224,13 @@ class RecipeSubject:
             return f"{new[0]} is other mathematics, and can't be proven here: {error}"
 
     def _refused(self, point: Point) -> str | None:
-        """What the plans refuse; on ranks also turns that would hide what an exchange costs."""
-        said = self._plans.space.refuse(point)
-        if said is not None or self._given.recipe.nproc == 1:
-            return said
+        """The reason why a point is refused.
+
+        With several ranks, turns that would hide the cost of communication are refused, too.
+        """
+        reason = self._plans.space.refuse(point)
+        if reason is not None or self._given.recipe.nproc == 1:
+            return reason
         try:
             check_turns({"trial": self._plans.plan(point)}, self._options.steps)
         except InputError as error:
@@ -230,9 +240,9 @@ class RecipeSubject:
     def without(self, point: Point, idle: Sequence[str]) -> tuple[Point, list[str]]:
         return self._plans.without(point, idle)
 
-    def text(self, point: Point, words: Sequence[str]) -> str:
+    def text(self, point: Point, comments: Sequence[str]) -> str:
         """The recipe with a point's plan; every line of it that isn't a default."""
-        return recipe_text(self._given.recipe, self._plans.plan(point), words)
+        return recipe_text(self._given.recipe, self._plans.plan(point), comments)
 
 
 class _FinalProgress:

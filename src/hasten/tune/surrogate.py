@@ -1,11 +1,12 @@
-"""What is believed of points that weren't measured.
+"""Predicts the values of points that weren't measured.
 
-The belief is a Gaussian process over the choices made. The logarithm of a point's value is taken to
-be its forecast, plus a contribution of every choice, plus a smaller one of every pair of choices;
-how large these are is itself chosen by the likelihood of what was measured (Duvenaud, Nickisch and
-Rasmussen 2011, "Additive Gaussian Processes"). So two trials that share a choice tell of each
-other, and ten trials can order a few hundred points. How far the forecast itself is right is learnt
-in the same way, by a weight for it.
+The model is a Gaussian process over the choices. The logarithm of a point's value is
+its forecast, plus a contribution of every choice, plus a smaller one of every pair of
+choices. The sizes of these contributions are selected by the likelihood of the
+measurements (Duvenaud, Nickisch and Rasmussen 2011, "Additive Gaussian Processes"). Two
+trials that share a choice therefore inform each other, and ten trials can order a few
+hundred points. The reliability of the forecast is learnt in the same way, by a weight
+for it.
 """
 
 from __future__ import annotations
@@ -63,42 +64,42 @@ class PlanGaussianProcess:
         self._space, self._forecast = space, forecast
         self.noise, self._aparts, self._scales = max(noise, 1e-3), aparts, scales
         self._known: dict[Point, tuple[Array, float]] = {}
-        own = [KNOB**2 if d.needs else 1.0 for d in space.dimensions]
-        self._weights: Array = np.array(own)
+        weights = [KNOB**2 if d.needs else 1.0 for d in space.dimensions]
+        self._weights: Array = np.array(weights)
 
     def at(
         self,
         wanted: Sequence[Point],
-        seen: Sequence[Point],
+        measured: Sequence[Point],
         values: Sequence[float],
         noises: Sequence[float] | None = None,
     ) -> Posterior:
-        """What is believed of the wanted points after these measurements (see `after`)."""
-        return self.after(seen, values, noises)(wanted)
+        """Predictions for the wanted points after these measurements (see `after`)."""
+        return self.after(measured, values, noises)(wanted)
 
     def after(
         self,
-        seen: Sequence[Point],
+        measured: Sequence[Point],
         values: Sequence[float],
         noises: Sequence[float] | None = None,
     ) -> Callable[[Sequence[Point]], Posterior]:
-        """What is believed after these measurements, to be asked of any points.
+        """A function that predicts any points after these measurements.
 
         Args:
-            seen: measured points; one may stand there several times.
-            values: theirs.
-            noises: of each value; the usual noise if left out.
+            measured: measured points; a point may occur several times.
+            values: their values.
+            noises: noise of each value; default: the usual noise.
         """
-        if not seen:
+        if not measured:
             return self._vague
-        rows, before = self._levels(seen)
-        rest = np.asarray(values, dtype=np.float64) - before
+        rows, before = self._levels(measured)
+        residuals = np.asarray(values, dtype=np.float64) - before
         alike_ss = self._alike(rows, rows)
-        own = np.full(len(rest), self.noise) if noises is None else np.asarray(noises)
+        deviations = np.full(len(residuals), self.noise) if noises is None else np.asarray(noises)
         ways = list(itertools.product(self._scales, PAIRS, self._aparts))
         trusted = TRUST**2 * np.outer(before, before)
         fits = [
-            self._fit(_mixed(*alike_ss, *way[:2]) + trusted, rest, own**2 + way[2] ** 2)
+            self._fit(_mixed(*alike_ss, *way[:2]) + trusted, residuals, deviations**2 + way[2] ** 2)
             for way in ways
         ]
         usual = [-0.5 * (math.log(way[0] / USUAL) / SPREAD) ** 2 for way in ways]
@@ -111,12 +112,12 @@ class PlanGaussianProcess:
             alike = self._alike(levels, rows)
             total, mean, square = 0.0, np.zeros(len(first)), np.zeros(len(first))
             for i in likely:
-                scale, share, apart = ways[i]
+                scale, share, extra_noise = ways[i]
                 _, lower, solved = fits[i]
                 across = _mixed(*alike, scale, share) + TRUST**2 * np.outer(first, before)
                 half = np.linalg.solve(lower, across.T)  # (seen, wanted)
                 spread: Array = self._prior(scale, share) + TRUST**2 * first**2
-                variance = np.maximum(spread - (half**2).sum(0), 0.0) + apart**2
+                variance = np.maximum(spread - (half**2).sum(0), 0.0) + extra_noise**2
                 middle = first + half.T @ solved
                 total += shares[i]
                 mean += shares[i] * middle
@@ -133,10 +134,10 @@ class PlanGaussianProcess:
         width = math.hypot(middle * math.sqrt(self._weights.sum()), self._aparts[-1])
         return Posterior(first, np.full(len(wanted), width))
 
-    def _fit(self, covariance: Array, rest: Array, own: Array) -> tuple[float, Any, Any]:
+    def _fit(self, covariance: Array, residuals: Array, variances: Array) -> tuple[float, Any, Any]:
         """Log likelihood of the measurements, and what a prediction needs of them."""
-        lower = np.linalg.cholesky(covariance + np.diag(own))
-        solved = np.linalg.solve(lower, rest)
+        lower = np.linalg.cholesky(covariance + np.diag(variances))
+        solved = np.linalg.solve(lower, residuals)
         likelihood = -0.5 * float(solved @ solved) - float(np.log(np.diag(lower)).sum())
         return likelihood, lower, solved
 
@@ -159,13 +160,13 @@ class PlanGaussianProcess:
         """Sum over choices of their likeness, and sum over pairs of the products."""
         total = np.zeros((len(one), len(two)))
         squares = np.zeros_like(total)
-        for place, d in enumerate(self._space.dimensions):
-            a, b = one[:, place][:, None], two[:, place][None, :]
+        for index, d in enumerate(self._space.dimensions):
+            a, b = one[:, index][:, None], two[:, index][None, :]
             same = (a == b).astype(np.float64)
             if d.ordered:
                 both = (a >= 0) & (b >= 0)
                 same = np.where(both, NEAR ** np.abs(a - b), same)
-            same *= self._weights[place]
+            same *= self._weights[index]
             total += same
             squares += same**2
         return total, (total**2 - squares) / 2
@@ -175,19 +176,19 @@ def _mixed(single: Array, pairs: Array, scale: float, share: float) -> Array:
     return scale**2 * (single + share**2 * pairs)
 
 
-def expected_improvement(found: Posterior, best: float) -> Array:
+def expected_improvement(posterior: Posterior, best: float) -> Array:
     """By how much a point is expected to beat ``best`` (Jones, Schonlau and Welch 1998)."""
-    distance = (found.mean - best) / found.deviation
+    distance = (posterior.mean - best) / posterior.deviation
     density = np.exp(-0.5 * distance**2) / math.sqrt(2 * math.pi)
-    return found.deviation * (distance * normal_cdf(distance) + density)
+    return posterior.deviation * (distance * normal_cdf(distance) + density)
 
 
 def normal_cdf(z: Array) -> Array:
     """The normal distribution function."""
     from scipy.special import ndtr
 
-    found: Array = ndtr(z)
-    return found
+    probabilities: Array = ndtr(z)
+    return probabilities
 
 
 def importance(
@@ -197,13 +198,13 @@ def importance(
     points = space.points()
     believed = means(points)
     spreads: dict[str, float] = {}
-    for place, d in enumerate(space.dimensions):
+    for index, d in enumerate(space.dimensions):
         groups: dict[int, list[float]] = {}
         for point, value in zip(points, believed, strict=True):
-            if space.active(point)[place]:
-                groups.setdefault(point[place], []).append(value)
+            if space.active(point)[index]:
+                groups.setdefault(point[index], []).append(value)
         middle = [statistics.fmean(g) for g in groups.values()]
         spreads[d.name] = max(middle) - min(middle) if middle else 0.0
     total = math.fsum(spreads.values()) or 1.0
-    found = {name: round(s / total, 4) for name, s in spreads.items()}
-    return dict(sorted(found.items(), key=lambda pair: -pair[1]))
+    shares = {name: round(s / total, 4) for name, s in spreads.items()}
+    return dict(sorted(shares.items(), key=lambda pair: -pair[1]))

@@ -1,7 +1,8 @@
-"""Whole trainings of a recipe with other hyper-parameters, each in a process of its own.
+"""Full trainings of a recipe with other hyper-parameters, each in its own process.
 
-All have the tokens, the data and the plan of the recipe: another batch has as many more or fewer
-steps, and warm-up is a share of these. Each waits at its looks for its eval loss to be taken.
+All have the tokens, the data and the plan of the recipe. Another batch size has
+correspondingly more or fewer steps, and warm-up is a share of these. Each training
+waits at its evaluation points while its eval loss is measured.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ APART = 0.01  # of the tokens: by so much a training of whole steps may miss the
 
 
 class RecipeTrainings:
-    """A recipe whose data is ready, as trainings with other hyper-parameters.
+    """Trainings of a recipe with prepared data and other hyper-parameters.
 
     Args:
-        given: the recipe and what is known of it.
-        only: what is tuned, see `LearningOptions`.
+        subject: the recipe and its context.
+        only: the values to tune, see `LearningOptions`.
     """
 
-    def __init__(self, given: ExperimentSubject, only: Sequence[str] = ()) -> None:
-        recipe = given.recipe
-        self.given, self.folder = given, Path(recipe.output) / "studies"
+    def __init__(self, subject: ExperimentSubject, only: Sequence[str] = ()) -> None:
+        recipe = subject.recipe
+        self.given, self.folder = subject, Path(recipe.output) / "studies"
         self._data = prepare_data(recipe, Path(recipe.output) / "data")
         if not len(self._data.eval_data):
             raise InputError("eval_data: the study compares eval losses; hold some examples out")
@@ -55,18 +56,18 @@ class RecipeTrainings:
         if fewest < FEWEST_STEPS:
             raise InputError(f"the training has {steps} steps, too few to study; give it more")
         self.looks = min(LOOKS, fewest)
-        self._workers = RecipeWorkers(given)
+        self._workers = RecipeWorkers(subject)
 
     def key(self) -> dict[str, Any]:
         """Everything that decides the losses."""
-        given = self.given
+        subject = self.given
         return {
             "study": "learning",
-            "recipe": given.recipe.model_dump(mode="json", exclude={"price", "output"}),
-            "data": given.data_key,
+            "recipe": subject.recipe.model_dump(mode="json", exclude={"price", "output"}),
+            "data": subject.data_key,
             "space": [(d.name, [str(v) for v in d.values]) for d in self.space.dimensions],
-            "device": given.context.device,
-            "versions": dict(given.context.versions),
+            "device": subject.context.device,
+            "versions": dict(subject.context.versions),
         }
 
     def recipe_at(self, point: Point) -> Recipe:
@@ -78,11 +79,11 @@ class RecipeTrainings:
             changed[self._batch] = batch
             if recipe.max_steps:
                 changed["max_steps"] = max(1, round(recipe.max_steps * (self._own or 1) / batch))
-        found = recipe.model_copy(update=changed)
+        changed_recipe = recipe.model_copy(update=changed)
         if WARMUP in chosen and point != self.space.start:
-            warm = round(chosen[WARMUP] * self._steps_of(found))
-            found = found.model_copy(update={"warmup_steps": warm})
-        return found
+            warm = round(chosen[WARMUP] * self._steps_of(changed_recipe))
+            changed_recipe = changed_recipe.model_copy(update={"warmup_steps": warm})
+        return changed_recipe
 
     def opened(self, folder: Path) -> AbstractContextManager[None]:
         """For as long as trainings are begun; their files are in ``folder``."""
@@ -101,11 +102,11 @@ class RecipeTrainings:
         )
 
     def _steps_of(self, recipe: Recipe) -> int:
-        given = self.given
-        return job_of(recipe, self._data, given.context, given.plan).schedule.total_steps
+        subject = self.given
+        return job_of(recipe, self._data, subject.context, subject.plan).schedule.total_steps
 
     def _space(self, steps: int, only: Sequence[str]) -> Space:
-        recipe, own = self.given.recipe, self._own or 1
+        recipe, start_batch = self.given.recipe, self._own or 1
         warm = share_of(recipe.warmup_steps, steps)
         share = warm / steps
         rates = {float(f"{recipe.learning_rate * t:.3g}") for t in TIMES if t != 1}
@@ -113,12 +114,12 @@ class RecipeTrainings:
         steps_of[warm] = share
         train = self._data.train
         most = int(train.lengths.sum()) if recipe.global_batch_tokens else len(train)
-        batches = {own, *(b for t in BATCHES if 1 <= (b := round(own * t)) <= most)}
-        batches = {b for b in batches if _as_long(recipe.max_steps, b / own)}
+        batches = {start_batch, *(b for t in BATCHES if 1 <= (b := round(start_batch * t)) <= most)}
+        batches = {b for b in batches if _as_long(recipe.max_steps, b / start_batch)}
         every: dict[str, tuple[str, list[Any], Any]] = {
             "learning_rate": (RATE, sorted({recipe.learning_rate, *rates}), recipe.learning_rate),
             "warmup": (WARMUP, sorted(steps_of.values()), share),
-            "batch": (self._batch, sorted(batches), own),
+            "batch": (self._batch, sorted(batches), start_batch),
         }
         chosen = [every[n] for n in every if not only or n in only]
         chosen = [(name, values, first) for name, values, first in chosen if len(values) > 1]
@@ -127,7 +128,7 @@ class RecipeTrainings:
 
 
 def _as_long(steps: int | None, times: float) -> bool:
-    """Whether whole steps so many times as large make a training of the same tokens."""
+    """Returns True if whole steps, larger by ``times``, have the same total of tokens."""
     if not steps:
         return True  # it ends by tokens or epochs, whatever its steps
     return abs(round(steps / times) * times / steps - 1) <= APART

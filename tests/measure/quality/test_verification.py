@@ -136,7 +136,7 @@ def test_with_little_time_there_are_fewer_seeds_and_all_plans_have_them() -> Non
         return [trained(2.0 + 0.01 * order.details["seed"], 0.8) for order in orders]
 
     plan = Plan([CompactAdamW()])
-    (row,) = lossy_rows(plan, perform, 8, 100, margin=0.01, left=lambda: left[0])
+    (row,) = lossy_rows(plan, perform, 8, 100, margin=0.01, time_left=lambda: left[0])
     assert seen == [[1, 1], [2, 2], [3, 3]]
     assert row.seeds == 3
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import threading
 import time
@@ -15,8 +16,9 @@ from torch import nn
 
 from hasten import SmartCheckpointer
 from hasten.parts.checkpoint import checkpoints, load
+from hasten.parts.checkpoint.format import json_without_tensors
 from hasten.parts.checkpoint.saver import CheckpointWriter, Saver, Staging
-from hasten.parts.checkpoint.state import random_state, set_random_state
+from hasten.parts.checkpoint.state import CheckpointedState, random_state, set_random_state
 from ranks import on_ranks
 
 
@@ -110,6 +112,30 @@ def test_a_state_of_something_else_is_refused_and_nothing_is_changed(
     with pytest.raises(ValueError, match=sentence):
         again.restore()
     assert torch.equal(other.model[0].weight, before)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda moment: moment.t().contiguous(), lambda moment: moment[:, :1]]
+)
+def test_an_optimizer_state_of_another_shape_is_refused_and_nothing_is_changed(
+    change: Any, tmp_path: Path
+) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][0]["exp_avg"] = change(state["state"][0]["exp_avg"])
+    kept = CheckpointedState()
+    kept.add({"optimizer": optimizer})
+    tensors: dict[str, torch.Tensor] = {}
+    saved = {"optimizer": json_without_tensors(state, "optimizer", tensors)}
+    before = optimizer.state[model.weight]["exp_avg"].clone()
+    with pytest.raises(ValueError, match=r"weight 0 has exp_avg of shape .* weight has \[2, 3\]"):
+        kept.load(tensors, saved, tmp_path)
+    assert torch.equal(optimizer.state[model.weight]["exp_avg"], before)
+    tensors, right = kept.state()
+    kept.load(tensors, right, tmp_path)
 
 
 def test_what_can_not_be_protected_is_named(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_what_is_sent_and_what_is_kept_are_what_was_there(
     flat = flat.bfloat16() if on_bf16 else flat
     residual, kept = numbers(len(flat), seed) * 1e-3, torch.empty(len(flat))
     before = residual.clone()
-    message, finite = communication.encode_with_feedback(flat, residual, kept=kept)
+    message, finite = communication.encode_with_feedback(flat, residual, residual_out=kept)
     assert bool(finite)
     assert torch.equal(residual, before)
     sent = communication.decode(message, len(flat)).double()
@@ -270,7 +270,7 @@ def test_what_does_not_fit_is_refused_with_a_sentence(communication: Codec) -> N
     with pytest.raises(ValueError, match="residual must be float32"):
         communication.encode_with_feedback(flat.bfloat16(), flat.bfloat16())
     with pytest.raises(ValueError, match="what is kept must be 300 numbers"):
-        communication.encode_with_feedback(flat, flat, kept=torch.zeros(3))
+        communication.encode_with_feedback(flat, flat, residual_out=torch.zeros(3))
     with pytest.raises(ValueError, match=r"\(ranks, \d+ bytes\)"):
         communication.decode_mean(message, 300)
     with pytest.raises(ValueError, match=r"\(ranks, \d+ bytes\)"):

@@ -406,14 +406,14 @@ def test_masters_lend_their_bf16_gradients_and_get_their_copies_written(kind: An
     model, masters, x = a_model(), MasterWeights(), drawn(16 * 24).view(16, 24).to(DEVICE)
     masters.prepare(model)
     optimizer = kind(model.parameters(), **SETTINGS)
-    masters.own(optimizer)
+    masters.attach_optimizer(optimizer)
     assert optimizer._step_supports_amp_scaling
     for _ in range(3):
         model(x).square().mean().backward()
-        masters.collect()
+        masters.accumulate_gradients()
         assert lent_formats(masters) == {torch.bfloat16}
         optimizer.step()
-        masters.publish()
+        masters.update_model_weights()
         for master in masters.parameters():
             master.grad = None
     for working, master in zip(model.parameters(), masters.parameters(), strict=True):
@@ -427,10 +427,10 @@ def test_without_the_kernel_compact_adamw_takes_float32_gradients(
     model, masters = a_model(), MasterWeights()
     masters.prepare(model)
     optimizer = CompactAdamW(model.parameters(), **SETTINGS)
-    masters.own(optimizer)
+    masters.attach_optimizer(optimizer)
     assert not optimizer._step_supports_amp_scaling
     model(torch.ones(2, 24, device=DEVICE)).sum().backward()
-    masters.collect()
+    masters.accumulate_gradients()
     assert lent_formats(masters) == {torch.float32}
 
 

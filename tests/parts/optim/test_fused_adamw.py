@@ -78,14 +78,14 @@ def test_masters_lend_their_bf16_gradients_and_get_their_copies_written() -> Non
         masters = MasterWeights()
         masters.prepare(model)
         optimizer = kind(model.parameters(), **SETTINGS)
-        masters.own(optimizer)
+        masters.attach_optimizer(optimizer)
         for _ in range(4):
             model(x).square().mean().backward()
-            masters.collect()
+            masters.accumulate_gradients()
             half = {p.grad.dtype for p in masters.parameters() if p.grad is not None}
             assert half == {torch.bfloat16 if kind is FusedAdamW else torch.float32}
             optimizer.step()
-            masters.publish()
+            masters.update_model_weights()
             for p in masters.parameters():
                 p.grad = None
         for working, master in zip(model.parameters(), masters.parameters(), strict=True):
@@ -98,11 +98,11 @@ def test_copies_in_fp16_are_left_to_the_masters() -> None:
     model, masters = nn.Linear(4, 1, bias=False), MasterWeights(torch.float16)
     masters.prepare(model)
     optimizer = FusedAdamW(model.parameters(), **SETTINGS)
-    masters.own(optimizer)
+    masters.attach_optimizer(optimizer)
     model.weight.grad = torch.ones_like(model.weight)
-    masters.collect()
+    masters.accumulate_gradients()
     optimizer.step()
-    masters.publish()
+    masters.update_model_weights()
     (master,) = masters.parameters()
     assert torch.equal(model.weight, master.to(torch.float16))
 
@@ -110,10 +110,10 @@ def test_copies_in_fp16_are_left_to_the_masters() -> None:
 def test_gradients_of_two_micro_batches_add_up_in_float32() -> None:
     model, masters = nn.Linear(4, 1, bias=False), MasterWeights()
     masters.prepare(model)
-    masters.own(FusedAdamW(model.parameters()))
+    masters.attach_optimizer(FusedAdamW(model.parameters()))
     for scale in (256.0, 1.0):  # their bf16 sum would be 256
         model.weight.grad = torch.full_like(model.weight, scale)
-        masters.collect()
+        masters.accumulate_gradients()
     (master,) = masters.parameters()
     assert master.grad is not None
     assert torch.equal(master.grad, torch.full((1, 4), 257.0))
@@ -122,9 +122,9 @@ def test_gradients_of_two_micro_batches_add_up_in_float32() -> None:
 def test_published_after_a_restore_without_a_step() -> None:
     model, masters = nn.Linear(4, 1, bias=False), MasterWeights()
     masters.prepare(model)
-    masters.own(FusedAdamW(model.parameters()))
+    masters.attach_optimizer(FusedAdamW(model.parameters()))
     masters.parameters()[0].data.fill_(3.0)
-    masters.publish()
+    masters.update_model_weights()
     assert torch.equal(model.weight, torch.full((1, 4), 3.0, dtype=torch.bfloat16))
 
 

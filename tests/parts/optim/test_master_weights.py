@@ -22,7 +22,7 @@ def mastered(module: nn.Module, lr: float = 0.1) -> tuple[MasterWeights, SGD]:
     masters = MasterWeights()
     masters.prepare(module)
     optimizer = SGD(module.parameters(), lr=lr)
-    masters.own(optimizer)
+    masters.attach_optimizer(optimizer)
     return masters, optimizer
 
 
@@ -39,10 +39,10 @@ def test_updates_too_small_for_bf16_are_kept() -> None:
     alone = torch.ones(4, dtype=torch.bfloat16)
     for _ in range(1000):
         weight.grad = torch.ones_like(weight)
-        masters.collect()
+        masters.accumulate_gradients()
         optimizer.step()
         optimizer.zero_grad()
-        masters.publish()
+        masters.update_model_weights()
         alone -= 1e-4
     assert (alone == 1).all()
     assert weight.dtype == torch.bfloat16
@@ -64,7 +64,7 @@ def test_gradients_of_micro_batches_add_up_in_float32() -> None:
     given = draws(256, module.weight.shape)
     for gradient in given:
         module.weight.grad = gradient.clone()
-        masters.collect()
+        masters.accumulate_gradients()
         assert module.weight.grad is None
     (master,) = masters.parameters()
     exact = torch.stack(given).double().sum(0)
@@ -85,7 +85,7 @@ def test_gradients_about_to_be_reduced_take_along_what_has_added_up() -> None:
     for gradient in (first, second):
         masters.before_backward(reduces=False)
         module.weight.grad = gradient.clone()
-        masters.collect()
+        masters.accumulate_gradients()
     masters.before_backward(reduces=True)
     (master,) = masters.parameters()
     assert master.grad is None
@@ -93,7 +93,7 @@ def test_gradients_about_to_be_reduced_take_along_what_has_added_up() -> None:
     assert module.weight.grad is not None
     assert torch.equal(module.weight.grad, handed)
     module.weight.grad += last  # what backward does
-    masters.collect()
+    masters.accumulate_gradients()
     assert master.grad is not None
     assert torch.equal(master.grad, (handed + last).float())
 
@@ -102,7 +102,7 @@ def test_gradients_stay_with_the_masters_when_nothing_is_reduced() -> None:
     module = linear(bias=False)
     masters, _ = mastered(module)
     module.weight.grad = draws(1, module.weight.shape)[0]
-    masters.collect()
+    masters.accumulate_gradients()
     masters.before_backward(reduces=False)
     assert module.weight.grad is None
     assert masters.parameters()[0].grad is not None
@@ -172,7 +172,7 @@ def test_a_weight_that_no_optimizer_moves_comes_back_exact() -> None:
     before = module[0].weight.detach().clone()
     masters = MasterWeights()
     masters.prepare(module)
-    masters.own(SGD(module[1].parameters(), lr=0.1))
+    masters.attach_optimizer(SGD(module[1].parameters(), lr=0.1))
     masters.finish(module)
     assert torch.equal(module[0].weight, before)
 
@@ -195,14 +195,14 @@ def test_an_optimizer_keeps_its_memory_through_own_and_finish() -> None:
     before = {k: v.clone() for k, v in optimizer.state[module.weight].items()}
     masters = MasterWeights()
     masters.prepare(module)
-    masters.own(optimizer)
+    masters.attach_optimizer(optimizer)
     assert all(
         torch.equal(optimizer.state[masters.parameters()[0]][k], v) for k, v in before.items()
     )
     module(torch.randn(2, 16)).sum().backward()
-    masters.collect()
+    masters.accumulate_gradients()
     optimizer.step()
-    masters.publish()
+    masters.update_model_weights()
     masters.finish(module)
     held = optimizer.param_groups[0]["params"]
     assert [id(p) for p in held] == [id(p) for p in module.parameters()]
@@ -217,7 +217,7 @@ def test_a_weight_that_was_not_prepared_is_refused_and_nothing_is_exchanged() ->
     optimizer = SGD([*module.parameters(), *stranger.parameters()], lr=0.1)
     held = list(optimizer.param_groups[0]["params"])
     with pytest.raises(ValueError, match="isn't in the prepared module"):
-        masters.own(optimizer)
+        masters.attach_optimizer(optimizer)
     assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], held, strict=True))
     assert masters.parameters() == []
 
@@ -228,7 +228,7 @@ def test_a_weight_that_was_frozen_when_prepared_is_refused() -> None:
     masters.prepare(module)
     module.requires_grad_(True)
     with pytest.raises(ValueError, match="was frozen when prepare"):
-        masters.own(SGD(module.parameters(), lr=0.1))
+        masters.attach_optimizer(SGD(module.parameters(), lr=0.1))
 
 
 class Nested(nn.Module):
@@ -282,6 +282,6 @@ def test_published_weights_are_the_masters_rounded() -> None:
     for master in masters.parameters():
         master.grad = torch.randn_like(master)
     optimizer.step()
-    masters.publish()
+    masters.update_model_weights()
     for working, master in zip(module.parameters(), masters.parameters(), strict=True):
         assert torch.equal(working, master.bfloat16())

@@ -28,8 +28,8 @@ HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:]+\]")
 def script(name: str, **values: object) -> str:
     """The shell script of that name beside this module, with a value in each place ``@key@``."""
     text = Path(__file__).with_name(f"{name}.sh").read_text(encoding="utf-8")
-    known = {"mark": MARK, **values}
-    return re.sub(r"@([a-z]+)@", lambda found: str(known[found[1]]), text)
+    substitutions = {"mark": MARK, **values}
+    return re.sub(r"@([a-z]+)@", lambda match: str(substitutions[match[1]]), text)
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,9 @@ class Launch:
         for name in ("workdir", "python"):
             if "\0" in getattr(self, name) or not getattr(self, name):
                 raise InputError(f"--{name} is empty or has a zero byte in it; name a path")
-        words = {**self.words, "interface": self.interface, "image": self.image}
-        words |= {"volume": self.volume, "gpu": self.accelerator}
-        for name, word in words.items():
+        options = {**self.words, "interface": self.interface, "image": self.image}
+        options |= {"volume": self.volume, "gpu": self.accelerator}
+        for name, word in options.items():
             if word and not WORD.fullmatch(word):
                 raise InputError(
                     f"--{name} {word!r}: only letters, digits and . _ : / @ , = + - are possible"
@@ -162,7 +162,7 @@ class Variable:
 
 def variables(cloud: CloudConfig, interface: str = "", grace: int = 300) -> tuple[Variable, ...]:
     """What to start with on this cluster."""
-    found = [
+    settings = [
         Variable(
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
             str(grace),
@@ -171,46 +171,46 @@ def variables(cloud: CloudConfig, interface: str = "", grace: int = 300) -> tupl
         Variable("PYTHONUNBUFFERED", "1", "lines reach the log when they are printed"),
     ]
     if cloud.nodes == 1:
-        return tuple(found)
+        return tuple(settings)
     if interface:
         why = "the interface between nodes, where ranks meet and TCP goes"
-        found.append(Variable("NCCL_SOCKET_IFNAME", interface, why))
-        found.append(Variable("GLOO_SOCKET_IFNAME", interface, why))
-    found.append(
+        settings.append(Variable("NCCL_SOCKET_IFNAME", interface, why))
+        settings.append(Variable("GLOO_SOCKET_IFNAME", interface, why))
+    settings.append(
         Variable("NCCL_DEBUG", "WARN", "says why a link can't be used; INFO shows which is")
     )
     if cloud.topology == "rail_optimized":
-        found.append(
+        settings.append(
             Variable(
                 "NCCL_CROSS_NIC", "0", "each ring stays on its rail: switches join equal cards only"
             )
         )
     if cloud.topology in RDMA and cloud.nodes >= 64:
-        found.append(
+        settings.append(
             Variable("NCCL_IB_TIMEOUT", "22", "17 s (4.096 us x 2^22) before a packet is sent anew")
         )
     if cloud.topology == "ethernet":
-        found += [
+        settings += [
             Variable("NCCL_IB_DISABLE", "1", "no InfiniBand and no RoCE here: TCP at once"),
             Variable("NCCL_SOCKET_NTHREADS", "4", "threads a connection, for links of 100 Gbit/s"),
             Variable("NCCL_NSOCKS_PERTHREAD", "4", "sockets a thread, for links of 100 Gbit/s"),
         ]
-    return tuple(found)
+    return tuple(settings)
 
 
 def advice(cloud: CloudConfig, interface: str = "") -> tuple[str, ...]:
     """What only somebody who knows the cluster can say, a sentence each."""
-    found = []
+    hints = []
     if cloud.nodes > 1 and not interface:
-        found.append(
+        hints.append(
             "nodes with several networks: --interface eth0 sets NCCL_ and GLOO_SOCKET_IFNAME"
         )
     if cloud.nodes > 1 and cloud.topology in RDMA:
-        found.append(
+        hints.append(
             "cards of storage too: NCCL_IB_HCA (in the recipe's transport) names those to use"
         )
-        found.append("RoCE: NCCL_IB_GID_INDEX names the port's address (show_gids lists them)")
-    return tuple(found)
+        hints.append("RoCE: NCCL_IB_GID_INDEX names the port's address (show_gids lists them)")
+    return tuple(hints)
 
 
 def exports(cloud: CloudConfig, interface: str = "", grace: int = 300) -> list[str]:

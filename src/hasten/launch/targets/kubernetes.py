@@ -56,10 +56,10 @@ def _text(manifests: list[dict[str, Any]]) -> str:
 
 
 def _metadata(launch: Launch, suffix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {"name": launch.name + suffix}
+    metadata: dict[str, Any] = {"name": launch.name + suffix}
     if launch.words.get("namespace"):
-        found["namespace"] = launch.words["namespace"]
-    return found
+        metadata["namespace"] = launch.words["namespace"]
+    return metadata
 
 
 def _config_map(launch: Launch) -> dict[str, Any]:

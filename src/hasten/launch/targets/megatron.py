@@ -27,10 +27,10 @@ def files(launch: Launch) -> dict[str, str]:
     Raises:
         InputError: no plan, or one that Megatron-LM can't run.
     """
-    words = arguments(launch.config, launch.layout, launch.batch, launch.cloud.devices)
+    lines = arguments(launch.config, launch.layout, launch.batch, launch.cloud.devices)
     if launch.minutes is not None:  # it saves and ends by itself, before the scheduler does it
         saving = math.ceil(launch.grace / 60)
-        words.append(("--exit-duration-in-mins", str(max(1, launch.minutes - saving))))
+        lines.append(("--exit-duration-in-mins", str(max(1, launch.minutes - saving))))
     missing = f'"${{1:?say where ranks meet: megatron.sh FIRST_HOST:{launch.port}}}"'
     text = script(
         "megatron",
@@ -43,7 +43,7 @@ def files(launch: Launch) -> dict[str, str]:
             ]
         ),
         workdir=shlex.quote(launch.workdir),
-        arguments="\n".join("  " + " ".join(map(shlex.quote, line)) for line in words),
+        arguments="\n".join("  " + " ".join(map(shlex.quote, line)) for line in lines),
         python=shlex.quote(launch.python),
         meeting=meeting_at(launch, launch.nodes, missing, launch.name, ""),
         ranks=launch.cloud.gpus_per_node,
@@ -234,8 +234,8 @@ def _recompute(c: Mapping[str, Any], word: str) -> Words:
     """What isn't kept; ``light`` by the names of Megatron Core's modules (core 0.12 and later)."""
     some = ("--recompute-granularity", "selective")
     if word == "full":
-        whole = ("--recompute-granularity", "full"), ("--recompute-method", "uniform")
-        return [*whole, ("--recompute-num-layers", "1")]
+        full = ("--recompute-granularity", "full"), ("--recompute-method", "uniform")
+        return [*full, ("--recompute-num-layers", "1")]
     if word == "selective":
         return [some]
     if word != "light":

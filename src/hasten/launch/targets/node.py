@@ -15,10 +15,10 @@ import shlex
 from hasten.launch.targets.job import Launch, exports, script
 
 
-def node_script(launch: Launch, meeting: str, left: int = 75) -> str:
+def node_script(launch: Launch, meeting: str, preempted_code: int = 75) -> str:
     """The text; ``meeting`` are torchrun's words for nodes and rendezvous, in shell.
 
-    ``left`` is the code that the scheduler is told where the job was asked to leave.
+    ``preempted_code`` is the code that the scheduler is told where the job was asked to leave.
     """
     lines = [
         *exports(launch.cloud, launch.interface, launch.grace),
@@ -31,10 +31,10 @@ def node_script(launch: Launch, meeting: str, left: int = 75) -> str:
         f"  --nproc-per-node={launch.cloud.gpus_per_node} --max-restarts={launch.restarts} \\",
         '  --no-python bash "${here}node.sh" rank &',
         'wait_for "$!"',
-        f'if [ -f "$HASTEN_NODE/left" ]; then code={left}; fi',
+        f'if [ -f "$HASTEN_NODE/left" ]; then code={preempted_code}; fi',
         'exit "$code"',
     ]
-    head = script("node_head", left=left, python=shlex.quote(launch.python))
+    head = script("node_head", left=preempted_code, python=shlex.quote(launch.python))
     return head + "\n".join(lines) + "\n" + script("node_agent") + "\n".join(agent) + "\n"
 
 
@@ -46,8 +46,8 @@ def meeting_at(launch: Launch, nodes: str, head: str, name: str, first: str) -> 
     """
     if launch.cloud.nodes == 1:
         return "--standalone"
-    words = f"--nnodes={nodes} --rdzv-backend=c10d --rdzv-endpoint={head} --rdzv-id={name}"
-    return f"{words} \\\n  {first}" if first else words
+    options = f"--nnodes={nodes} --rdzv-backend=c10d --rdzv-endpoint={head} --rdzv-id={name}"
+    return f"{options} \\\n  {first}" if first else options
 
 
 # torchrun over plain hosts: ``node.sh`` for each of them, and ``start.sh`` that goes round by ssh.
@@ -68,8 +68,8 @@ def files(launch: Launch) -> dict[str, str]:
     missing = f"say where ranks meet: node.sh FIRST_HOST:{launch.port}"
     head = f'"${{1:-{first}}}"' if first else f'"${{1:?{missing}}}"'
     text = node_script(launch, meeting_at(launch, launch.nodes, head, launch.name, FIRST))
-    found = {"recipe.yaml": launch.recipe, "node.sh": text}
+    texts = {"recipe.yaml": launch.recipe, "node.sh": text}
     if launch.hosts:
         hosts = " ".join(map(shlex.quote, launch.hosts))
-        found["start.sh"] = script("start", hosts=hosts)
-    return found
+        texts["start.sh"] = script("start", hosts=hosts)
+    return texts

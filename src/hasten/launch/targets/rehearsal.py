@@ -88,7 +88,7 @@ def rehearse(
 
 def _summary(output: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads((output / "summary.json").read_text(encoding="utf-8"))
+        summary = json.loads((output / "summary.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return summary if isinstance(summary, dict) else None

@@ -55,11 +55,11 @@ def files(launch: Launch, folder: str, bucket: str = "/checkpoints") -> dict[str
         "run": RUN.format(port=launch.port, place=PLACE),
     }
     # SkyPilot starts in the copied work folder, whose path is its own: node.sh stays there.
-    there = replace(launch, workdir=".")
+    remote_launch = replace(launch, workdir=".")
     meeting = meeting_at(launch, launch.nodes, '"$HASTEN_HEAD"', launch.name, FIRST)
     return {
         "recipe.yaml": launch.recipe,
-        "node.sh": node_script(there, meeting),
+        "node.sh": node_script(remote_launch, meeting),
         "task.yaml": f"{MARK}: sky jobs launch task.yaml\n"
         + yaml.safe_dump(task, sort_keys=False, width=100),
     }

@@ -19,15 +19,15 @@ def files(target: str, launch: Launch, folder: Path) -> dict[str, str]:
     Raises:
         InputError: an unknown target, or something that it needs wasn't said.
     """
-    place = folder.absolute()
+    absolute_folder = folder.absolute()
     if target == "torchrun":
         return node.files(launch)
     if target == "slurm":
-        return slurm.files(launch, shlex.quote(str(place / "node.sh")))
+        return slurm.files(launch, shlex.quote(str(absolute_folder / "node.sh")))
     if target == "kubernetes":
         return kubernetes.files(launch)
     if target == "skypilot":
-        return skypilot.files(launch, str(place))
+        return skypilot.files(launch, str(absolute_folder))
     if target == "megatron":
         return megatron.files(launch)
     hint = did_you_mean(target, TARGETS)
@@ -39,15 +39,15 @@ def submission(target: str, launch: Launch, folder: Path) -> list[str]:
 
     None of them is read by a shell.
     """
-    place = folder.absolute()
+    absolute_folder = folder.absolute()
     if target == "torchrun" and launch.cloud.nodes == 1:
-        return ["bash", str(place / "node.sh")]
+        return ["bash", str(absolute_folder / "node.sh")]
     if target == "torchrun" and launch.hosts:
-        return ["bash", str(place / "start.sh")]
+        return ["bash", str(absolute_folder / "start.sh")]
     return {
-        "slurm": ["sbatch", str(place / "job.sbatch")],
-        "kubernetes": ["kubectl", "apply", "-f", str(place / "pytorchjob.yaml")],
-        "skypilot": ["sky", "jobs", "launch", str(place / "task.yaml")],
+        "slurm": ["sbatch", str(absolute_folder / "job.sbatch")],
+        "kubernetes": ["kubectl", "apply", "-f", str(absolute_folder / "pytorchjob.yaml")],
+        "skypilot": ["sky", "jobs", "launch", str(absolute_folder / "task.yaml")],
     }.get(target, [])
 
 

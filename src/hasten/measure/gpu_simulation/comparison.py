@@ -1,12 +1,11 @@
-"""What a training's step takes on its GPU beside what the GPU allows by simulation, after a few
-steps.
+"""Compares a training step with the simulated limit of its GPU, after a few steps.
 
-    step 4   its operators are counted as they run: bytes, FLOPs, seconds by simulation, part by
-    part step 5   runs as ever, on the session's clock
-    one line the step's share of paper; below 40 % also the part that is farthest from it
+    step 4:   its operators are counted as they run, by part: bytes, FLOPs, seconds
+    step 5:   it runs as usual, on the session's clock
+    one line: the step's share of the limit; below 40 % also the slowest part
 
-Counting changes no number. It takes one step some times as long, and where it fails, training goes
-on without it.
+Counting changes no number. The counted step takes several times as long. If counting
+fails, training continues without it.
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ def comparison_of(
 
 
 class SimulationComparison:
-    """Counts one step of a session, and tells how the next compares.
+    """Counts one step of a session, and reports the comparison with the next step.
 
     Args:
         session: with a clock that counts; its steps go through `note`.
-        device: the GPU by simulation.
-        name: the GPU as its driver names it.
-        tell: is told the line.
+        device: the simulated GPU.
+        name: the GPU's name in its driver.
+        ``tell``: receives the line.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class SimulationComparison:
             self._tell(line(self._inner.steps[-1], paper, self._name))
 
     def between_steps(self, *_: Any) -> None:
-        """What ran since the last step is part of none: an evaluation, say."""
+        """Discards the operators since the last step, for example those of an evaluation."""
         self._counter.forget()
 
     def close(self) -> None:
@@ -113,12 +112,12 @@ class OperatorCounter(TorchDispatchMode):
         self.seconds: dict[str, float] = defaultdict(float)
 
     def mark(self, part: str) -> None:
-        """What ran since the mark before was this part."""
+        """Assigns the operators since the last mark to this part."""
         self.seconds[part] += self._pending
         self.forget()
 
     def forget(self) -> None:
-        """What ran since the mark before belongs to no part."""
+        """Discards the operators since the last mark."""
         self._pending = 0.0
         self._documents = {}  # of tensors that are freed, whose memory others may get
 
@@ -135,11 +134,11 @@ class OperatorCounter(TorchDispatchMode):
         return out
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        found = cost(func, args, kwargs, out, self._lengths(func, args))
-        self._pending += self._device.seconds(found)
+        call_cost = cost(func, args, kwargs, out, self._lengths(func, args))
+        self._pending += self._device.seconds(call_cost)
 
     def _lengths(self, func: Any, args: Any) -> tuple[int, ...]:
-        """Of the documents in a packed row, from where an attention is told that they begin."""
+        """Lengths of the documents in a packed row, from an attention's start offsets."""
         if "varlen" not in func._schema.name:
             return ()
         flat = (t for t in tree_leaves(args) if isinstance(t, Tensor))
@@ -152,7 +151,7 @@ class OperatorCounter(TorchDispatchMode):
 
 
 class _CountingClock:
-    """A session's clock that tells the counter where the step is."""
+    """A session's clock that also forwards its marks to the counter."""
 
     def __init__(self, counter: OperatorCounter, inner: Clock) -> None:
         self._counter, self._inner = counter, inner
@@ -166,20 +165,20 @@ class _CountingClock:
 
 
 def line(measured: Mapping[str, float], paper: Mapping[str, float], name: str) -> str:
-    """A step's seconds by part beside those by simulation, as a sentence."""
-    whole, least = step_total(measured), sum(paper.values())
-    share = least / whole
+    """One sentence that compares a step's seconds by part with the simulated seconds."""
+    total, least = step_total(measured), sum(paper.values())
+    share = least / total
     text = (
-        f"a step takes {1e3 * whole:,.0f} ms on {name}, and {1e3 * least:,.0f} ms at least on "
+        f"a step takes {1e3 * total:,.0f} ms on {name}, and {1e3 * least:,.0f} ms at least on "
         f"paper: {share:.0%} of the speed that the GPU allows"
     )
     if share >= FAR:
         return text
-    known = {p: paper[p] / measured[p] for p in PARTS if measured.get(p) and paper.get(p)}
-    if not known:
+    part_shares = {p: paper[p] / measured[p] for p in PARTS if measured.get(p) and paper.get(p)}
+    if not part_shares:
         return text
-    part = min(known, key=lambda p: known[p])
-    return f"{text}; farthest is {part} with {known[part]:.0%}: see `hasten profile`"
+    part = min(part_shares, key=lambda p: part_shares[p])
+    return f"{text}; farthest is {part} with {part_shares[part]:.0%}: see `hasten profile`"
 
 
 def _scaled(seconds: Mapping[str, float], by: float) -> dict[str, float]:

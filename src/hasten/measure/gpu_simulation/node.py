@@ -1,8 +1,8 @@
-"""A rank among others on a simulated node: messages between hosts are real, those of GPUs are not.
+"""A rank of a simulated node: communication on hosts is real, on GPUs it is simulated.
 
-Every rank is a process. What lies on the host travels by gloo, so that counts, flags and objects
-are the ranks' own. What lies on the device goes to torch's fake process group, which returns at
-once; where its numbers are known, they travel by gloo as well.
+Every rank is a process. Host tensors are sent by gloo, which makes counts, flags and
+objects the ranks' own. Device tensors go to torch's fake process group, which returns
+at once. If their values are known, gloo sends them as well.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _SimulatedFuture(torch.futures.Future[Answer]):
 
 
 class GroupOptions:
-    """What this rank asked of the process group when it met the others."""
+    """The options with which this rank initialised the process group."""
 
     def __init__(self) -> None:
         self.backend = ""
@@ -56,30 +56,33 @@ def simulate_groups() -> GroupOptions:
     futures.Future = _SimulatedFuture
     begin, group, name = dist.init_process_group, dist.new_group, dist.get_backend
 
-    def init_process_group(backend: str | None = None, **asked: Any) -> None:
+    def init_process_group(backend: str | None = None, **options: Any) -> None:
         meeting.backend = str(backend)
-        meeting.device_id = str(asked.pop("device_id", None))
+        meeting.device_id = str(options.pop("device_id", None))
         meeting.current_device = f"cuda:{torch.cuda.current_device()}"
-        begin("gloo" if backend == "gloo" else FAKE, **asked)
+        begin("gloo" if backend == "gloo" else FAKE, **options)
 
-    def new_group(*args: Any, backend: str | None = None, **asked: Any) -> Any:
-        asked.pop("device_id", None)
-        return group(*args, backend="gloo" if backend == "gloo" else FAKE, **asked)
+    def new_group(*args: Any, backend: str | None = None, **options: Any) -> Any:
+        options.pop("device_id", None)
+        return group(*args, backend="gloo" if backend == "gloo" else FAKE, **options)
 
-    def get_backend(*args: Any, **asked: Any) -> str:
-        return str(name(*args, **asked)).replace("fake", "nccl")
+    def get_backend(*args: Any, **options: Any) -> str:
+        return str(name(*args, **options)).replace("fake", "nccl")
 
-    for place in (module, dist.distributed_c10d):
-        place.init_process_group = init_process_group
-        place.new_group = new_group
-        place.get_backend = get_backend
+    for namespace in (module, dist.distributed_c10d):
+        namespace.init_process_group = init_process_group
+        namespace.new_group = new_group
+        namespace.get_backend = get_backend
     _answer_for_replicas()
     return meeting
 
 
 def _answer_for_replicas() -> None:
-    """The fake group's messages bring nothing back, which DistributedDataParallel wants: its mean
-    over ranks is done by a hook, unless a communication method has registered another."""
+    """Registers a hook with the mean over ranks for DistributedDataParallel.
+
+    DistributedDataParallel requires results from communication, and the fake group returns
+    none. The hook isn't registered if a communication method has registered another one.
+    """
     replicas: Any = DistributedDataParallel
     before = replicas._pre_forward
 

@@ -1,8 +1,8 @@
-"""What an operator costs on a GPU, by simulation: kernels launched, bytes moved, FLOPs.
+"""Simulated cost of an operator on a GPU: kernels launched, bytes moved, FLOPs.
 
-Bytes are the least that has to move: every operand read once, every result written once. A cache
-makes it less where operands are small, and a poor kernel makes it more. Launches are one for an
-operator, or what torch's sources have for those that take several.
+Bytes are the minimum: every operand is read once, every result is written once. A cache
+reduces them if operands are small, and a poor kernel increases them. An operator counts
+as one launch, or as many as torch's sources contain for it.
 """
 
 from __future__ import annotations
@@ -63,22 +63,23 @@ PUTS = frozenset({"scatter_add_", "scatter_", "index_add_", "index_copy_", "inde
 
 
 def cost(func: Any, args: Any, kwargs: Any, out: Any, documents: Sequence[int]) -> CallCost:
-    """Of a call and its result.
+    """Cost of one call, from its arguments and its result.
 
     Args:
-        documents: lengths of the documents in a packed row; attention goes by their squares.
+        documents: lengths of the documents in a packed row; attention cost uses their
+            squares.
     """
     name = func._schema.name.split("::")[1]
-    given = _tensors((args, kwargs))
+    inputs = _tensors((args, kwargs))
     made = _tensors(out)
     writes = func._schema.is_mutable
-    if name in FREE or (made and not writes and _is_view(func)) or not (given or made):
+    if name in FREE or (made and not writes and _is_view(func)) or not (inputs or made):
         return NOTHING
     launches = _launches(name, args)
     return CallCost(
         launches,
-        _moved(func, name, args, given, made),
-        *_flops(func, name, args, kwargs, out, given, documents),
+        _moved(func, name, args, inputs, made),
+        *_flops(func, name, args, kwargs, out, inputs, documents),
     )
 
 
@@ -92,8 +93,8 @@ def touched(tensor: Tensor) -> int:
 
 def _tensors(values: Any) -> list[Tensor]:
     """Each once."""
-    found = {id(t): t for t in tree_leaves(values) if isinstance(t, Tensor)}
-    return list(found.values())
+    tensors = {id(t): t for t in tree_leaves(values) if isinstance(t, Tensor)}
+    return list(tensors.values())
 
 
 def _is_view(func: Any) -> bool:
@@ -101,18 +102,18 @@ def _is_view(func: Any) -> bool:
     return bool(returns) and all(r.alias_info is not None for r in returns)
 
 
-def _moved(func: Any, name: str, args: Any, given: list[Tensor], made: list[Tensor]) -> int:
+def _moved(func: Any, name: str, args: Any, inputs: list[Tensor], made: list[Tensor]) -> int:
     if name in TAKES:
-        return 2 * sum(map(touched, made)) + sum(map(touched, given[1:]))
+        return 2 * sum(map(touched, made)) + sum(map(touched, inputs[1:]))
     if name in PUTS:
-        return 3 * sum(map(touched, given[1:]))  # of what is changed, so much and no more
-    read = sum(map(touched, given)) * (2 if name in READS_TWICE else 1)
+        return 3 * sum(map(touched, inputs[1:]))  # of what is changed, so much and no more
+    read = sum(map(touched, inputs)) * (2 if name in READS_TWICE else 1)
     if not func._schema.is_mutable:
         return read + sum(map(touched, made))
-    told = list(zip(args, func._schema.arguments, strict=False))
-    written = sum(map(touched, _tensors([a for a, s in told if s.is_write])))
-    unread = [a for a, s in told if s.name in NOT_READ]
-    unread += [given[0]] if name in OVERWRITES else []
+    arguments = list(zip(args, func._schema.arguments, strict=False))
+    written = sum(map(touched, _tensors([a for a, s in arguments if s.is_write])))
+    unread = [a for a, s in arguments if s.name in NOT_READ]
+    unread += [inputs[0]] if name in OVERWRITES else []
     return written + read - sum(map(touched, _tensors(unread)))
 
 
@@ -133,11 +134,11 @@ def _flops(
     args: Any,
     kwargs: Any,
     out: Any,
-    given: list[Tensor],
+    inputs: list[Tensor],
     documents: Sequence[int],
 ) -> tuple[float, str]:
     if "attn" in name or "attention" in name:
-        return _attention(name, given, documents), ATTENTION
+        return _attention(name, inputs, documents), ATTENTION
     if name == "_scaled_mm":
         return 2.0 * args[0].shape[0] * args[0].shape[1] * args[1].shape[1], FP8
     if name == "_grouped_mm":  # (rows, k) x (experts, k, n), or (m, rows) x (rows, n)
@@ -146,14 +147,14 @@ def _flops(
     counted = flop_registry.get(func._overloadpacket)
     if counted is None:
         return 0.0, HALF
-    wide = any(t.dtype in (torch.float32, torch.float64) for t in given)
+    wide = any(t.dtype in (torch.float32, torch.float64) for t in inputs)
     return float(counted(*args, **kwargs, out_val=out)), SINGLE if wide else HALF
 
 
-def _attention(name: str, given: list[Tensor], documents: Sequence[int]) -> float:
+def _attention(name: str, inputs: list[Tensor], documents: Sequence[int]) -> float:
     """Two products over half of the pairs; five in the backward pass (arXiv:2307.08691, 3.1)."""
     backward = "backward" in name
-    query, key, value = given[1:4] if backward else given[:3]
+    query, key, value = inputs[1:4] if backward else inputs[:3]
     width: int = query.shape[-1] + value.shape[-1]
     if query.dim() == 3:  # rows of all documents one after another: (rows, heads, width)
         pairs: float = query.shape[1] * sum(n * n for n in documents) / 2

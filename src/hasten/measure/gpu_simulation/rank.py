@@ -46,34 +46,34 @@ def preload(values: Mapping[str, Any]) -> None:
 def trace_rank(
     device: SimulatedDevice,
     values: Mapping[str, Any],
-    whole: bool,
+    full_model: bool,
     rank: int,
     count: int,
-    place: Path,
+    directory: Path,
 ) -> dict[str, Any]:
-    """What one step of the recipe takes on this rank, as plain values.
+    """Trace of one step of the recipe on this rank, as plain values.
 
     Args:
         values: the recipe's keys.
-        whole: trace the whole model and step, in the place of a few layers and passes.
-        place: a folder where the ranks meet.
+        full_model: trace the full model and step instead of a few layers and passes.
+        directory: a folder through which the ranks connect.
     """
     meeting = GroupOptions()
     if count > 1:
-        environment.take_over(rank_environment(rank, count, place, threads=1))
+        environment.take_over(rank_environment(rank, count, directory, threads=1))
         meeting = simulate_groups()
     torch.set_num_threads(1)
-    here = host.default_device()
+    default_device = host.default_device()
     timeout = datetime.timedelta(seconds=LINK_SECONDS)
-    with process_group(environment.world(), here, timeout):
+    with process_group(environment.world(), default_device, timeout):
         paper = SimulatedRecipe(recipe_from(dict(values), "recipe"))
-        found = _RecipeTrace(device, paper, whole)
-        counts = found.counts()
+        trace = _RecipeTrace(device, paper, full_model)
+        counts = trace.counts()
         current = f"cuda:{torch.cuda.current_device()}"
-    last = found.last
+    last = trace.last
     return {
         "rank": rank,
-        "device": here,
+        "device": default_device,
         "current_device": current,
         "meeting": vars(meeting),
         "plan": [str(technique) for technique in paper.plan],
@@ -88,8 +88,8 @@ def trace_rank(
 class _RecipeTrace:
     """Traces of one recipe in several sizes."""
 
-    def __init__(self, device: SimulatedDevice, paper: SimulatedRecipe, whole: bool) -> None:
-        self._device, self._paper, self._whole = device, paper, whole
+    def __init__(self, device: SimulatedDevice, paper: SimulatedRecipe, full_model: bool) -> None:
+        self._device, self._paper, self._whole = device, paper, full_model
         self._each = paper.examples // paper.passes or 1  # examples of a pass, over all ranks
         self.last = Traced({}, frozenset(), {})
 

@@ -46,7 +46,7 @@ CUT_BY_LAYERS = frozenset({"pipeline", "hybrid"})  # layouts that deal out whole
 
 
 class SimulatedTokenizer:
-    """Of a tokenizer, what a model is fitted to."""
+    """The part of a tokenizer that fitting a model requires."""
 
     bos_token_id, eos_token_id, pad_token_id = 0, 1, 1
 
@@ -79,7 +79,7 @@ class SimulatedExamples(Sequence[TokenizedExample]):
 class MetaModelFactory:
     """Builds a model on the device, where it takes no memory.
 
-    It knows no skeleton: ranks that would be sent weights build them, too.
+    It has no skeleton. Ranks that would otherwise receive weights build them, too.
     """
 
     def __init__(self, build: Any, device: str) -> None:
@@ -105,8 +105,8 @@ class SimulatedRecipe:
     def config(self) -> dict[str, Any]:
         """The model's, as its config.json has it."""
         read = read_config(self.recipe.model, vocab_size=self._vocabulary)
-        found: dict[str, Any] = read.to_dict()
-        return found
+        config: dict[str, Any] = read.to_dict()
+        return config
 
     @property
     def layers(self) -> int:
@@ -114,7 +114,10 @@ class SimulatedRecipe:
 
     @property
     def fewest_layers(self) -> int:
-        """So many, and one more, tell of all others; where layers differ it takes all of them."""
+        """Fewest layers of a trace; with one more layer, all others can be calculated.
+
+        If layers differ from each other, it is the number of all layers.
+        """
         kinds = set(self.config.get("layer_types") or [])
         cut = CUT_BY_LAYERS & {t.name() for t in self.plan}
         if len(kinds) > 1 or cut or not treats_alike(self.plan):
@@ -123,27 +126,29 @@ class SimulatedRecipe:
 
     @cached_property
     def examples(self) -> int:
-        """Of a step, over all ranks."""
+        """Examples of a step, over all ranks."""
         batch = batch_of(self.recipe)
         return batch.examples or max(1, (batch.tokens or 0) // self.recipe.cutoff_len)
 
     @cached_property
     def plan(self) -> Plan:
-        """What trains the whole job; of ``plan: auto``, what it would begin with."""
-        with self._sized(self.layers, self.examples, {}) as whole:
-            plan = plan_of(whole.recipe, whole.context)
+        """The plan of the full job; with ``plan: auto``, the initial plan."""
+        with self._sized(self.layers, self.examples, {}) as sized_recipe:
+            plan = plan_of(sized_recipe.recipe, sized_recipe.context)
             if self.recipe.auto_plan is None:
                 return plan
             fidelity = self.recipe.auto_plan.fidelity
             return first_plan(
-                candidates(whole.recipe, whole.context, fidelity), plan, whole.context
+                candidates(sized_recipe.recipe, sized_recipe.context, fidelity),
+                plan,
+                sized_recipe.context,
             )
 
     @cached_property
     def passes(self) -> int:
-        """Of this rank in a step."""
-        with self.sized(self.layers, self.examples) as whole:
-            return whole.passes()
+        """Passes of this rank in a step."""
+        with self.sized(self.layers, self.examples) as sized_recipe:
+            return sized_recipe.passes()
 
     @contextmanager
     def few_layers(self) -> Iterator[Recipe]:
@@ -181,7 +186,7 @@ class SimulatedRecipe:
 
     @cached_property
     def _vocabulary(self) -> int | None:
-        """Rows of a preset's embedding; any other source says it itself."""
+        """Rows of a preset's embedding; None for other models, which have it in their config."""
         recipe = self.recipe
         if recipe.model not in PRESETS:
             return None
@@ -201,7 +206,7 @@ class SizedRecipe:
         examples = SimulatedExamples(
             STEPS * (recipe.global_batch_size or 1), recipe.cutoff_len, rows
         )
-        note = PreparedDataIndex("paper", "paper", "paper", None, None)
+        note = PreparedDataIndex("paper", "paper", "", "paper", None, None)
         return PreparedData(cast(Any, SimulatedTokenizer(rows)), cast(Any, examples), (), note)
 
     @cached_property
@@ -215,14 +220,14 @@ class SizedRecipe:
         return prepare(job, plan, self.context, Path(self.recipe.output) / "checkpoints")
 
     def passes(self) -> int:
-        """Of this rank in the first step."""
+        """Passes of this rank in the first step."""
         setup = self.setup()
         assert setup.sampler is not None  # the job has examples
         layout = setup.layout
         pieces = next(setup.sampler.local_steps(0, layout.data_rank, layout.data_size))
         return sum(
-            len(setup.split_micro_batches([setup.job.examples[i] for i in piece]))
-            for piece in pieces
+            len(setup.split_micro_batches([setup.job.examples[i] for i in indices]))
+            for indices in pieces
         )
 
     def session(self) -> Session:

@@ -27,11 +27,12 @@ LAST_WORDS = 300  # characters
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one step of a recipe takes on one rank.
+    """Counts of one step of a recipe on one rank.
 
-    ``counts`` go by quantity (calls, launches, views, bytes, flops, seconds, syncs, copies,
-    pageable), part of the step, and name: of the operator, or the line that waits. ``peak``,
-    ``between_steps`` (bytes of live tensors), ``tokens`` and ``model_flops`` have neither.
+    ``counts`` is indexed by quantity, part of the step, and name. The quantities are calls,
+    launches, views, bytes, flops, seconds, syncs, copies and pageable. The name is the
+    operator, or the line that waits. ``peak``, ``between_steps`` (bytes of live tensors),
+    ``tokens`` and ``model_flops`` have no part and no name.
     """
 
     device: str
@@ -48,17 +49,17 @@ class RankTrace:
         """Over all names, of one part of the step or of all."""
         return sum(
             value
-            for (kind, place, _), value in self.counts.items()
-            if kind == quantity and part in (None, place)
+            for (kind, step_part, _), value in self.counts.items()
+            if kind == quantity and part in (None, step_part)
         )
 
     def by_name(self, quantity: str, *parts: str) -> dict[str, float]:
         """By operator or line, in these parts of the step; in all, where none is given."""
-        found: dict[str, float] = defaultdict(float)
-        for (kind, place, name), value in self.counts.items():
-            if kind == quantity and value and (not parts or place in parts):
-                found[name] += value
-        return dict(found)
+        totals: dict[str, float] = defaultdict(float)
+        for (kind, step_part, name), value in self.counts.items():
+            if kind == quantity and value and (not parts or step_part in parts):
+                totals[name] += value
+        return dict(totals)
 
     @property
     def device_seconds(self) -> float:
@@ -83,7 +84,7 @@ class SimulatedTrace:
 
     @property
     def tokens(self) -> float:
-        """Of a step, all ranks together."""
+        """Tokens of a step, all ranks together."""
         return self.ranks[0].total("tokens")
 
     @property
@@ -93,7 +94,7 @@ class SimulatedTrace:
 
     @property
     def mfu(self) -> float:
-        """Of the datasheet's rate for half formats."""
+        """Model FLOPs utilisation, relative to the datasheet's rate for half formats."""
         flops = self.ranks[0].total("model_flops")
         return flops / self.step_seconds / self.device.peak / len(self.ranks)
 
@@ -104,33 +105,35 @@ def on_paper(recipe: Recipe, device: str) -> SimulatedTrace:
     Raises:
         InputError: no such device, no compiler, or a recipe that can't train there.
     """
-    found = traces([recipe], device)[0]
-    if isinstance(found, InputError):
-        raise found
-    return found
+    trace = traces([recipe], device)[0]
+    if isinstance(trace, InputError):
+        raise trace
+    return trace
 
 
 def traces(
-    recipes: Sequence[Recipe], device: str, whole: bool = False
+    recipes: Sequence[Recipe], device: str, full_model: bool = False
 ) -> list[SimulatedTrace | InputError]:
-    """The same for several recipes, in one process; what stands in a recipe's way in its place.
+    """The traces of several recipes, made in one process.
+
+    A recipe that can't be traced has an error in its position of the list.
 
     Args:
-        whole: trace whole models and steps, in the place of a few layers and passes.
+        full_model: trace full models and steps instead of a few layers and passes.
 
     Raises:
         InputError: no such device, or the process ended without an answer.
     """
     chip = simulated_device(device)
-    asked = {
+    request = {
         "device": device,
-        "whole": whole,
+        "whole": full_model,
         "recipes": [recipe.model_dump(mode="json") for recipe in recipes],
     }
     command = [sys.executable, "-m", "hasten.measure.gpu_simulation.worker"]
     try:
         done = subprocess.run(
-            command, input=json.dumps(asked), capture_output=True, text=True, timeout=SECONDS
+            command, input=json.dumps(request), capture_output=True, text=True, timeout=SECONDS
         )
     except subprocess.TimeoutExpired:
         raise InputError(

@@ -73,7 +73,7 @@ SINGLE_FLOPS = {
 
 
 class CallCost(NamedTuple):
-    """What a call takes; ``unit`` says whose FLOP/s bound it."""
+    """The cost of a call; ``unit`` is the hardware unit that bounds its FLOP/s."""
 
     launches: int = 0
     bytes: int = 0
@@ -112,8 +112,10 @@ def simulated_device(name: str) -> SimulatedDevice:
     sheet = device(name)
     capability = _of(sheet, CAPABILITIES)
     if capability is None:
-        known = ", ".join(d for d in DEVICES if _of(DEVICES[d], CAPABILITIES))
-        raise InputError(f"no step can be traced for {sheet.name}: by simulation there are {known}")
+        supported = ", ".join(d for d in DEVICES if _of(DEVICES[d], CAPABILITIES))
+        raise InputError(
+            f"no step can be traced for {sheet.name}: by simulation there are {supported}"
+        )
     half = sheet.best16
     rates = {
         HALF: half,

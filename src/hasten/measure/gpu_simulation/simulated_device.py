@@ -1,8 +1,8 @@
-"""A process that believes in a CUDA device: the guard, and what `torch.cuda` says about the device.
+"""Simulates a CUDA device in this process: the guard and the answers of `torch.cuda`.
 
-`simulate_devices` comes before torch is imported. It changes torch for the whole process, so it is
-for a process that traces and does nothing else. Tensors on the host are real; tensors on the device
-are fakes with a shape, a format and no memory (`hasten.measure.gpu_simulation.tracer`).
+Call `simulate_devices` before torch is imported. It changes torch for the whole
+process, which must only trace. Tensors on the host are real. Tensors on the device are
+fakes with a shape, a format and no memory (`hasten.measure.gpu_simulation.tracer`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def simulate_devices(device: SimulatedDevice, count: int = 1) -> None:
     _check_build()
     guard = built_against_torch(GUARD)
     if guard.library is None:
-        raise InputError(f"a step can't be traced by simulation: {guard.reason}")
+        raise InputError(f"a step can't be simulated: {guard.reason}")
     guard.library.simulated_devices(count)
     import torch
 
@@ -61,7 +61,7 @@ def _check_build() -> None:
     version = runpy.run_path(str(Path(package.origin).with_name("version.py")))
     if version.get("cuda") or version.get("hip"):
         raise InputError(
-            "a step is traced by simulation with the CPU build of torch, and this is a build for "
+            "a step is simulated with the CPU build of torch, and this is a build for "
             "GPUs: "
             "install the CPU build in another environment (README, choosing a torch build)"
         )
@@ -73,7 +73,7 @@ def _answer_for_cuda(device: SimulatedDevice, count: int) -> None:
     cuda: Any = torch.cuda
     major, minor = device.capability
     properties = SimpleNamespace(
-        name=f"{device.name} (by simulation)",
+        name=f"{device.name} (simulated)",
         total_memory=device.memory_bytes,
         major=major,
         minor=minor,
@@ -129,12 +129,12 @@ def _answer_for_accelerators(device: SimulatedDevice, count: int) -> None:
     accelerator.is_available = lambda: True
     accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
     accelerator.device_count = lambda: count
-    for place in (accelerator, memory):
-        place.get_memory_info = lambda _=None: (device.memory_bytes, device.memory_bytes)
+    for namespace in (accelerator, memory):
+        namespace.get_memory_info = lambda _=None: (device.memory_bytes, device.memory_bytes)
         for name in ("max_memory_allocated", "memory_allocated", "memory_reserved"):
-            setattr(place, name, lambda *_: 0)
+            setattr(namespace, name, lambda *_: 0)
         for name in ("reset_peak_memory_stats", "empty_cache", "reset_accumulated_memory_stats"):
-            setattr(place, name, lambda *_: None)
+            setattr(namespace, name, lambda *_: None)
 
 
 def _set_device(device: Any) -> None:
@@ -157,13 +157,13 @@ def _index(device: Any) -> int:
 
     if isinstance(device, int):
         return device
-    found = None if device is None else torch.device(device).index
-    here: int = torch.accelerator.current_device_index()
-    return here if found is None else found
+    index = None if device is None else torch.device(device).index
+    default_index: int = torch.accelerator.current_device_index()
+    return default_index if index is None else index
 
 
 def _stream_kind() -> type:
-    """The class that stands for `torch.cuda.Stream`; its work is over at once."""
+    """The class that replaces `torch.cuda.Stream`; its work ends at once."""
     import torch
 
     class SimulatedStream(torch.Stream):
@@ -175,7 +175,7 @@ def _stream_kind() -> type:
 
 
 def _event_kind() -> type:
-    """The class that stands for `torch.cuda.Event`."""
+    """The class that replaces `torch.cuda.Event`."""
     import torch
 
     class SimulatedEvent(torch.Event):
@@ -250,10 +250,10 @@ class _TritonFinder:
         return _NoTriton(name, self) if name == "triton" else None  # type: ignore[arg-type]
 
     def create_module(self, spec: Any) -> Any:
-        raise ImportError("Triton is by simulation only")
+        raise ImportError("Triton is simulated here")
 
     def exec_module(self, module: Any) -> None:
-        raise ImportError("Triton is by simulation only")
+        raise ImportError("Triton is simulated here")
 
 
 def _simulate_triton() -> None:

@@ -1,7 +1,8 @@
-"""One step of a session by simulation: a warm-up step, then one that counts.
+"""One simulated step of a session: a warm-up step, then one that counts.
 
-Blocks of a model are alike, and so are the passes of a step. Each count is a + bL + cM + dLM in
-layers L and passes M, so that traces with two numbers of each tell the whole model's.
+Blocks of a model are alike, and so are the passes of a step. Each count is a + bL + cM
++ dLM in layers L and passes M. Therefore traces with two values of each determine the
+counts of the full model.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Traced:
 
 
 class MarkedClock:
-    """A session's clock that tells the tracer where a step is."""
+    """A session's clock that also reports the parts of a step to the tracer."""
 
     def __init__(self, tracer: Tracer, inner: Clock) -> None:
         self._tracer, self._inner = tracer, inner
@@ -81,15 +82,15 @@ def extrapolated(
     """
     few_passes = (passes,) if passes <= FEW_PASSES else (2, 3)
     few_layers = (layers,) if layers <= fewest + 1 else (fewest, fewest + 1)
-    found = {(n, m): trace(n, m) for n, m in itertools.product(few_layers, few_passes)}
+    traces = {(n, m): trace(n, m) for n, m in itertools.product(few_layers, few_passes)}
 
     def over_layers(key: Key, m: int) -> float:
-        first = found[few_layers[0], m].get(key, 0.0)
-        more = found[few_layers[-1], m].get(key, 0.0) - first
+        first = traces[few_layers[0], m].get(key, 0.0)
+        more = traces[few_layers[-1], m].get(key, 0.0) - first
         return first + more * (layers - few_layers[0])
 
     counts = {}
-    for key in {key for one in found.values() for key in one}:
+    for key in {key for one in traces.values() for key in one}:
         first, last = over_layers(key, few_passes[0]), over_layers(key, few_passes[-1])
         beyond = 0 if key == PEAK else passes - few_passes[0]
         counts[key] = first + (last - first) * beyond
@@ -97,7 +98,7 @@ def extrapolated(
 
 
 def treats_alike(plan: Plan) -> bool:
-    """Whether a plan does the same to every layer, and not to a share of them."""
+    """Returns True if a plan treats all layers alike, instead of only a share of them."""
     return not any(isinstance(t, ActivationCheckpointing) and t.budget is not None for t in plan)
 
 

@@ -1,4 +1,4 @@
-"""A trace by simulation as text and as plain values, with what it assumes beside its figures."""
+"""Formats a simulated trace as text and as plain values, with its assumptions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUANTITIES = ("calls", "launches", "bytes", "flops", "seconds")
 
 
 def table(trace: SimulatedTrace, name: str, cutoff_len: int) -> str:
-    """What `hasten profile --simulate` prints."""
+    """The text that `hasten plan --simulate` prints."""
     first, device = trace.ranks[0], trace.device
     ranks = f", {len(trace.ranks)} ranks" if len(trace.ranks) > 1 else ""
     blocks = [
@@ -51,7 +51,7 @@ def table(trace: SimulatedTrace, name: str, cutoff_len: int) -> str:
 
 
 def assumptions(device: SimulatedDevice) -> list[str]:
-    """What the seconds rest on, in words."""
+    """The assumptions behind the seconds, as sentences."""
     rates = device.rates
     return [
         f"products at {_tera(rates[HALF])} TFLOP/s in bf16, {_tera(rates[FP8])} in float8, "
@@ -131,8 +131,8 @@ def _verdict(trace: SimulatedTrace) -> str:
 
 
 def _lines(rank: RankTrace) -> str:
-    found = sorted(rank.by_name("syncs").items(), key=lambda item: -item[1])
-    return "\n".join(f"{count:5.0f} x {where}" for where, count in found[:LINES]) or "  none"
+    syncs = sorted(rank.by_name("syncs").items(), key=lambda item: -item[1])
+    return "\n".join(f"{count:5.0f} x {where}" for where, count in syncs[:LINES]) or "  none"
 
 
 def _operators(rank: RankTrace) -> str:
@@ -155,8 +155,8 @@ def _operators(rank: RankTrace) -> str:
 
 
 def _messages(rank: RankTrace) -> str:
-    found = sorted(rank.messages, key=lambda message: -message[3])
-    return "\n".join(f"{size / 1e6:10,.2f} MB {name} {where}" for name, _, where, size in found)
+    messages = sorted(rank.messages, key=lambda message: -message[3])
+    return "\n".join(f"{size / 1e6:10,.2f} MB {name} {where}" for name, _, where, size in messages)
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> str:

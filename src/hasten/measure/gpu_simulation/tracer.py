@@ -1,4 +1,4 @@
-"""Runs a step's operators on the simulated device, and counts what a GPU would have to do.
+"""Runs a step's operators on the simulated device, and counts the work for a GPU.
 
     with Tracer(device) as tracer:
         ...  # one step, to warm up
@@ -6,9 +6,10 @@
         ...  # the step that counts
     tracer.counts
 
-A tensor on the device is a FakeTensor. Where the host asks it for a number, that is a
-synchronisation: noted with the line of hasten that asked, and answered with 1. Small tensors that
-came from the host keep their numbers on the device, so that counts, flags and sizes stay true.
+A tensor on the device is a FakeTensor. When the host reads a number from it, that is a
+synchronisation. It is recorded with the line of hasten that caused it, and the result
+is 1. Small tensors that came from the host keep their numbers on the device. Counts,
+flags and sizes therefore stay correct.
 """
 
 from __future__ import annotations
@@ -59,12 +60,12 @@ class RankMessage(NamedTuple):
 
 
 class Tracer(TorchDispatchMode):
-    """Counts operators; ``clear`` begins anew, with the memory that is taken.
+    """Counts operators; ``clear`` restarts the counts and keeps the memory in use.
 
     Args:
-        device: for seconds.
+        device: the device for which seconds are counted.
         documents: lengths of the documents in a packed micro-batch.
-        others: devices whose seconds are counted, too, each as a quantity of its own.
+        others: further devices; the seconds of each are a quantity of its own.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Tracer(TorchDispatchMode):
         self.peak = self.live
 
     def mark(self, part: str) -> None:
-        """What was counted outside of passes since the last mark was this part of the step."""
+        """Assigns the counts outside passes since the last mark to this part of the step."""
         name = OPTIMIZER if part == OPTIMIZER else BETWEEN
         for (quantity, _, what), count in self._pending.items():
             self.counts[quantity, name, what] += count
@@ -144,16 +145,16 @@ class Tracer(TorchDispatchMode):
 
     def _run(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """The operator on fakes; on known numbers too, where all of its inputs have some."""
-        known = _with_numbers(func, args, kwargs)
+        numbers = _with_numbers(func, args, kwargs)
         # Fakes in the place of the host's tensors, or FakeTensorMode would compute with them.
         with FAKES_LOCK, FAKES:
-            given = tree_map_only(Tensor, _faked, (args, kwargs))
+            fake_arguments = tree_map_only(Tensor, _faked, (args, kwargs))
             if _has_unknown_size(name, args):
-                out = tree_map_only(Tensor, partial(_like, args[0]), known)
-                out = self._longest(name, args) if known is None else out
+                out = tree_map_only(Tensor, partial(_like, args[0]), numbers)
+                out = self._longest(name, args) if numbers is None else out
             else:
-                out = func(*given[0], **given[1])
-        if known is None:
+                out = func(*fake_arguments[0], **fake_arguments[1])
+        if numbers is None:
             if func._schema.is_mutable:
                 _forget(func, args)
             if name == "all" and isinstance(out, FakeTensor):
@@ -161,9 +162,9 @@ class Tracer(TorchDispatchMode):
             if name == "topk" and out[1].numel() <= KEPT_NUMBERS:
                 out[1].known = _spread(out[1].shape, args[0].shape[-1])
             return out
-        for fake, number in zip(tree_leaves(out), tree_leaves(known), strict=False):
+        for fake, number in zip(tree_leaves(out), tree_leaves(numbers), strict=False):
             if isinstance(fake, FakeTensor) and isinstance(number, Tensor):
-                fake.context = number
+                fake.known = number
         return out
 
     def _longest(self, name: str, args: Any) -> Tensor:
@@ -207,7 +208,7 @@ class Tracer(TorchDispatchMode):
     # Counting.
 
     def _note_waiting(self, name: str, args: Any, kwargs: Any, fakes: list[Any]) -> None:
-        """Copies from the host, and operators whose result's size the host has to know."""
+        """Counts copies from the host, and operators with a result size that the host needs."""
         if name in SIZED_BY_NUMBERS and not kwargs.get("output_size"):
             self.synchronised(name)
         elif name in ("index", "index_put", "index_put_", "_index_put_impl_"):
@@ -229,16 +230,16 @@ class Tracer(TorchDispatchMode):
             if isinstance(tensor, FakeTensor):
                 self._allocated(tensor)
         name = func._schema.name.split("::")[1]
-        found: CallCost = cost(func, args, kwargs, out, self.documents)
-        if not found.launches:
+        call_cost: CallCost = cost(func, args, kwargs, out, self.documents)
+        if not call_cost.launches:
             self._count("views", "", 1)
             return
         self._count("calls", name, 1)
-        self._count("launches", name, found.launches)
-        self._count("bytes", name, found.bytes)
-        self._count("flops", name, found.flops)
+        self._count("launches", name, call_cost.launches)
+        self._count("bytes", name, call_cost.bytes)
+        self._count("flops", name, call_cost.flops)
         for quantity, device in self._clocks:
-            self._count(quantity, name, device.seconds(found))
+            self._count(quantity, name, device.seconds(call_cost))
 
     def _count(self, quantity: str, name: str, count: float) -> None:
         with self._lock:  # the backward pass has its own thread
@@ -286,19 +287,19 @@ class Tracer(TorchDispatchMode):
 
 
 def _faked(tensor: Tensor) -> Tensor:
-    """Itself, or a fake beside a tensor of the host."""
+    """The tensor itself, or an empty tensor with the layout of a host tensor."""
     if isinstance(tensor, FakeTensor):
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
 def seconds_on(device: SimulatedDevice) -> str:
-    """The quantity that a device's seconds are counted as beside another's."""
+    """Name of the quantity that holds the seconds of an additional device."""
     return f"seconds on {device.name}"
 
 
 def _has_unknown_size(name: str, args: Any) -> bool:
-    """Whether the result's size depends on numbers that a fake hasn't."""
+    """Returns True if the result's size depends on numbers that a fake doesn't have."""
     if name in ("nonzero", "masked_select"):
         return True
     return (
@@ -310,7 +311,7 @@ def _has_unknown_size(name: str, args: Any) -> bool:
 
 
 def _like(x: Tensor, numbers: Tensor) -> Tensor:
-    """A tensor beside ``x`` that is laid out as these numbers are."""
+    """An empty tensor on the device of ``x``, with the layout of ``numbers``."""
     return torch.empty_strided(
         numbers.shape, numbers.stride(), dtype=numbers.dtype, device=x.device
     )
@@ -328,7 +329,7 @@ def _where() -> str:
 
 
 def _desugars(kind: type) -> bool:
-    """Whether a tensor of this class runs other operators in the place of its own."""
+    """Returns True if a tensor of this class runs other operators instead of its own."""
     return kind not in (Tensor, torch.nn.Parameter, FakeTensor) and not issubclass(kind, FakeTensor)
 
 
@@ -353,15 +354,15 @@ _stale: weakref.WeakSet[Any] = (
 
 def numbers_of(tensor: FakeTensor) -> Tensor | None:
     """The numbers of a tensor on the device; None where they aren't known."""
-    known: Tensor | None = getattr(tensor, "known", None)
-    return None if known is None or known.untyped_storage() in _stale else known
+    numbers: Tensor | None = getattr(tensor, "known", None)
+    return None if numbers is None or numbers.untyped_storage() in _stale else numbers
 
 
 def _number(tensor: FakeTensor) -> Any:
-    """What the host is told: the number where it is known, else 1; flags say that all is well."""
-    known = numbers_of(tensor)
-    if known is not None:
-        return known.item()
+    """The value that the host receives: the known number, else 1; flags report success."""
+    numbers = numbers_of(tensor)
+    if numbers is not None:
+        return numbers.item()
     if tensor.dtype is torch.bool:
         return getattr(tensor, "holds", False)
     return 1.0 if tensor.is_floating_point() else 1
@@ -371,12 +372,12 @@ def _with_numbers(func: Any, args: Any, kwargs: Any) -> Any:
     """The operator on the numbers of its inputs; None where it can't be known or they are many."""
     if not func._schema.name.startswith("aten::") or torch.Tag.nondeterministic_seeded in func.tags:
         return None
-    given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    if any(t.numel() > KEPT_NUMBERS for t in given):
+    inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    if any(t.numel() > KEPT_NUMBERS for t in inputs):
         return None
-    if any(isinstance(t, FakeTensor) and numbers_of(t) is None for t in given):
+    if any(isinstance(t, FakeTensor) and numbers_of(t) is None for t in inputs):
         return None
-    if not given and not _few(func, args, kwargs):
+    if not inputs and not _few(func, args, kwargs):
         return None
     on_host = {**kwargs, "device": torch.device("cpu")} if "device" in kwargs else kwargs
     args, kwargs = tree_map_only(FakeTensor, numbers_of, (args, on_host))
@@ -391,7 +392,7 @@ def _with_numbers(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _few(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether what is made out of nothing has few numbers; looked at without making it."""
+    """Returns True if a newly created tensor has few numbers; checked on the meta device."""
     size = func(*args, **{**kwargs, "device": torch.device("meta")})
     return isinstance(size, Tensor) and size.numel() <= KEPT_NUMBERS
 
@@ -402,16 +403,16 @@ def _spread(shape: torch.Size, choices: int) -> Tensor:
 
 
 def _forget(func: Any, args: Any) -> None:
-    """What was written to isn't known any more, under none of its views."""
+    """Marks the numbers of written tensors as unknown, in all of their views."""
     written = [a for a, s in zip(args, func._schema.arguments, strict=False) if s.is_write]
     for tensor in tree_leaves(written):
         _forget_one(tensor)
 
 
 def _forget_one(tensor: Any) -> None:
-    known = getattr(tensor, "known", None)
-    if known is not None:
-        _stale.add(known.untyped_storage())
+    numbers = getattr(tensor, "known", None)
+    if numbers is not None:
+        _stale.add(numbers.untyped_storage())
 
 
 def _exchange_numbers(func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> None:
@@ -427,11 +428,11 @@ def _exchange_numbers(func: Any, name: str, args: Any, kwargs: Any, tensors: lis
 
     numbers = [numbers_of(t) if isinstance(t, FakeTensor) else t for t in tensors]
     group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject))
-    known = torch.tensor([float(all(n is not None for n in numbers))])
+    all_present = torch.tensor([float(all(n is not None for n in numbers))])
     least = dist.AllreduceOptions()
     least.reduceOp = dist.ReduceOp.MIN
-    group.allreduce([known], least).wait()
-    if not known.item():
+    group.allreduce([all_present], least).wait()
+    if not all_present.item():
         for tensor in tensors:
             _forget_one(tensor)
         return

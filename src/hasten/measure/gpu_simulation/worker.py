@@ -1,11 +1,12 @@
-"""The process that traces: requests as JSON on its input, traces as JSON on its output.
+"""The process that traces: JSON requests on its input, JSON traces on its output.
 
     python -m hasten.measure.gpu_simulation.worker < requests.json > traces.json
 
-    {"device": "h100", "recipes": [{...}, ...]}  ->  [{"ranks": [...]} or {"refused": "..."}, ...]
+    {"device": "h100", "recipes": [{...}, ...]}
+        -> [{"ranks": [...]} or {"refused": "..."}, ...]
 
-It imports once, with the simulated devices in place, and forks for every rank of every recipe:
-the ranks of one run side by side, the recipes one after another.
+It imports once, with the simulated devices active, and forks for every rank of every
+recipe. The ranks of one recipe run in parallel, the recipes one after another.
 """
 
 from __future__ import annotations
@@ -31,23 +32,25 @@ RANK_SECONDS = 900.0  # then a rank hangs
 
 def main() -> None:
     """Answer the requests on standard input."""
-    asked = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     # Libraries may print; the answer has the output for itself.
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:
-        device = simulated_device(asked["device"])
-        most = max(int(recipe.get("nproc") or 1) for recipe in asked["recipes"])
+        device = simulated_device(request["device"])
+        most = max(int(recipe.get("nproc") or 1) for recipe in request["recipes"])
         simulate_devices(device, most)
-        answers = [answer(device, recipe, bool(asked.get("whole"))) for recipe in asked["recipes"]]
+        answers = [
+            answer(device, recipe, bool(request.get("whole"))) for recipe in request["recipes"]
+        ]
     except InputError as error:
-        answers = [{"refused": str(error)}] * len(asked["recipes"])
+        answers = [{"refused": str(error)}] * len(request["recipes"])
     json.dump(answers, output)
     output.flush()
     os._exit(0)  # the simulated device's threads don't end by themselves
 
 
-def answer(device: SimulatedDevice, values: Mapping[str, Any], whole: bool) -> dict[str, Any]:
+def answer(device: SimulatedDevice, values: Mapping[str, Any], full_model: bool) -> dict[str, Any]:
     """The traces of a recipe's ranks, or why there are none."""
     from hasten.measure.gpu_simulation.rank import preload
 
@@ -57,48 +60,50 @@ def answer(device: SimulatedDevice, values: Mapping[str, Any], whole: bool) -> d
     except InputError as error:
         return {"refused": str(error)}
     with tempfile.TemporaryDirectory(prefix="hasten-paper-") as folder:
-        place = Path(folder)
-        numbers = [_forked(device, values, whole, rank, count, place) for rank in range(count)]
+        directory = Path(folder)
+        numbers = [
+            _forked(device, values, full_model, rank, count, directory) for rank in range(count)
+        ]
         try:
-            _wait(numbers, place)
+            _wait(numbers, directory)
         finally:
             for number in numbers:
                 _end(number)
-        found = [_read(place / f"{rank}.json", rank) for rank in range(count)]
-    wrong = [one for one in found if "counts" not in one]
+        traces = [_read(directory / f"{rank}.json", rank) for rank in range(count)]
+    wrong = [one for one in traces if "counts" not in one]
     # A rank that was ended for another's failure has nothing to say.
-    return min(wrong, key=lambda one: "ended" in one, default={"ranks": found})
+    return min(wrong, key=lambda one: "ended" in one, default={"ranks": traces})
 
 
 def _forked(
     device: SimulatedDevice,
     values: Mapping[str, Any],
-    whole: bool,
+    full_model: bool,
     rank: int,
     count: int,
-    place: Path,
+    directory: Path,
 ) -> int:
     """The number of a process that is the rank and leaves its trace in the folder."""
     number = os.fork()
     if number:
         return number
-    found: dict[str, Any]
+    trace: dict[str, Any]
     try:
         from hasten.measure.gpu_simulation.rank import trace_rank
 
-        found = trace_rank(device, values, whole, rank, count, place)
+        trace = trace_rank(device, values, full_model, rank, count, directory)
     except InputError as error:
-        found = {"refused": str(error)}
+        trace = {"refused": str(error)}
     except BaseException as error:
         traceback.print_exc()
         lines = str(error).strip().splitlines() or [""]
-        found = {"failed": f"{type(error).__name__}: {lines[0][:300]}"}
-    write_atomic(place / f"{rank}.json", json.dumps(found), durable=False)
+        trace = {"failed": f"{type(error).__name__}: {lines[0][:300]}"}
+    write_atomic(directory / f"{rank}.json", json.dumps(trace), durable=False)
     sys.stderr.flush()
     os._exit(0)
 
 
-def _wait(numbers: list[int], place: Path) -> None:
+def _wait(numbers: list[int], directory: Path) -> None:
     """Until all have ended, one of them without a trace, or the time is up."""
     until = time.monotonic() + RANK_SECONDS
     waiting = set(numbers)
@@ -106,7 +111,9 @@ def _wait(numbers: list[int], place: Path) -> None:
         ended = {n for n in waiting if os.waitpid(n, os.WNOHANG)[0]}
         waiting -= ended
         # The others would wait for messages of a rank that failed.
-        if ended and any("counts" not in json.loads(f.read_text()) for f in place.glob("*.json")):
+        if ended and any(
+            "counts" not in json.loads(f.read_text()) for f in directory.glob("*.json")
+        ):
             return
         time.sleep(0.01)
 
@@ -121,10 +128,10 @@ def _end(number: int) -> None:
 
 def _read(path: Path, rank: int) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
+        trace: dict[str, Any] = json.loads(path.read_text())
     except FileNotFoundError:
         return {"failed": f"rank {rank} hung, or ended without a trace", "ended": True}
-    return found
+    return trace
 
 
 if __name__ == "__main__":

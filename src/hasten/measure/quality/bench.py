@@ -1,9 +1,9 @@
-"""What a proof is made on: the user's own model and first examples, as far as memory and time
-allow.
+"""The data of a check: the user's model and first examples, within memory and time.
 
-A proof compares gradients, and a float64 gradient of a large model fits no machine that trains it.
-So a proof may take the first examples of the first step, cut to a length, and the first layers of
-the model. What it took is said with every result.
+A check compares gradients. A float64 gradient of a large model doesn't fit on the
+machine that trains it. A check may therefore use the first examples of the first step,
+cut to a length, and the first layers of the model. Every result lists the part that was
+used.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class CheckContext:
         )
 
     def taken(self, examples: Any) -> dict[str, Any]:
-        """What of the job a proof was made on."""
+        """The part of the job that a check used: examples, tokens, layers."""
         tokens = sum(r.length for r in examples)
         layers, limits = self.context.model.layers, self.limits
         return {"examples": len(examples), "tokens": tokens, "layers": limits.layers or layers}
@@ -94,7 +94,7 @@ class CheckContext:
 def limits_of(
     context: JobContext, memory: float | None = None, work: float | None = None, ranks: int = 1
 ) -> CheckBudget:
-    """What half of the memory and some seconds allow; ranks share a processor's memory.
+    """Limits by half of the memory and some seconds; ranks share a processor's memory.
 
     Raises:
         InputError: not even one layer fits.
@@ -104,7 +104,7 @@ def limits_of(
     room /= 1 if context.on_gpu else ranks
     outer = model.vocabulary * model.hidden_size * (1 if model.tied_head else 2)
     each = max(model.parameters - outer, 0) / max(model.layers, 1)
-    layers, kept = None, float(model.parameters)
+    layers, parameter_count = None, float(model.parameters)
     if model.parameters > room and model.layers:
         layers = int((room - outer) / each) if each else 0
         if layers < 1:
@@ -113,9 +113,9 @@ def limits_of(
                 f"half of the memory that a process has ({room * BYTES / 1e9:.1f} GB); run the "
                 "verification on a larger machine"
             )
-        kept = outer + layers * each
+        parameter_count = outer + layers * each
     work = work or (GPU_WORK if context.on_gpu else CPU_WORK)
-    tokens = int(min(MOST_TOKENS, max(work / (6 * max(kept, 1.0)), FEWEST * SHORTEST)))
+    tokens = int(min(MOST_TOKENS, max(work / (6 * max(parameter_count, 1.0)), FEWEST * SHORTEST)))
     return CheckBudget(layers, tokens, max(SHORTEST, tokens // FEWEST))
 
 
@@ -125,24 +125,24 @@ def first_examples(job: Job, limits: CheckBudget) -> list[TokenizedExample]:
     Raises:
         InputError: the job has fewer than two examples that carry loss.
     """
-    found: list[TokenizedExample] = []
+    examples: list[TokenizedExample] = []
     tokens = 0
     for number, step in enumerate(ShuffledOrder(job.lengths, job.batch, job.seed).steps(0)):
-        if number and len(found) >= FEWEST:
+        if number and len(examples) >= FEWEST:
             break
         for index in step:
             example = _cut(job.examples[index], limits.example_tokens)
             if not example.trained_tokens:
                 continue
-            if len(found) >= FEWEST and tokens + example.length > limits.tokens:
-                return found
-            found.append(example)
+            if len(examples) >= FEWEST and tokens + example.length > limits.tokens:
+                return examples
+            examples.append(example)
             tokens += example.length
-    if len(found) < 2:
+    if len(examples) < 2:
         raise InputError(
             "the verification needs two examples with trained tokens; this job has fewer"
         )
-    return found
+    return examples
 
 
 def shortened(model: nn.Module, layers: int | None) -> nn.Module:
@@ -157,9 +157,10 @@ def shortened(model: nn.Module, layers: int | None) -> nn.Module:
 
 
 def still(module: nn.Module) -> None:
-    """Without dropout, whose draws depend on the layout: what is left must agree.
+    """Disables dropout, because its random draws depend on the layout.
 
-    The loss of the model's routers is left out too: it depends on which examples share a pass.
+    The loss of the model's routers is disabled too: it depends on the examples that share a
+    pass.
     """
     for inner in module.modules():
         if isinstance(inner, LanguageModelLoss):
@@ -178,7 +179,7 @@ def trainable(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What of a tensor lies on this rank, where a layout has dealt it out."""
+    """The part of a tensor on this rank, if a layout distributes the tensor."""
     if type(tensor) in (Tensor, nn.Parameter):
         return tensor
     from torch.distributed.tensor import DTensor

@@ -1,19 +1,21 @@
-"""EffectCheck on the first step: techniques compute what the host would, or they are taken away.
+"""Effect check on the first step: removes techniques that change the host's result.
 
-Before the first update each micro-batch of the first optimizer step runs twice, as the host runs it
-and with the techniques, with the same random state and without dropout:
+Before the first update, each micro-batch of the first optimizer step runs twice. It
+runs once as the host runs it, and once with the techniques. Both runs have the same
+random state and no dropout:
 
-    1. float32     autocast off, half-precision weights widened; the loss and the gradient of each
-                   parameter agree: |g - g'| is at most 0.1 % of |g|
-    2. own format  where the run is not in float32: the cosine of each pair of gradients is above
-                   0.99
-    3. removal     if they differ, one technique at a time is taken away until they agree
-    4. noise       a host that differs from itself (another random state, the same batch) sets the
-                   bound by that difference
+    1. float32: Autocast is off and half-precision weights are widened. The loss and the
+       gradient of each parameter must agree: |g - g'| is at most 0.1 % of |g|.
+    2. Own format: If the run is not in float32, the cosine of each pair of gradients
+       must be above 0.99.
+    3. Removal: If they differ, one technique at a time is removed until they agree.
+    4. Noise: If a host differs from itself (another random state, the same batch), that
+       difference sets the bound.
 
-All ranks decide together. Afterwards random state, buffers, gradients and counters are what they
-were. A host's batch without padding, or with one document, is joined by two short documents of
-different length, so that a dropped mask or a leak between documents shows.
+All ranks decide together. Afterwards random state, buffers, gradients and counters are
+restored. If a host's batch has no padding, or only one document, two short documents of
+different length are checked as well. They reveal a dropped mask or a leak between
+documents.
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ class Removal:
 
 
 class TechniquePasses(Protocol):
-    """What a host lends for the proof."""
+    """The interface that a host supplies for the check."""
 
     @property
     def model(self) -> nn.Module:
@@ -108,11 +110,11 @@ class _HostFailsError(Exception):
 
 
 class GradientRecord:
-    """Gradients of one pass, whole or as sketches, to compare others with.
+    """Gradients of one pass, complete or as sketches, for comparisons.
 
-    A sketch adds each element, with a random sign, to one of :data:`SKETCH` numbers: a linear map,
-    so that the sketch of a difference is the difference of sketches, and its norm an unbiased
-    estimate (Charikar, Chen and Farach-Colton, 2002).
+    A sketch adds each element, with a random sign, to one of :data:`SKETCH` numbers. This
+    map is linear: the sketch of a difference is the difference of sketches. Its norm is an
+    unbiased estimate (Charikar, Chen and Farach-Colton, 2002).
     """
 
     def __init__(self, gradients: Mapping[str, Tensor | None], sketched: bool) -> None:
@@ -123,22 +125,22 @@ class GradientRecord:
 
     def distance(self, name: str, other: Tensor | None) -> float:
         """|g - g'| of one parameter; a missing gradient is zero."""
-        own, theirs = self._kept.get(name), None if other is None else self._form(name, other)
-        if own is None or theirs is None:
-            return _norm(theirs) if own is None else _norm(own)
-        return _norm(own - theirs)
+        recorded, theirs = self._kept.get(name), None if other is None else self._form(name, other)
+        if recorded is None or theirs is None:
+            return _norm(theirs) if recorded is None else _norm(recorded)
+        return _norm(recorded - theirs)
 
     def cosine(self, name: str, other: Tensor | GradientRecord | None) -> float:
         """Cosine of the angle between the gradients of one parameter."""
-        own = self._kept.get(name)
+        recorded = self._kept.get(name)
         if isinstance(other, GradientRecord):
             theirs = other._kept.get(name)
         else:
             theirs = None if other is None else self._form(name, other)
-        if own is None or theirs is None:
-            return 1.0 if own is None and theirs is None else 0.0
-        scale = _norm(own) * _norm(theirs)
-        return float((own * theirs).sum()) / scale if scale else 0.0
+        if recorded is None or theirs is None:
+            return 1.0 if recorded is None and theirs is None else 0.0
+        scale = _norm(recorded) * _norm(theirs)
+        return float((recorded * theirs).sum()) / scale if scale else 0.0
 
     def _form(self, name: str, gradient: Tensor) -> Tensor:
         flat = gradient.detach().flatten().float()
@@ -146,11 +148,11 @@ class GradientRecord:
             return flat.cpu()
         sums = torch.zeros(SKETCH, device=flat.device)
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        for piece in flat.split(2**22):
-            buckets = torch.randint(2 * SKETCH, (len(piece),), generator=generator)
+        for chunk in flat.split(2**22):
+            buckets = torch.randint(2 * SKETCH, (len(chunk),), generator=generator)
             buckets = buckets.to(flat.device)
-            signs = 1 - 2 * (buckets >= SKETCH).to(piece.dtype)
-            sums.index_add_(0, buckets % SKETCH, piece * signs)
+            signs = 1 - 2 * (buckets >= SKETCH).to(chunk.dtype)
+            sums.index_add_(0, buckets % SKETCH, chunk * signs)
         return sums.cpu()
 
 
@@ -220,16 +222,17 @@ class FirstStepProof:
             f"{self._name}'s own (largest relative difference {self.largest:.1e})"
         )
 
-    def check(self, host_batch: Any, *kept: Any) -> list[Removal]:
-        """Run a batch of the first step both ways; what was taken away for it.
+    def check(self, host_batch: Any, *host_objects: Any) -> list[Removal]:
+        """Runs a batch of the first step both ways; returns the techniques removed for it.
 
-        ``kept`` are objects of the host whose counters and buffers are restored afterwards.
+        ``host_objects`` are objects of the host; their counters and buffers are restored
+        afterwards.
         """
         if self._is_over or not self.techniques:
             return []
         before = len(self.removals)
         try:
-            with _nothing_else_changes(self.passes.model, *kept):
+            with _nothing_else_changes(self.passes.model, *host_objects):
                 for batch in self._batches(host_batch):
                     self._check(batch)
                     self.batches += 1
@@ -287,10 +290,10 @@ class FirstStepProof:
 
         def difference(techniques: Sequence[Technique]) -> tuple[Difference | None, bool]:
             try:
-                found = compare(loss, example, noise, self._run(batch, techniques))
+                mismatch = compare(loss, example, noise, self._run(batch, techniques))
             except _PassError as error:
-                found = Difference(f"its pass ends with {error}", math.inf, 0.0)
-            return found, _on_any_rank(found is not None)
+                mismatch = Difference(f"its pass ends with {error}", math.inf, 0.0)
+            return mismatch, _on_any_rank(mismatch is not None)
 
         now, differs = difference(self.techniques)
         if differs:
@@ -313,8 +316,8 @@ class FirstStepProof:
             # Packing is the last to go: where either of two would do, the other one is at fault,
             # because a packed batch is the host's own in another layout.
             for technique in sorted(self.techniques, key=lambda t: t.slot is Slot.COLLATE):
-                rest = [t for t in self.techniques if t is not technique]
-                trials.append(_Trial(technique, rest, *difference(rest)))
+                remaining = [t for t in self.techniques if t is not technique]
+                trials.append(_Trial(technique, remaining, *difference(remaining)))
                 if not trials[-1].differs:
                     break
             best = trials[-1]
@@ -356,9 +359,10 @@ class FirstStepProof:
         noise: _Noise,
         other: _Pass,
     ) -> Difference | None:
-        """The gradient whose cosine is lowest, in the run's own format.
+        """The gradient with the lowest cosine, in the run's own format.
 
-        A gradient that the host itself has not within the bound of its own in float32 is rounding.
+        Gradients are skipped as rounding if the host's own gradient exceeds the bound relative
+        to its float32 gradient.
         """
         worst: Difference | None = None
         for name, gradient in other.gradients.items():
@@ -369,10 +373,12 @@ class FirstStepProof:
                 continue
             if wide is not None and wide.cosine(name, host) <= COSINE_BOUND:
                 continue
-            apart = 1 - host.cosine(name, gradient)
-            if not apart < 1 - COSINE_BOUND and (worst is None or _number(apart) > worst.size):
+            cosine_gap = 1 - host.cosine(name, gradient)
+            if not cosine_gap < 1 - COSINE_BOUND and (
+                worst is None or _number(cosine_gap) > worst.size
+            ):
                 where = f"1 - cosine of the gradients of {name}"
-                worst = Difference(where, _number(apart), 1 - COSINE_BOUND)
+                worst = Difference(where, _number(cosine_gap), 1 - COSINE_BOUND)
         return worst
 
     def _run(
@@ -401,9 +407,9 @@ class FirstStepProof:
         model = self.passes.model
         named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         _seed_all(seed)
-        given = copy.copy(self.passes.batch(batch, techniques))  # hosts add keys to it
+        inputs = copy.copy(self.passes.batch(batch, techniques))  # hosts add keys to it
         with self.passes.active(techniques), torch.enable_grad():
-            loss = self.passes.loss(given)
+            loss = self.passes.loss(inputs)
             gradients = _gradients(loss, list(named.values()))
         return _Pass(float(loss.detach()), dict(zip(named, gradients, strict=True)))
 
@@ -464,11 +470,13 @@ def _on_any_rank(happened: bool) -> bool:
 
 
 @contextlib.contextmanager
-def _nothing_else_changes(model: nn.Module, *kept: Any) -> Iterator[None]:
-    """Random state, buffers, dropout and the plain values of modules and ``kept`` come back."""
+def _nothing_else_changes(model: nn.Module, *host_objects: Any) -> Iterator[None]:
+    """Random state, buffers, dropout and the plain values of modules and ``host_objects`` come
+    back.
+    """
     states = random.getstate(), np.random.get_state()
     accelerators = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
-    holders = [vars(module) for module in model.modules()] + [vars(one) for one in kept]
+    holders = [vars(module) for module in model.modules()] + [vars(one) for one in host_objects]
     saved = [(holder, _plain_values(holder)) for holder in holders]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     precision = torch.get_float32_matmul_precision()
@@ -499,16 +507,16 @@ _REGISTRIES = {"_parameters", "_buffers", "_modules"}
 
 def _plain_values(holder: Mapping[str, Any]) -> dict[str, Any]:
     """Copies of the numbers, texts, tensors, and small containers of such, that it holds."""
-    found = {}
+    copies = {}
     for key, value in holder.items():
         # Hooks that a library registers at the first pass stay, as does its mark that it did.
         if key not in _REGISTRIES and "hook" not in key and _count(value, _LARGEST) >= 0:
-            found[key] = copy.deepcopy(value)
-    return found
+            copies[key] = copy.deepcopy(value)
+    return copies
 
 
 def _count(value: Any, room: int) -> int:
-    """What is left of ``room`` after the elements of a plain value; negative: not to be copied."""
+    """The rest of ``room`` after the elements of a plain value; negative: can't be copied."""
     if isinstance(value, _SCALARS):
         return room - 1
     if isinstance(value, Tensor):
@@ -588,15 +596,15 @@ def _float32(passes: TechniquePasses) -> Iterator[bool]:
         _LOG.info("memory is short: the proof compares the run's own format alone")
         yield False
         return
-    kept = [(t, t.data) for t in narrow.values()]
+    originals = [(t, t.data) for t in narrow.values()]
     try:
-        for tensor, data in kept:
+        for tensor, data in originals:
             tensor.data = data.float()
         torch.set_float32_matmul_precision("highest")
         with passes.in_float32():
             yield True
     finally:
-        for tensor, data in kept:
+        for tensor, data in originals:
             tensor.data = data
 
 
@@ -624,11 +632,12 @@ FLATTENED |= {"seq_idx"}
 
 
 def uneven_documents(batch: Any, pad_id: int = 0) -> dict[str, Any] | None:
-    """Two short documents of different length in the form of ``batch``; None if not needed.
+    """Two short documents of different length in the form of ``batch``, or None.
 
-    The first has masked labels, the shorter one is padded as the host pads. Not needed: the batch
-    has several rows and padding, or several documents in a row. Not possible: it holds more than
-    tokens, labels, a mask, and what tells documents of one row apart.
+    The first has masked labels; the shorter one is padded like the host's. The result is
+    None if they aren't needed or aren't possible. They aren't needed if the batch has
+    several rows and padding, or several documents in a row. They aren't possible if the
+    batch has keys other than tokens, labels, a mask and document boundaries.
     """
     ids, labels = _get(batch, "input_ids"), _get(batch, "labels")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or not isinstance(labels, Tensor):
@@ -637,8 +646,8 @@ def uneven_documents(batch: Any, pad_id: int = 0) -> dict[str, Any] | None:
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
     padded = isinstance(mask, Tensor) and mask.shape == ids.shape and bool((mask == 0).any())
     several = isinstance(positions, Tensor) and int((positions == 0).sum()) > ids.shape[0]
-    known = {"input_ids", "labels", "attention_mask", *FLATTENED}
-    if (padded and ids.shape[0] > 1) or several or keys - known:
+    supported_keys = {"input_ids", "labels", "attention_mask", *FLATTENED}
+    if (padded and ids.shape[0] > 1) or several or keys - supported_keys:
         return None
     row = ids[0][mask[0].bool()] if padded else ids[0]
     row = row[:PROBE_TOKENS]
@@ -669,7 +678,7 @@ def uneven_documents(batch: Any, pad_id: int = 0) -> dict[str, Any] | None:
 def _flattened(
     keys: set[str], documents: Sequence[Tensor], labels: Sequence[Tensor]
 ) -> dict[str, Any]:
-    """Two documents in one row, told apart by all that the host's batch has for it."""
+    """Two documents in one row, with all document boundaries that the host's batch has."""
     lengths = [len(document) for document in documents]
     for label in labels:
         label[0] = IGNORED

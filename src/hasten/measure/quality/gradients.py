@@ -1,17 +1,18 @@
-"""Proofs by one step's gradient: against float64, across documents, through two optimizers.
+"""Checks by one step's gradient: against float64, across documents, two optimizers.
 
-The first is what a ROUNDING technique owes.
+A ROUNDING technique requires the first of these checks.
 
-    (1) reference   the bare model in float64, example by example: no packing, padding, accumulation
-    (2) gradient    the plan's whole way through session, feed, cut, engine, precision; one step
-    (3) error       |g - r| / |r| over all tensors, and of the worst tensor
+    (1) Reference: The bare model in float64, one example at a time, without packing,
+    padding or accumulation.
+    (2) Gradient: One step of the plan through session, feed, cut, engine and precision.
+    (3) Error: |g - r| / |r| over all tensors, and of the worst tensor.
 
-A tensor whose gradient is next to nothing (a key's bias: exactly zero in theory) has no relative
-error worth the name. Its error is taken against a thousandth of what a tensor of its size has on
-average.
+For a tensor with a gradient near zero (a key's bias: exactly zero in theory), a
+relative error has no meaning. Its error is relative to a thousandth of the average for
+a tensor of its size.
 
-On several ranks each compares what it has after the exchange; where ranks hold parts, these are
-brought together and the first rank compares.
+With several ranks, each rank compares its gradient after communication. If ranks hold
+parts, these are gathered and the first rank compares.
 """
 
 from __future__ import annotations
@@ -58,26 +59,28 @@ class GradientRecorder(torch.optim.SGD):
             for name, p in zip(self.names, self.held, strict=True)
         }
 
-    def whole(self, layout: Layout) -> dict[str, Tensor]:
+    def gather_full(self, layout: Layout) -> dict[str, Tensor]:
         """The gradients in whole tensors, on the first rank at least; all ranks call it.
 
         Raises:
             InputError: the layout can't bring them together.
         """
-        if layout.whole:
+        if layout.replicated:
             return self.seen
-        found = self.seen
+        gradients = self.seen
         if isinstance(layout, SplitsState):
-            pairs = zip(found.items(), self.held, strict=True)
-            found = {name: layout.full_tensor(p, gradient) for (name, gradient), p in pairs}
+            pairs = zip(gradients.items(), self.held, strict=True)
+            gradients = {name: layout.full_tensor(p, gradient) for (name, gradient), p in pairs}
         elif not isinstance(layout, SplitsWeights):
             raise InputError(
                 "this layout has no way to bring its ranks' gradients together for a comparison"
             )
         if isinstance(layout, SplitsWeights):
             copies = layout.copies
-            found = layout.gather_to_rank0({n: t for n, t in found.items() if n not in copies})
-        return found
+            gradients = layout.gather_to_rank0(
+                {n: t for n, t in gradients.items() if n not in copies}
+            )
+        return gradients
 
 
 def reference(bench: CheckContext, plan: Plan) -> dict[str, Any]:
@@ -101,8 +104,8 @@ def reference(bench: CheckContext, plan: Plan) -> dict[str, Any]:
         loss, _ = module(**job.collate([example]).to(job.device).inputs)
         (loss / count).backward()
         total += float(loss.detach())
-    found = {n: _cpu(p.grad if p.grad is not None else p * 0) for n, p in trainable(module)}
-    torch.save({"loss": total / count, "gradients": found}, bench.folder / REFERENCE)
+    gradients = {n: _cpu(p.grad if p.grad is not None else p * 0) for n, p in trainable(module)}
+    torch.save({"loss": total / count, "gradients": gradients}, bench.folder / REFERENCE)
     return {"loss": total / count, **bench.taken(examples)}
 
 
@@ -132,29 +135,29 @@ def gradient(
     if metrics is None or not isinstance(session.optimizer, GradientRecorder):
         raise RuntimeError("no step of the plan had a finite gradient that could be looked at")
     passes = session.progress.micro_batches / max(session.progress.step, 1)
-    said = {"loss": metrics.loss, "micro_batches": passes, "ranks": setup.layout.size}
-    whole = session.optimizer.whole(setup.layout)
-    if not (setup.layout.whole or bench.context.world.is_main):
-        return said  # it has brought its part
-    known = torch.load(bench.folder / REFERENCE, mmap=True)
-    loss = abs(metrics.loss - known["loss"]) / max(abs(known["loss"]), 1e-30)
-    return {**errors(whole, known["gradients"]), "loss_error": loss, **said}
+    report = {"loss": metrics.loss, "micro_batches": passes, "ranks": setup.layout.size}
+    gradients = session.optimizer.whole(setup.layout)
+    if not (setup.layout.replicated or bench.context.world.is_main):
+        return report  # it has brought its part
+    expected = torch.load(bench.folder / REFERENCE, mmap=True)
+    loss = abs(metrics.loss - expected["loss"]) / max(abs(expected["loss"]), 1e-30)
+    return {**errors(gradients, expected["gradients"]), "loss_error": loss, **report}
 
 
-def errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Any]:
+def errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Any]:
     """``error`` over all tensors, and the ``worst`` tensor's with its ``name``.
 
     Raises:
         RuntimeError: other parameters learn than in the reference.
     """
-    if {n: g.shape for n, g in found.items()} != {n: g.shape for n, g in expected.items()}:
-        differ = sorted(set(found) ^ set(expected)) or ["their shapes"]
+    if {n: g.shape for n, g in actual.items()} != {n: g.shape for n, g in expected.items()}:
+        differ = sorted(set(actual) ^ set(expected)) or ["their shapes"]
         raise RuntimeError(f"other parameters learn than without techniques: {differ[0]}")
     square = sum(float(g.double().square().sum()) for g in expected.values())
     numbers = sum(g.numel() for g in expected.values())
     missed, worst, name = 0.0, 0.0, ""
     for key, right in expected.items():
-        off = float((_cpu(found[key]) - right).norm())
+        off = float((_cpu(actual[key]) - right).norm())
         floor = SMALL * math.sqrt(square * right.numel() / numbers)
         share = off / max(float(right.norm()), floor, 1e-300)
         missed += off**2
@@ -207,11 +210,11 @@ def others(examples: Sequence[TokenizedExample]) -> list[TokenizedExample]:
     ]
 
 
-def _loss(session: Session, examples: Sequence[TokenizedExample], asked: int) -> float:
-    """The loss of one document among its neighbours, whose tokens carry none."""
+def _loss(session: Session, examples: Sequence[TokenizedExample], index: int) -> float:
+    """The loss of one document in a batch; the tokens of the others have no loss."""
     setup = session.setup
     silent = [
-        r if i == asked else TokenizedExample(r.input_ids, np.zeros_like(r.trained))
+        r if i == index else TokenizedExample(r.input_ids, np.zeros_like(r.trained))
         for i, r in enumerate(examples)
     ]
     batch = (setup.collate or setup.job.collate)(silent).to(setup.job.device)
@@ -235,17 +238,17 @@ def update(bench: CheckContext, without: Plan, plan: Plan) -> dict[str, Any]:
     """Relative difference of what the weights moved by, and the floor that float32 sets."""
     usual = _session(bench, without)
     start = _weights(usual)
-    given = [_step(usual, None, number) for number in range(STEPS)]
+    step_gradients = [_step(usual, None, number) for number in range(STEPS)]
     ended = _weights(usual)
     del usual
     ours = _session(bench, plan)
-    for number, gradients in enumerate(given):
+    for number, gradients in enumerate(step_gradients):
         _step(ours, gradients, number)
-    found = _weights(ours)
+    weights = _weights(ours)
     moved = _norm({n: ended[n] - w for n, w in start.items()})
-    apart = _norm({n: found[n] - w for n, w in ended.items()})
+    difference = _norm({n: weights[n] - w for n, w in ended.items()})
     floor = torch.finfo(torch.float32).eps * _norm(ended) / max(moved, 1e-300)
-    return {"error": apart / max(moved, 1e-300), "floor": floor, "steps": STEPS}
+    return {"error": difference / max(moved, 1e-300), "floor": floor, "steps": STEPS}
 
 
 def _session(bench: CheckContext, plan: Plan) -> Session:

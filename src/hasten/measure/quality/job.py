@@ -23,9 +23,9 @@ def losses(bench: CheckContext, plan: Plan, steps: int) -> dict[str, Any]:
     """The losses of the job's first steps, no bit lost, and a digest of the weights after them."""
     job = replace(bench.job_of(plan, None, None), stop=Stop(steps=steps))
     session = assemble(prepare(job, plan, bench.context, bench.folder / f"variant-{plan.key}"))
-    found = [m.loss.hex() for m in itertools.islice(training(session), steps)]
+    hex_losses = [m.loss.hex() for m in itertools.islice(training(session), steps)]
     effective = [{"technique": t.name(), **asdict(t.check_effect(session))} for t in plan]
-    return {"losses": found, "weights": _digest(session), "effective": effective}
+    return {"losses": hex_losses, "weights": _digest(session), "effective": effective}
 
 
 def train(bench: CheckContext, plan: Plan, seed: int, tokens: int) -> dict[str, Any]:
@@ -41,27 +41,27 @@ def train(bench: CheckContext, plan: Plan, seed: int, tokens: int) -> dict[str, 
         if near and not session.setup.rank_sync.diverged:  # those wouldn't all look at once
             before = evaluate(session)
     last = evaluate(session)
-    loss, own = _at(tokens, before, last)
+    loss, job_metrics = _at(tokens, before, last)
     ends = last.tokens if before is None else min(tokens, last.tokens)
-    return {"eval_loss": loss, "metrics": own, "tokens": ends, "steps": last.step}
+    return {"eval_loss": loss, "metrics": job_metrics, "tokens": ends, "steps": last.step}
 
 
 def _until(bench: CheckContext, plan: Plan, seed: int, tokens: int) -> Setup:
     """A training to so many tokens."""
-    known, folder = bench.context, bench.folder / f"variant-{plan.key}-{seed}"
+    context, folder = bench.context, bench.folder / f"variant-{plan.key}-{seed}"
     try:
-        return prepare(bench.job_of(plan, seed, tokens), plan, known, folder)
+        return prepare(bench.job_of(plan, seed, tokens), plan, context, folder)
     except InputError:
-        if known.world.size == 1:
+        if context.world.size == 1:
             raise
     # Ranks that train apart can't stop at a number of tokens: so after the steps that it makes.
     usual = Plan(t for t in plan if t.slot is not Slot.COMMUNICATION)
     job = bench.job_of(usual, seed, tokens)
-    sampler = prepare(job, usual, known, folder).sampler
+    sampler = prepare(job, usual, context, folder).sampler
     if sampler is None:
         raise InputError("the examples' order isn't known, so that no number of tokens can be met")
     job = replace(job, stop=Stop(steps=total_steps(job, sampler)))
-    return prepare(job, plan, known, folder)
+    return prepare(job, plan, context, folder)
 
 
 def _at(
@@ -69,8 +69,10 @@ def _at(
 ) -> tuple[float | None, dict[str, float | None]]:
     """Eval loss and the job's own measures after exactly so many tokens."""
     share, first = _share(tokens, before, last), before or last
-    own = {name: _between(first.metrics[name], last.metrics[name], share) for name in last.metrics}
-    return _between(first.eval_loss, last.eval_loss, share), own
+    job_metrics = {
+        name: _between(first.metrics[name], last.metrics[name], share) for name in last.metrics
+    }
+    return _between(first.eval_loss, last.eval_loss, share), job_metrics
 
 
 def _share(tokens: int, before: Evaluation | None, last: Evaluation) -> float:
@@ -88,10 +90,13 @@ def _between(before: float | None, last: float | None, share: float) -> float | 
 
 
 def _digest(session: Session) -> str:
-    """Of the bytes of every weight here: a loss hides what the steps after it will show."""
-    found = hashlib.sha256()
+    """Hash of the bytes of every local weight.
+
+    Equal losses can hide a difference that only later steps show.
+    """
+    digest = hashlib.sha256()
     for name, parameter in sorted(trainable(session.module), key=lambda pair: pair[0]):
-        found.update(name.encode())
-        piece = local(parameter.detach())
-        found.update(piece.float().cpu().contiguous().numpy().tobytes())
-    return found.hexdigest()
+        digest.update(name.encode())
+        shard = local(parameter.detach())
+        digest.update(shard.float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()

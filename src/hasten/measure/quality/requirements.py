@@ -1,10 +1,10 @@
-"""What each fidelity owes: orders for the proofs, rows of the report, and the bounds that judge.
+"""Checks that each fidelity requires: requests, report rows, and bounds.
 
-Bounds are relative L2 errors of one step's gradient against float64, fixed here, before any run.
-A float32 number has 24 bits and a step of a small model loses two or three digits of them in its
-sums; bf16 has 8 bits, of which products that are summed in float32 keep the relative error near
-2^-8 per layer. Where the bare job itself is less exact than the bound (a deep model), a technique
-may be ``TIMES`` as far off as that.
+Bounds are relative L2 errors of one step's gradient against float64, fixed here before
+any run. A float32 number has 24 bits, and a step of a small model loses two or three
+digits in its sums. bf16 has 8 bits. With products that are summed in float32, the
+relative error stays near 2^-8 per layer. If the bare job itself is less exact than the
+bound (a deep model), a technique may deviate ``TIMES`` as much as the bare job.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def owed(
 
 
 def failures(report: Mapping[str, Any]) -> list[str]:
-    """What of a verification's report says that a plan must not be used as it is."""
-    found = [f"{r['what']}: {r['text']}" for r in report["invariance"] if r["verdict"] in FAILED]
-    return found + [
+    """The failed rows of a verification report; with any of these, don't use the plan."""
+    reasons = [f"{r['what']}: {r['text']}" for r in report["invariance"] if r["verdict"] in FAILED]
+    return reasons + [
         f"{r['technique']}: {r['text']}" for r in report["verification"] if r["verdict"] in FAILED
     ]
 
@@ -100,29 +100,29 @@ class Bound:
 
     def words(self, answer: Mapping[str, Any]) -> str:
         """The three errors, the one that fails first with what it may be."""
-        said = [
+        checks = [
             (answer["loss_error"], self.loss, "loss off by"),
             (answer["error"], self.whole, "gradient off by"),
             (answer["worst"], self.tensor, f"worst tensor {answer['name']} off by"),
         ]
-        wrong = [f"{w} {e:.2g}, allowed {b:.2g}" for e, b, w in said if not e <= b]
-        return "; ".join(wrong) or ", ".join(f"{w} {e:.1g}" for e, _, w in said)
+        wrong = [f"{w} {e:.2g}, allowed {b:.2g}" for e, b, w in checks if not e <= b]
+        return "; ".join(wrong) or ", ".join(f"{w} {e:.1g}" for e, _, w in checks)
 
 
 def short(answer: Mapping[str, Any]) -> str:
-    """The one error that says most."""
+    """The most important error of an answer."""
     return f"off by {answer['error']:.1g}"
 
 
 def bound_of(half: bool, usual: Mapping[str, Any] | None) -> Bound:
     """The bound of a number format, widened to what the plan's own way of counting already has."""
-    whole, loss = (HALF, LOSS_HALF) if half else (FLOAT32, LOSS_FLOAT32)
+    gradient_bound, loss = (HALF, LOSS_HALF) if half else (FLOAT32, LOSS_FLOAT32)
     if usual is None or "failed" in usual:
-        return Bound(whole, TENSOR * whole, loss)
-    seen = (usual["error"], usual["worst"], usual["loss_error"])
-    if not all(map(math.isfinite, seen)):
-        return Bound(whole, TENSOR * whole, loss)
-    allowed = zip((whole, TENSOR * whole, loss), seen, strict=True)
+        return Bound(gradient_bound, TENSOR * gradient_bound, loss)
+    usual_errors = (usual["error"], usual["worst"], usual["loss_error"])
+    if not all(map(math.isfinite, usual_errors)):
+        return Bound(gradient_bound, TENSOR * gradient_bound, loss)
+    allowed = zip((gradient_bound, TENSOR * gradient_bound, loss), usual_errors, strict=True)
     return Bound(*(max(fixed, min(TIMES * error, WIDEST * fixed)) for fixed, error in allowed))
 
 
@@ -143,21 +143,24 @@ def exact_orders(plan: Plan, steps: int) -> list[CheckRequest]:
 def exact_rows(
     plan: Plan, answers: Sequence[Reply], perform: Perform, steps: int
 ) -> list[VerificationRow]:
-    """One line for each EXACT technique of the plan; ``answers`` are those to `exact_orders`.
+    """One row for each EXACT technique of the plan; ``answers`` are for `exact_orders`.
 
-    A plan whose own losses differ from one run to the next can't show that a technique leaves
-    their bits alone; that is found out only where a difference makes it necessary.
+    If a plan's own losses differ between runs, it can't show that a technique keeps their
+    bits. This is only tested if a difference requires it.
     """
     exact = _exact(plan)
     if not exact:
         return []
-    whole, *rest = answers
-    differ = [_differs(whole, answer) for answer in rest]
+    full_reply, *reduced_replies = answers
+    differ = [_differs(full_reply, answer) for answer in reduced_replies]
     repeats = True
     if any(differ):
         again = perform([_order(plan, steps)])[0]
-        repeats = not _differs(whole, again) and "failed" not in again
-    return [_row(t, whole, answer, steps, repeats) for t, answer in zip(exact, rest, strict=True)]
+        repeats = not _differs(full_reply, again) and "failed" not in again
+    return [
+        _row(t, full_reply, answer, steps, repeats)
+        for t, answer in zip(exact, reduced_replies, strict=True)
+    ]
 
 
 def _exact(plan: Plan) -> list[Technique]:
@@ -174,16 +177,16 @@ def _differs(one: Reply, other: Reply) -> bool:
 
 
 def _row(
-    technique: Technique, whole: Reply, rest: Reply, steps: int, repeats: bool
+    technique: Technique, full_reply: Reply, reduced_reply: Reply, steps: int, repeats: bool
 ) -> VerificationRow:
     test = f"losses and weights of {steps} steps with and without it, bit by bit"
-    failed = whole.get("failed") or rest.get("failed")
+    failed = full_reply.get("failed") or reduced_reply.get("failed")
     if failed:
         return owed(technique, test, "not tested", failed)
-    ours, theirs = _numbers(whole), _numbers(rest)
+    ours, theirs = _numbers(full_reply), _numbers(reduced_reply)
     if len(ours) != len(theirs) or not ours:
         return owed(technique, test, "not tested", "the job has fewer steps than were asked for")
-    if not _differs(whole, rest):
+    if not _differs(full_reply, reduced_reply):
         text = f"{len(ours)} losses and the weights after them are the same to the last bit"
         return owed(technique, test, "equal", text, found=0.0, allowed=0.0)
     pairs = list(zip(ours, theirs, strict=True))
@@ -199,8 +202,8 @@ def _row(
 
 
 def _numbers(answer: Reply) -> Sequence[float]:
-    found = [float.fromhex(text) for text in answer["losses"]]
-    return [math.inf if math.isnan(v) else v for v in found]  # NaN equals NaN here
+    losses = [float.fromhex(text) for text in answer["losses"]]
+    return [math.inf if math.isnan(v) else v for v in losses]  # NaN equals NaN here
 
 
 # LOSSY, proven: the plan against the plan without the technique, seed by seed, at equal tokens.
@@ -218,12 +221,12 @@ def lossy_rows(
     seeds: int,
     tokens: int,
     margin: float,
-    left: Callable[[], float] = lambda: math.inf,
+    time_left: Callable[[], float] = lambda: math.inf,
 ) -> list[VerificationRow]:
     """One line for each LOSSY technique of the plan; without seeds they are not tested.
 
-    With little time ``left`` (seconds) there are fewer seeds: each is trained by all plans before
-    the next one, as long as one more fits.
+    With little time ``time_left`` (seconds) there are fewer seeds: each is trained by all plans
+    before the next one, as long as one more fits.
     """
     lossy = [t for t in plan if t.fidelity is Fidelity.LOSSY]
     if not seeds or not tokens:
@@ -232,12 +235,12 @@ def lossy_rows(
     if not lossy:
         return []
     plans = [plan, *(plan.without(t) for t in lossy)]
-    hurried, longest = math.isfinite(left()), 0.0
+    hurried, longest = math.isfinite(time_left()), 0.0
     runs: list[list[Reply]] = [[] for _ in plans]
     for some in [[s] for s in range(1, seeds + 1)] if hurried else [list(range(1, seeds + 1))]:
-        if runs[0] and left() < longest:
+        if runs[0] and time_left() < longest:
             break
-        before = left()
+        before = time_left()
         answers = perform(
             [
                 CheckRequest("train", p, p, {"seed": seed, "tokens": tokens})
@@ -245,7 +248,7 @@ def lossy_rows(
                 for seed in some
             ]
         )
-        longest = max(longest, before - left()) if hurried else 0.0
+        longest = max(longest, before - time_left()) if hurried else 0.0
         for i, run in enumerate(runs):
             run += answers[i * len(some) : (i + 1) * len(some)]
     return [_lossy_row(t, runs[0], runs[i], margin) for i, t in enumerate(lossy, start=1)]
@@ -265,12 +268,12 @@ def _lossy_row(
         text = why or "nothing is held out: give eval_data"
         return owed(technique, _test(margin), "not tested", text, allowed=margin)
     measures = [_Measure("eval loss", *_values(usable, _loss)), *_own_measures(usable)]
-    found = [m.judged(margin) for m in measures]
-    verdict = min((f.verdict for f in found), key=WORST_FIRST.index)
-    upper = max(f.upper for f in found) - 1
+    outcomes = [m.judged(margin) for m in measures]
+    verdict = min((f.verdict for f in outcomes), key=WORST_FIRST.index)
+    upper = max(f.upper for f in outcomes) - 1
     tokens = f"{usable[0][0]['tokens']:,} and {usable[0][1]['tokens']:,} tokens"
-    said = [m.words(f) for m, f in zip(measures, found, strict=True)]
-    text = f"after {tokens}, {len(usable)} seeds: {'; '.join(said)}"
+    descriptions = [m.words(f) for m, f in zip(measures, outcomes, strict=True)]
+    text = f"after {tokens}, {len(usable)} seeds: {'; '.join(descriptions)}"
     numbers = {"found": upper if math.isfinite(upper) else None, "allowed": margin}
     test = _test(margin, [m.name for m in measures])
     return owed(technique, test, verdict, text, seeds=len(usable), **numbers)
@@ -291,28 +294,28 @@ class _Measure:
         without, with_ = ([1 / value for value in values] for values in (self.without, self.with_))
         return non_inferiority(without, with_, margin)
 
-    def words(self, found: NonInferiority) -> str:
+    def words(self, outcome: NonInferiority) -> str:
         """Means with and without, by how much it is worse, and how sure that is."""
         mean = sum(self.without) / len(self.without), sum(self.with_) / len(self.with_)
-        change = f"{100 * (found.ratio - 1):+.2f} %{' worse' if self.rises else ''}"
-        said = f"{self.name} {mean[0]:.4f} without and {mean[1]:.4f} with it, {change}"
-        if math.isfinite(found.upper):
-            said += f", at most {100 * (found.upper - 1):+.2f} % (95 %)"
-        if found.verdict != "undecided":
-            return said
-        if found.more is None:
-            return f"{said}; no number of seeds would tell it from the margin"
-        return f"{said}; about {found.more} more seeds would tell"
+        change = f"{100 * (outcome.ratio - 1):+.2f} %{' worse' if self.rises else ''}"
+        text = f"{self.name} {mean[0]:.4f} without and {mean[1]:.4f} with it, {change}"
+        if math.isfinite(outcome.upper):
+            text += f", at most {100 * (outcome.upper - 1):+.2f} % (95 %)"
+        if outcome.verdict != "undecided":
+            return text
+        if outcome.more is None:
+            return f"{text}; no number of seeds would tell it from the margin"
+        return f"{text}; about {outcome.more} more seeds would tell"
 
 
 def _own_measures(pairs: list[tuple[Reply, Reply]]) -> list[_Measure]:
     """The job's own measures, of which more is better, where every training has one above 0."""
-    found = []
+    measures = []
     for name in pairs[0][0].get("metrics") or {}:
         without, with_ = _values(pairs, partial(_measured, name=name))
         if all(0 < value < math.inf for value in (*without, *with_)):
-            found.append(_Measure(name, without, with_, rises=True))
-    return found
+            measures.append(_Measure(name, without, with_, rises=True))
+    return measures
 
 
 def _values(
@@ -333,7 +336,7 @@ def _loss(answer: Reply) -> float | None:
 
 
 def _diverged(answer: Reply) -> bool:
-    """It trained to no finite loss; a process that died for another reason says nothing of it."""
+    """Returns True if the loss isn't finite; a process that died otherwise doesn't count."""
     if "failed" in answer:
         return str(answer["failed"]).startswith("NotFiniteError")
     value = answer.get("eval_loss")
@@ -357,33 +360,33 @@ ONE_PROCESS = "needs several ranks, and one process ran; nproc: 2 in the recipe 
 Found = Mapping[str, Reply]
 
 
-def split_row(ranks: int, found: Found, bound: Bound) -> Invariance:
-    """Whether the step's examples may be dealt to ranks: both ways agree with float64."""
+def split_row(ranks: int, replies: Found, bound: Bound) -> Invariance:
+    """The row for splitting a step's examples over ranks: both runs must match float64."""
     if ranks == 1:
         return Invariance("split over ranks", "not tested", None, None, ONE_PROCESS)
-    what, here, alone = f"split over {ranks} ranks", found["planned"], found["single"]
-    failed = _failed(ranks, here, alone)
+    what, planned, alone = f"split over {ranks} ranks", replies["planned"], replies["single"]
+    failed = _failed(ranks, planned, alone)
     if failed:
         return Invariance(what, "not tested", None, None, failed)
-    good, alone_good = (bound.excess(answer) <= 1 for answer in (here, alone))
+    good, alone_good = (bound.excess(answer) <= 1 for answer in (planned, alone))
     if good and alone_good:
-        text = f"on {ranks} ranks the gradient is {short(here)}, in one process {short(alone)}"
-        return Invariance(what, "equal", here["error"], bound.whole, text)
+        text = f"on {ranks} ranks the gradient is {short(planned)}, in one process {short(alone)}"
+        return Invariance(what, "equal", planned["error"], bound.whole, text)
     if good:
         text = f"in one process {bound.words(alone)}; not so on {ranks} ranks"
         return Invariance(what, "differs", alone["error"], bound.whole, text)
-    text = f"{bound.words(here)}; {'not so' if alone_good else 'nor is it equal'} in one process"
-    return Invariance(what, "differs", here["error"], bound.whole, text)
+    text = f"{bound.words(planned)}; {'not so' if alone_good else 'nor is it equal'} in one process"
+    return Invariance(what, "differs", planned["error"], bound.whole, text)
 
 
 def communication_row(
-    technique: Technique, ranks: int, found: Found, bound: Bound
+    technique: Technique, ranks: int, replies: Found, bound: Bound
 ) -> VerificationRow:
-    """Whether gradients arrive as they left, but for the rounding of what travels."""
+    """The row for communication: gradients must arrive equal, except for rounding."""
     test = f"gradient of one step on {ranks} ranks against float64, all that isn't lossy beside it"
     if ranks == 1:
         return owed(technique, "gradient of one step against float64", "not tested", ONE_PROCESS)
-    answer, without = found["communication"], found["planned"]
+    answer, without = replies["communication"], replies["planned"]
     failed = _failed(ranks, answer, without)
     if failed:
         return owed(technique, test, "not tested", failed)
@@ -400,13 +403,13 @@ def communication_row(
     return owed(technique, test, verdict, text, found=answer["error"], allowed=allowed.whole)
 
 
-def _failed(ranks: int, here: Reply, other: Reply) -> str | None:
+def _failed(ranks: int, planned: Reply, other: Reply) -> str | None:
     """Why there is nothing to judge."""
-    for answer in (here, other):
+    for answer in (planned, other):
         if "failed" in answer:
             return str(answer["failed"])
-    if here["ranks"] != ranks:
-        return f"{here['ranks']} of {ranks} ranks took part"
+    if planned["ranks"] != ranks:
+        return f"{planned['ranks']} of {ranks} ranks took part"
     return None
 
 
@@ -430,15 +433,15 @@ LATER = 3
 
 
 class Gradients:
-    """What one step shows: gradients of several layouts, leaks, the optimizer's move."""
+    """Checks of one step: gradients of several layouts, leaks, the optimizer's update."""
 
     def __init__(self, plan: Plan, perform: Perform, ranks: int = 1) -> None:
         self.plan, self._perform, self.ranks = plan, perform, ranks
         # An adapter decides which parameters there are, so the reference has it too.
         self.base = Plan(t for t in plan if t.slot is Slot.ADAPTER)
-        apart = (Slot.ADAPTER, Slot.PRECISION, Slot.OPTIMIZER, Slot.COMMUNICATION)
+        excluded_slots = (Slot.ADAPTER, Slot.PRECISION, Slot.OPTIMIZER, Slot.COMMUNICATION)
         rounding = [t for t in plan if t.fidelity is not Fidelity.LOSSY]
-        self.close = self.base.with_(*(t for t in rounding if t.slot not in apart))
+        self.close = self.base.with_(*(t for t in rounding if t.slot not in excluded_slots))
         self.single = Plan(t for t in self.close if t.slot is not Slot.LAYOUT)  # for one process
         communications = [t for t in rounding if t.slot is Slot.COMMUNICATION]
         self.communication = next(
@@ -452,9 +455,10 @@ class Gradients:
         self.guilty: dict[str, list[str]] = {}  # what failed -> names, where it is known
 
     def make(self, others: Sequence[CheckRequest] = ()) -> list[Reply]:
-        """All proofs of the plan, then those that find out who is to blame.
+        """Runs all checks of the plan, then those that find the cause of a failure.
 
-        ``others`` go with the first, since a process takes seconds to start; their answers.
+        ``others`` run with the first checks, because a process takes seconds to start. The
+        result is their answers.
         """
         orders = self._orders()
         answers = self._perform([*orders.values(), *others])
@@ -512,11 +516,11 @@ class Gradients:
             for technique in plan:
                 if technique in self.base and "leak" not in name:
                     continue
-                rest = plan.without(technique)
+                reduced_plan = plan.without(technique)
                 if "leak" in name:
-                    order = self._order("leak", rest)
+                    order = self._order("leak", reduced_plan)
                 else:
-                    order = self._gradient(rest, "planned" if name == "half" else name)
+                    order = self._gradient(reduced_plan, "planned" if name == "half" else name)
                 wanted[f"{name} without {technique.name()}"] = order
         self._ask(wanted)
         for name in self._failed():
@@ -538,7 +542,7 @@ class Gradients:
         return [n for n in names if "failed" not in self.found[n] and not self._passes(n, n)]
 
     def _passes(self, name: str, key: str) -> bool:
-        """Whether an answer passes by the rule of ``name``."""
+        """Returns True if an answer passes by the rule of ``name``."""
         answer = self.found[key]
         if "failed" in answer:
             return False
@@ -563,8 +567,10 @@ class Gradients:
         what, answer = LAYOUTS[name][0], self.found[name]
         if "failed" in answer:
             return Invariance(what, "not tested", None, None, self._why(answer))
-        good, words = self._passes(name, name), self.bound.words(answer)
-        text = f"{words} ({self._taken()})" if good else f"{words}; {self._blamed(name)}"
+        good, description = self._passes(name, name), self.bound.words(answer)
+        text = (
+            f"{description} ({self._taken()})" if good else f"{description}; {self._blamed(name)}"
+        )
         verdict = "equal" if good else "differs"
         return Invariance(what, verdict, answer["error"], self.bound.whole, text)
 
@@ -605,7 +611,7 @@ class Gradients:
         )
 
     def owed(self) -> list[VerificationRow]:
-        """The lines of techniques that owe a gradient."""
+        """The rows of techniques that require a gradient check."""
         rows = [self._rounding(t) for t in self.close if t.fidelity is Fidelity.ROUNDING]
         if self.precision is not None:
             rows.append(self._precision(self.precision))

@@ -1,9 +1,9 @@
-"""Checks made by workers: requests go out, replies come back, one by one.
+"""Runs checks in workers: requests go out, replies come back, one by one.
 
-Threads, allocators and the variables that a process starts with can't be taken back, so requests
-that differ in them go to different workers. Requests that need ranks go to workers of all the job's
-ranks. When a worker fails, the request that it failed at is answered with the reason, and the rest
-goes on in a fresh one.
+Threads, allocators and the variables that a process starts with can't be undone.
+Requests that differ in them therefore go to different workers. Requests that need ranks
+go to workers of all the job's ranks. When a worker fails, its current request is
+answered with the reason. The remaining requests continue in a new worker.
 """
 
 from __future__ import annotations
@@ -49,16 +49,17 @@ Perform = Callable[[Sequence[CheckRequest]], list[Reply]]
 
 
 class QualityRunner:
-    """Makes checks on a recipe's job.
+    """Runs checks on a recipe's job.
 
     Args:
-        recipe: a resolved recipe whose data lies ready.
-        folder: for logs, and what checks write.
-        environ: variables that a plan wants before its process starts.
+        recipe: a resolved recipe with prepared data.
+        folder: folder for logs and output of checks.
+        environ: variables that a plan requires before its process starts.
         timeout: seconds to wait for one reply.
-        ranks: of the job.
-        job: what workers do, see `WorkerSpec`.
-        budget_seconds: from now on; what isn't made by then is answered as failed for want of time.
+        ranks: ranks of the job.
+        job: the workers' job, see `WorkerSpec`.
+        budget_seconds: time from now on; checks that aren't complete by then fail for lack
+            of time.
     """
 
     def __init__(
@@ -84,12 +85,12 @@ class QualityRunner:
         groups: dict[tuple[Any, ...], list[int]] = {}
         for index, request in enumerate(requests):
             groups.setdefault(self._kind(request), []).append(index)
-        found: list[Reply] = [{} for _ in requests]
+        ordered_replies: list[Reply] = [{} for _ in requests]
         for members in groups.values():
             replies = self._made([requests[i] for i in members])
             for index, reply in zip(members, replies, strict=True):
-                found[index] = reply
-        return found
+                ordered_replies[index] = reply
+        return ordered_replies
 
     @property
     def left(self) -> float:
@@ -97,7 +98,7 @@ class QualityRunner:
         return self._end - time.monotonic()
 
     def _kind(self, request: CheckRequest) -> tuple[Any, ...]:
-        """What decides whether two requests may share a worker."""
+        """The settings in which two requests must agree to share a worker."""
         wide = tuple(str(t) for t in request.start if t.slot in PROCESS_WIDE)
         return (request.alone, *sorted(self._environ(request.start).items()), *wide)
 
@@ -105,29 +106,29 @@ class QualityRunner:
         first = requests[0]
         ranks = 1 if first.alone else self._ranks
         spec = WorkerSpec(self._job, self._given, self._environ(first.start), ranks)
-        found: list[Reply] = []
-        while len(found) < len(requests):
+        replies: list[Reply] = []
+        while len(replies) < len(requests):
             if self.left <= 0:
                 self.broken = True
-                return found + [self._no_time()] * (len(requests) - len(found))
+                return replies + [self._no_time()] * (len(requests) - len(replies))
             self._count += 1
             with self._pool.start(spec, f"checks-{self._count}") as worker:
-                found += self._asked(worker, requests[len(found) :])
-        return found
+                replies += self._asked(worker, requests[len(replies) :])
+        return replies
 
     def _asked(self, worker: Worker, requests: Sequence[CheckRequest]) -> list[Reply]:
-        """The replies of one worker; where it failed, the last of them says how."""
-        found: list[Reply] = []
+        """The replies of one worker; if it failed, the last reply has the reason."""
+        replies: list[Reply] = []
         try:
             worker.ready(self._patience())
         except WorkerError as error:
             return [self._failed(worker, error) for _ in requests]  # so would the next one
         try:
             for request in requests:
-                found.append(worker.request(request.do, self._patience(), **request.arguments()))
+                replies.append(worker.request(request.do, self._patience(), **request.arguments()))
         except WorkerError as error:
-            found.append(self._failed(worker, error))
-        return found
+            replies.append(self._failed(worker, error))
+        return replies
 
     def _patience(self) -> float:
         return min(self._timeout, max(self.left, 0.0))

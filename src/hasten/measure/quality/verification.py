@@ -1,17 +1,21 @@
-"""The verification: for every technique of a plan the proof that its fidelity owes, on the user's
-own job.
+"""Verification: checks every technique of a plan, as its fidelity requires.
 
-    EXACT     the plan's losses with and without it, over some steps, compared bit by bit
-    ROUNDING  one step's gradient against float64, example by example; of an optimizer, the move of
-              the weights by the same gradients
-    LOSSY     eval loss at equal tokens over paired seeds, not worse by more than the margin
+All checks run on the user's own job:
 
-and for the plan as a whole its invariances: another cut into micro-batches, other rows, examples
-dealt to ranks, changed neighbours in a row must leave loss and gradient what they are. Where the
-plan fails, techniques are left out one at a time until it is known which of them is to blame.
+    EXACT: The plan's losses with and without it, over some steps, compared bit by bit.
+    ROUNDING: One step's gradient against float64, one example at a time. For an
+    optimizer, the weights' update by the same gradients.
+    LOSSY: Eval loss at equal tokens over paired seeds, not worse by more than the
+    margin.
 
-Each proof is an order to a process apart (`hasten.measure.quality`); this module decides which are
-needed and what the answers mean. What a proof doesn't show stands in ``docs/verify.md``.
+The plan as a whole requires invariances. Loss and gradient must not change with another
+split into micro-batches, other rows, examples distributed to ranks, or other neighbours
+in a row. If the plan fails, techniques are left out one at a time until the cause is
+found.
+
+Each check is a request to a separate process (`hasten.measure.quality`). This module
+decides which checks are needed and what the answers mean. ``docs/verify.md`` lists what
+a check doesn't show.
 """
 
 from __future__ import annotations
@@ -73,11 +77,11 @@ def verification_report(
     design: VerificationDesign | None = None,
     tell: Tell = lambda text: None,
     ranks: int = 1,
-    left: Callable[[], float] = lambda: math.inf,
+    time_left: Callable[[], float] = lambda: math.inf,
 ) -> dict[str, list[dict[str, Any]]]:
-    """The lists for ``report.invariance`` and ``report.verification``, of a job on so many ranks.
+    """The lists ``report.invariance`` and ``report.verification`` of a job on these ranks.
 
-    ``left`` tells the seconds that are left of a budget.
+    ``time_left`` returns the remaining seconds of a budget.
     """
     design = design or VerificationDesign()
     tell("verification: gradients against float64, documents against each other, losses bit by bit")
@@ -90,7 +94,7 @@ def verification_report(
         tell(
             f"verification: {(1 + len(lossy)) * design.seeds} trainings of {design.tokens:,} tokens"
         )
-    rows += lossy_rows(plan, perform, design.seeds, design.tokens, design.margin, left)
+    rows += lossy_rows(plan, perform, design.seeds, design.tokens, design.margin, time_left)
     order = {t.name(): position for position, t in enumerate(plan)}
     rows.sort(key=lambda row: order[row.technique])
     return {
@@ -114,13 +118,15 @@ def verified(
     tell: Callable[[str], None],
     fresh: bool = True,
 ) -> Rows:
-    """``report.invariance`` and ``report.verification`` of a recipe whose data lies ready.
+    """Invariance and verification rows of a recipe with prepared data.
 
-    ``fresh`` proves anew; else what the same plan, data, design, machine and sources have proven
-    before counts. Where a process died or hung, nothing is kept for later.
+    They are ``report.invariance`` and ``report.verification``.
+
+    If ``fresh`` is True, all checks run again. Otherwise earlier results of the same plan,
+    data, design, machine and sources count. If a process died or hung, nothing is stored.
 
     Raises:
-        InputError: the recipe asks for seeds with nothing held out.
+        InputError: the recipe requests seeds without eval data.
     """
     lossy = any(t.fidelity is Fidelity.LOSSY for t in plan)
     if design.seeds and lossy and recipe.eval_data == 0:
@@ -129,10 +135,10 @@ def verified(
         design = replace(design, tokens=tokens_of(recipe, context))
     folder = Path(recipe.output) / "data" / "verification"
     folder.mkdir(parents=True, exist_ok=True)
-    kept = folder / f"{_key(recipe, context, plan, data_key, design)}.json"
-    before = None if fresh else _kept(kept)
+    report_path = folder / f"{_key(recipe, context, plan, data_key, design)}.json"
+    before = None if fresh else _kept(report_path)
     if before is not None:
-        tell(f"verification: proven before: {kept}")
+        tell(f"verification: proven before: {report_path}")
         return before
     resolved = folder / "recipe.yaml"
     resolved.write_text(recipe.to_yaml())
@@ -141,10 +147,12 @@ def verified(
     budget = math.inf if design.budget_seconds is None else design.budget_seconds
     perform = QualityRunner(resolved, folder, environ, ranks=recipe.nproc, budget_seconds=budget)
     try:
-        found = verification_report(plan, perform, design, tell, recipe.nproc, lambda: perform.left)
+        report = verification_report(
+            plan, perform, design, tell, recipe.nproc, lambda: perform.left
+        )
         if not perform.broken:
-            write_atomic(kept, json.dumps(found, indent=1))
-        return found
+            write_atomic(report_path, json.dumps(report, indent=1))
+        return report
     finally:  # gradients and checkpoints are large; orders, answers and logs stay
         for path in folder.glob("*.pt"):
             path.unlink()
@@ -153,18 +161,18 @@ def verified(
 
 
 def _kept(path: Path) -> Rows | None:
-    """What was proven before; None where nothing is, or nothing that can be read."""
+    """The stored result; None if there is none, or none that can be read."""
     try:
-        found: Rows = json.loads(path.read_text())
+        report: Rows = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-    return found
+    return report
 
 
 def _key(
     recipe: Recipe, context: JobContext, plan: Plan, data_key: str, design: VerificationDesign
 ) -> str:
-    """Of everything that a proof depends on."""
+    """Hash of everything that a check depends on."""
     return key_of(
         {
             "recipe": recipe.model_dump(mode="json", exclude={"price", "plan", "output"}),

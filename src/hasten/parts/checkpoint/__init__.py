@@ -1,13 +1,13 @@
-"""Checkpoints that appear whole or not at all, are verified when read, and cost little.
+"""Checkpoints that are complete or absent, verified when read, and cheap.
 
-| module | what it does |
+| module | purpose |
 |---|---|
-| ``smart_checkpointer`` | saves what it protects as often as pays, brings it back |
-| ``saver`` | the folder as a whole, beside the training; told where a place is too slow |
-| ``commit``, ``verify`` | one checkpoint to the disk, back, and how many stay |
-| ``state``, ``format`` | what is kept, and how it lies on disk |
-| ``delta`` | smaller, where that pays |
-| ``remote`` | any address that fsspec knows |
+| ``smart_checkpointer`` | saves protected objects as often as useful, restores them |
+| ``saver`` | the whole folder, in the background; reports a slow target |
+| ``commit``, ``verify`` | one checkpoint to the disk and back, and how many stay |
+| ``state``, ``format`` | the contents, and their format on disk |
+| ``delta`` | smaller checkpoints, if that is faster |
+| ``remote`` | any address that fsspec supports |
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""Checkpoints in a folder: each appears whole or not at all, one process writes, the newest stay.
+"""Checkpoints in a folder: complete or absent, one writing process, the newest stay.
 
-    .writing-step-00000120-<pid>/   a name that nobody reads
+    .writing-step-00000120-<pid>/   a name that no process reads
         state.safetensors           written once, through both hashes; forced to the disk
+
         manifest.json               sizes and hashes, sealed; forced to the disk
     force the folder -> rename it to step-00000120 -> force the parent
 
-Nothing is pickled, so loading a checkpoint can't run code; nothing is overwritten in place, so a
-kill or a loss of power at any instant leaves the older checkpoints as they were.
+Nothing is pickled, so loading a checkpoint can't run code. Nothing is overwritten in
+place. So a kill or a loss of power at any instant leaves the older checkpoints
+unchanged.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def save(
     base: Mapping[str, Any] | None = None,
     disk: Disk = LOCAL,
 ) -> Path:
-    """Write ``tensors`` and the JSON-ready ``meta`` as the checkpoint of ``step``; its path.
+    """Writes ``tensors`` and JSON-ready ``meta`` as the checkpoint of ``step``; its path.
 
     Args:
         coded: how some of the tensors were made smaller (``delta.encode``).
@@ -61,7 +63,7 @@ def save(
 
     Raises:
         OSError: the disk is full or read-only; no checkpoint was touched.
-        TypeError, ValueError: JSON can't say the meta, or safetensors can't hold a tensor.
+        TypeError, ValueError: JSON can't represent the meta, or safetensors a tensor.
     """
     final = folder / f"step-{step:08d}"
     if not 0 <= step <= LAST_STEP:
@@ -94,7 +96,10 @@ def save(
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a checkpoint of this step is there; a damaged one would block its place forever."""
+    """Returns True if a complete checkpoint of this step exists.
+
+    A damaged one would block its path forever.
+    """
     try:
         verify(path)
     except DamagedCheckpointError as error:
@@ -109,18 +114,18 @@ def force_names(folder: Path, disk: Disk) -> None:
     Whoever made them may not have done so, and with the name of one all in it would be lost.
     """
     device = folder.stat().st_dev
-    for place in folder.absolute().parents:
+    for parent in folder.absolute().parents:
         with contextlib.suppress(OSError):  # not ours to open, or a disk that is full
-            if place.stat().st_dev == device:
-                disk.sync(place)
+            if parent.stat().st_dev == device:
+                disk.sync(parent)
 
 
 def _make_durably(folder: Path, disk: Disk) -> None:
     """The folder with its parents; a new name is durable once the folder above it is forced."""
-    new = [place for place in (folder, *folder.parents) if not place.exists()]
+    new = [directory for directory in (folder, *folder.parents) if not directory.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    for place in new:
-        disk.sync(place.parent)
+    for directory in new:
+        disk.sync(directory.parent)
 
 
 class FolderInUseError(ValueError):
@@ -128,11 +133,11 @@ class FolderInUseError(ValueError):
 
 
 def only_writer(folder: Path) -> HeldLock:
-    """The right to write into a folder, taken at once and held until it is closed.
+    """Takes the only write lock of a folder at once and holds it until it is closed.
 
     Raises:
-        FolderInUseError: somebody else has it.
-        OSError: the folder isn't there or can't be written.
+        FolderInUseError: another process holds it.
+        OSError: the folder doesn't exist or can't be written.
     """
     try:
         return HeldLock(folder / LOCK)
@@ -156,26 +161,27 @@ Known = MutableMapping[str, tuple[Any, ...]]  # name -> how its files stood when
 def prune(
     folder: Path,
     keep: int,
-    known: Known | None = None,
+    verified: Known | None = None,
     noted: Callable[[Path, str], None] = lambda path, reason: None,
 ) -> list[Path]:
-    """Delete all but the newest ``keep`` checkpoints that verify; those that are left.
+    """Deletes all but the newest ``keep`` verified checkpoints; returns the others.
 
-    What a killed process left half done goes too, and of checkpoints that were set aside all but
-    as many. A checkpoint that others differ from stays as long as they do; and one that is whole
-    by itself before it, unless ``keep`` is 1, so that damage to one file never costs all of them.
+    Unfinished files of a killed process are deleted too. Of archived checkpoints the same
+    number stays. A checkpoint stays as long as other checkpoints are stored as differences
+    from it. Unless ``keep`` is 1, one self-contained checkpoint before it also stays. So
+    damage to one file never destroys all of them.
 
     Args:
-        known: what verified before isn't read again while size and time of its files stay; kept
-            up to date here.
-        noted: told each damaged one with the reason.
+        verified: checkpoints that verified before. They aren't read again while size and time
+            of their files stay the same. This mapping is updated.
+        noted: receives each damaged checkpoint with the reason.
 
     Raises:
         ValueError: ``keep`` is below 1.
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}; at least 1 checkpoint is kept")
-    known = {} if known is None else known
+    verified = {} if verified is None else verified
     good: list[Path] = []
     needed: set[str] = set()
     wholes = 0
@@ -185,7 +191,7 @@ def prune(
             spare = len(good) >= keep and path.name not in needed
             if spare and (wholes >= min(keep, 2) or _base_of(path)):
                 _delete(path)
-            elif _verifies(path, known, noted):
+            elif _verifies(path, verified, noted):
                 good.append(path)
                 base = _base_of(path)
                 needed |= base
@@ -193,9 +199,9 @@ def prune(
             else:
                 for lost in [other for other in good if path.name in _base_of(other)]:
                     good.remove(lost)
-                    known.pop(lost.name, None)
-    for name in [name for name in known if not (folder / name).exists()]:
-        del known[name]
+                    verified.pop(lost.name, None)
+    for name in [name for name in verified if not (folder / name).exists()]:
+        del verified[name]
     sweep(folder)
     for path in _left_aside(folder)[keep:]:
         Disk().remove(path)
@@ -211,24 +217,24 @@ def sweep(folder: Path) -> None:
 
 def _left_aside(folder: Path) -> list[Path]:
     """Checkpoints of ways that weren't taken, whole by their manifest; the newest first."""
-    found = []
+    archived = []
     for path in folder.iterdir():
         name = _ASIDE.fullmatch(path.name)
         if name is None or path.is_symlink():
             continue
         with contextlib.suppress(DamagedCheckpointError, NewerFormatError, OSError):
             read_manifest(path)
-            found.append((int(name[1]), path))
-    return [path for _, path in sorted(found, reverse=True)]
+            archived.append((int(name[1]), path))
+    return [path for _, path in sorted(archived, reverse=True)]
 
 
-def _verifies(path: Path, known: Known, noted: Callable[[Path, str], None]) -> bool:
+def _verifies(path: Path, verified: Known, noted: Callable[[Path, str], None]) -> bool:
     try:
         stands = _stands(path)
-        if known.get(path.name) != stands:
-            known.pop(path.name, None)
+        if verified.get(path.name) != stands:
+            verified.pop(path.name, None)
             verify(path)
-            known[path.name] = stands
+            verified[path.name] = stands
     except (DamagedCheckpointError, OSError) as error:
         if getattr(error, "errno", None) in PASSING:
             raise
@@ -240,11 +246,11 @@ def _verifies(path: Path, known: Known, noted: Callable[[Path, str], None]) -> b
 
 def _stands(path: Path) -> tuple[Any, ...]:
     """Size and time of every file: what accidents and editors change, bad memory cells don't."""
-    found = []
+    file_stats = []
     for entry in sorted(os.scandir(path), key=lambda e: e.name):
         facts = entry.stat(follow_symlinks=False)
-        found.append((entry.name, facts.st_size, facts.st_mtime_ns))
-    return tuple(found)
+        file_stats.append((entry.name, facts.st_size, facts.st_mtime_ns))
+    return tuple(file_stats)
 
 
 def _base_of(path: Path) -> set[str]:

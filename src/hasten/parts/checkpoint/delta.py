@@ -1,11 +1,12 @@
-"""Makes checkpoints smaller: byte shuffle and zstd, or the difference to an earlier checkpoint.
+"""Compression of checkpoints: byte shuffle and zstd, or difference to an earlier one.
 
-    shuffle:    all first bytes of a tensor's numbers, then all second bytes, ... -> zstd, level 1
-    difference: the bits in which it differs from the base -> shuffle -> zstd, level 1
+    shuffle:    all first bytes of a tensor's numbers, then all second bytes -> zstd 1
+    difference: the bits that differ from the base -> shuffle -> zstd, level 1
 
-Signs and exponents of trained weights repeat and their mantissas don't, so sorting bytes by their
-place gives zstd something to find (Alted, "Why modern CPUs are starving", 2010; blosc). It is worth
-its time where the disk or the network is slow: ``choose`` measures, and says so.
+Signs and exponents of trained weights repeat and their mantissas don't. So sorting
+bytes by their position makes them compressible for zstd (Alted, "Why modern CPUs are
+starving", 2010; blosc). It is useful if the disk or the network is slow. ``choose``
+measures that and reports the result.
 """
 
 from __future__ import annotations
@@ -52,17 +53,17 @@ def encode(tensors: Mapping[str, Tensor], base: Mapping[str, Tensor] | None = No
             "bytes": tensor.numel() * tensor.element_size(),
             "difference": other is not None,
         }
-    whole = sum(how["bytes"] for how in coded.values())
-    if whole > decoded_limit(sum(stored[name].numel() for name in coded)):
+    total_bytes = sum(how["bytes"] for how in coded.values())
+    if total_bytes > decoded_limit(sum(stored[name].numel() for name in coded)):
         return dict(tensors), {}  # nearly all zeros: small enough to be rare, too good to be read
     return stored, coded
 
 
 def decode(stored: Tensor, how: Mapping[str, Any], base: Tensor | None) -> Tensor:
-    """The tensor that ``encode`` packed.
+    """Returns the tensor that ``encode`` packed.
 
     Raises:
-        ValueError: the description isn't one, or the bytes aren't what it says.
+        ValueError: the description is invalid, or the bytes don't match it.
     """
     dtype, shape = NAMES[how["dtype"]], [int(n) for n in how["shape"]]
     size = torch.Size(shape).numel() * dtype.itemsize
@@ -70,12 +71,12 @@ def decode(stored: Tensor, how: Mapping[str, Any], base: Tensor | None) -> Tenso
         raise ValueError(f"{shape} of {how['dtype']} doesn't have {how['bytes']} bytes")
     raw = pa.Codec("zstd").decompress(memoryview(bytes_of(stored)), size)
     planes = np.frombuffer(raw, np.uint8).reshape(dtype.itemsize, -1)
-    whole = np.ascontiguousarray(planes.T).reshape(-1)
+    decoded = np.ascontiguousarray(planes.T).reshape(-1)
     if how["difference"]:
         if base is None or base.dtype != dtype or list(base.shape) != shape:
             raise ValueError("what it differs from has another form")
-        whole ^= np.frombuffer(bytes_of(base.contiguous()), np.uint8)
-    return torch.from_numpy(whole).view(dtype).reshape(shape)
+        decoded ^= np.frombuffer(bytes_of(base.contiguous()), np.uint8)
+    return torch.from_numpy(decoded).view(dtype).reshape(shape)
 
 
 def decoded_limit(stored_bytes: int) -> int:
@@ -94,26 +95,26 @@ class DeltaChoice:
 def choose(
     tensors: Mapping[str, Tensor], base: Mapping[str, Tensor] | None, bytes_per_second: float
 ) -> DeltaChoice:
-    """Whether packing makes a checkpoint reach its place earlier, measured on a sample.
+    """Measures on a sample if packing makes a checkpoint reach its target earlier.
 
     Args:
-        base: an earlier checkpoint's tensors, if differences may be taken.
-        bytes_per_second: how fast plain bytes got there.
+        base: an earlier checkpoint's tensors, if differences are allowed.
+        bytes_per_second: measured speed of plain bytes.
     """
     pieces = _sample(tensors)
-    whole = sum(t.numel() * t.element_size() for t in pieces.values())
-    if not whole:
+    total_bytes = sum(t.numel() * t.element_size() for t in pieces.values())
+    if not total_bytes:
         return DeltaChoice(PLAIN, "compression off: there is nothing large enough to pack")
-    plain = whole / bytes_per_second
-    found = []
+    plain = total_bytes / bytes_per_second
+    candidates = []
     for kind in (SHUFFLE, DIFFERENCE) if base is not None else (SHUFFLE,):
         others = _sample(base or {}, pieces) if kind == DIFFERENCE else None
         began = time.perf_counter()
         packed = encode(pieces, others)[0]
         seconds = time.perf_counter() - began
         size = sum(t.numel() * t.element_size() for t in packed.values())
-        found.append((seconds + size / bytes_per_second, kind, whole / max(size, 1)))
-    taken, kind, ratio = min(found)
+        candidates.append((seconds + size / bytes_per_second, kind, total_bytes / max(size, 1)))
+    taken, kind, ratio = min(candidates)
     speed = f"{bytes_per_second / 1e9:.2f} GB/s"
     if taken < plain:
         return DeltaChoice(

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import stat
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from hasten.foreign_files import open_regular
 from hasten.machine.files import sync
 
 # The file-system calls of a commit, in one place: a test can cut the power between two of them.
@@ -72,7 +72,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
 class DamagedCheckpointError(ValueError):
-    """A checkpoint isn't what its manifest says."""
+    """The checkpoint doesn't match its manifest."""
 
 
 class NewerFormatError(ValueError):
@@ -80,7 +80,7 @@ class NewerFormatError(ValueError):
 
 
 def manifest_text(manifest: Mapping[str, Any]) -> bytes:
-    """The manifest as it stands on disk: its JSON with the hash of that JSON as the last key."""
+    """The manifest as on disk: its JSON with the hash of that JSON as the last key."""
     text = json.dumps(manifest, indent=1)
     seal = xxhash.xxh3_128_hexdigest(text.encode())
     return f'{text.removesuffix("}").rstrip()},\n "seal": "{seal}"\n}}'.encode()
@@ -115,23 +115,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return {**manifest, "seal": seal}
 
 
-def open_regular(path: Path) -> int:
-    """A descriptor for reading a plain file: no link, no pipe that would wait for its writer.
-
-    Raises:
-        OSError: it isn't there, or is something else.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(f"{path.name} is not a plain file")
-    return descriptor
-
-
 def _bounded(path: Path) -> bytes:
     if path.parent.is_symlink():
         raise OSError("it is a link")
-    with os.fdopen(open_regular(path), "rb") as file:
+    with open_regular(path, follow_links=False) as file:
         text = file.read(LARGEST_MANIFEST + 1)
     if len(text) > LARGEST_MANIFEST:
         raise ValueError(f"{path.name} is larger than {LARGEST_MANIFEST} bytes")
@@ -143,11 +130,11 @@ def _check(manifest: Mapping[str, Any]) -> None:
     files = manifest["files"]
     if not isinstance(files, dict) or not isinstance(manifest["meta"], dict) or not files:
         raise ValueError(f"{MANIFEST} lists no files or holds no meta")
-    for name, found in files.items():
+    for name, entry in files.items():
         if not _NAME.fullmatch(name) or name == MANIFEST:
             raise ValueError(f"{name[:120]!r} can't be the name of a checkpoint's file")
-        hashes = found["xxh3_128"], found["sha256"]
-        if not isinstance(found["bytes"], int) or not all(isinstance(h, str) for h in hashes):
+        hashes = entry["xxh3_128"], entry["sha256"]
+        if not isinstance(entry["bytes"], int) or not all(isinstance(h, str) for h in hashes):
             raise ValueError(f"{name} has no size or no hash")
     if type(manifest["step"]) is not int or not 0 <= manifest["step"] <= LAST_STEP:
         raise ValueError(f"{manifest['step']!r} is no step")
@@ -279,9 +266,9 @@ def _blocks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
     text += b" " * (-len(text) % 8)
     yield memoryview(len(text).to_bytes(8, "little") + text)
     for tensor in tensors.values():
-        whole = bytes_of(tensor)
-        for start in range(0, len(whole), BLOCK):
-            yield whole[start : start + BLOCK]
+        buffer = bytes_of(tensor)
+        for start in range(0, len(buffer), BLOCK):
+            yield buffer[start : start + BLOCK]
 
 
 # A nested state as named tensors and JSON, and back: dicts, lists, tuples, tensors, numbers, text.
@@ -291,21 +278,21 @@ def _blocks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
 TENSOR, ITEMS, TUPLE = "$tensor", "$items", "$tuple"
 
 
-def json_without_tensors(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
+def json_without_tensors(value: Any, key_path: str, tensors: dict[str, Tensor]) -> Any:
     """``value`` as JSON, each of its tensors put into ``tensors`` under the name of its place.
 
     Raises:
         TypeError: something in it is of another kind; the message names its place.
     """
     if isinstance(value, Tensor):
-        name = place
+        name = key_path
         while name in tensors:  # keys may have a slash of their own
             name += "'"
         tensors[name] = value.detach()
         return {TENSOR: name}
     if isinstance(value, dict):
         items = {
-            key: json_without_tensors(item, f"{place}/{key}", tensors)
+            key: json_without_tensors(item, f"{key_path}/{key}", tensors)
             for key, item in value.items()
         }
         if all(isinstance(key, str) and not key.startswith("$") for key in items):
@@ -313,19 +300,19 @@ def json_without_tensors(value: Any, place: str, tensors: dict[str, Tensor]) -> 
         return {ITEMS: [[key, item] for key, item in items.items()]}
     if isinstance(value, list | tuple):
         inner = [
-            json_without_tensors(item, f"{place}/{i}", tensors) for i, item in enumerate(value)
+            json_without_tensors(item, f"{key_path}/{i}", tensors) for i, item in enumerate(value)
         ]
         return {TUPLE: inner} if isinstance(value, tuple) else inner
     if value is None or type(value) in (str, bool, int, float):
         return value
     raise TypeError(
-        f"the state at {place} is a {type(value).__name__}; a checkpoint holds dicts, lists, "
+        f"the state at {key_path} is a {type(value).__name__}; a checkpoint holds dicts, lists, "
         "tensors, numbers and text"
     )
 
 
 def tensors_from_json(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """What ``json_without_tensors`` made JSON of.
+    """Reverses ``json_without_tensors``.
 
     Raises:
         KeyError, TypeError, ValueError: the JSON isn't of that kind.
@@ -351,8 +338,8 @@ def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder, oldest first; anything with another name is not one."""
     if not folder.is_dir():
         return []
-    found = (p for p in folder.iterdir() if STEP.fullmatch(p.name))
-    return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
+    paths = (p for p in folder.iterdir() if STEP.fullmatch(p.name))
+    return sorted(paths, key=lambda p: int(p.name.removeprefix("step-")))
 
 
 def quarantine(path: Path, reason: str) -> Path | None:
@@ -360,17 +347,17 @@ def quarantine(path: Path, reason: str) -> Path | None:
 
     In its place it would be tried again at every start, and block the next save of its step.
     """
-    place = path.with_name(f".damaged-{path.name}-{time.time_ns()}")
+    target = path.with_name(f".damaged-{path.name}-{time.time_ns()}")
     try:
         # Another rank may have been faster, and a folder may be read-only: neither is a reason
         # to not go on to the one before.
-        path.rename(place)
+        path.rename(target)
     except OSError:
         return None
     with contextlib.suppress(OSError):
-        if place.is_dir() and not place.is_symlink():
-            (place / REASON).write_text(reason + "\n", encoding="utf-8")
-    return place
+        if target.is_dir() and not target.is_symlink():
+            (target / REASON).write_text(reason + "\n", encoding="utf-8")
+    return target
 
 
 def archive(folder: Path, step: int) -> list[Path]:
@@ -378,14 +365,14 @@ def archive(folder: Path, step: int) -> list[Path]:
     moved = []
     for path in checkpoints(folder):
         if int(path.name.removeprefix("step-")) > step:
-            place = path.with_name(f".aside-{path.name}-{time.time_ns()}")
-            path.rename(place)
-            moved.append(place)
+            target = path.with_name(f".aside-{path.name}-{time.time_ns()}")
+            path.rename(target)
+            moved.append(target)
     return moved
 
 
 def bytes_in(folder: Path) -> int:
-    """What the checkpoints in a folder take, as far as their files can be seen."""
+    """Returns the size of the checkpoints in a folder, as far as their files are visible."""
     total = 0
     for path in checkpoints(folder):
         with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
-"""Checkpoints kept elsewhere: any address that fsspec knows, such as s3://bucket/run.
+"""Checkpoints at a remote address that fsspec supports, such as s3://bucket/run.
 
-Such places have no rename. So files are sent first and the manifest last, and a checkpoint counts
-once its manifest is there; on the way out the manifest goes first. What is fetched is verified like
-any other.
+Such targets have no rename. So files are sent first and the manifest last. A checkpoint
+counts once its manifest is there. On deletion the manifest is removed first. Fetched
+files are verified like any others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hasten.parts.checkpoint.verify import verify
 
 
 def is_address(folder: str) -> bool:
-    """Whether ``folder`` names another place than a local folder."""
+    """Returns True if ``folder`` is an address and not a local folder."""
     return "://" in folder
 
 
@@ -53,17 +53,17 @@ class Mirror:
 
     def send(self, path: Path) -> None:
         """Copy a committed checkpoint there, the manifest last; what it differs from before it."""
-        there = self.names()
-        if path.name in there:
+        remote_names = self.names()
+        if path.name in remote_names:
             return
         manifest = read_manifest(path)
         base = manifest.get("base")
-        if base and base["name"] not in there:  # it could not be sent when it was written
+        if base and base["name"] not in remote_names:  # it could not be sent when it was written
             self.send(path.with_name(base["name"]))
-        place = f"{self._root}/{path.name}"
-        self._files.makedirs(place, exist_ok=True)
+        remote_folder = f"{self._root}/{path.name}"
+        self._files.makedirs(remote_folder, exist_ok=True)
         for name in [*manifest["files"], MANIFEST]:
-            self._files.put_file(str(path / name), f"{place}/{name}")
+            self._files.put_file(str(path / name), f"{remote_folder}/{name}")
 
     def names(self) -> list[str]:
         """The checkpoints that are whole there, oldest first."""
@@ -72,32 +72,32 @@ class Mirror:
             listed = self._files.ls(self._root, detail=False)
         except FileNotFoundError:
             return []
-        found = (str(name).rstrip("/").rpartition("/")[2] for name in listed)
-        there = [
+        names = (str(name).rstrip("/").rpartition("/")[2] for name in listed)
+        complete_names = [
             name
-            for name in found
+            for name in names
             if STEP.fullmatch(name) and self._files.exists(f"{self._root}/{name}/{MANIFEST}")
         ]
-        return sorted(there, key=lambda name: int(name.removeprefix("step-")))
+        return sorted(complete_names, key=lambda name: int(name.removeprefix("step-")))
 
     def keep(self, local: Path) -> None:
         """Delete there what ``local`` keeps no more: files that a manifest of ours lists."""
-        here = {path.name for path in checkpoints(local)}
+        local_names = {path.name for path in checkpoints(local)}
         for name in self.names():
-            if name not in here:
-                place = f"{self._root}/{name}"
-                files = self._listed(place)
+            if name not in local_names:
+                remote_folder = f"{self._root}/{name}"
+                files = self._listed(remote_folder)
                 for file in files:  # one by one: `rm` would take brackets for a pattern
-                    self._files.rm_file(f"{place}/{file}")
+                    self._files.rm_file(f"{remote_folder}/{file}")
                 with contextlib.suppress(OSError, NotImplementedError):
-                    self._files.rmdir(place)  # where folders are things of their own
+                    self._files.rmdir(remote_folder)  # where folders are things of their own
 
     def archive(self, step: int) -> list[str]:
         """Take the manifests of checkpoints after ``step`` from their places; their names."""
-        found = [name for name in self.names() if int(name.removeprefix("step-")) > step]
-        for name in found:
+        names = [name for name in self.names() if int(name.removeprefix("step-")) > step]
+        for name in names:
             self._move_manifest(name, "aside")
-        return found
+        return names
 
     def fetch(self, local: Path, noted: Callable[[Path, str], None]) -> None:
         """Bring what is there and not here, newest first, until one has come whole."""
@@ -148,15 +148,18 @@ class Mirror:
             ) from error
 
     def _move_manifest(self, name: str, why: str) -> None:
-        """Without a manifest it is no checkpoint any more, and its step can be sent anew."""
+        """Moves the manifest away.
+
+        The checkpoint no longer counts, and its step can be sent again.
+        """
         manifest = f"{self._root}/{name}/{MANIFEST}"
         self._files.cp_file(manifest, f"{manifest}.{why}")
         self._files.rm_file(manifest)
 
-    def _listed(self, place: str) -> list[str]:
+    def _listed(self, remote_folder: str) -> list[str]:
         """The files of a checkpoint, the manifest first; none where it isn't ours."""
-        with tempfile.TemporaryDirectory() as here:
-            self._files.get_file(f"{place}/{MANIFEST}", f"{here}/{MANIFEST}")
+        with tempfile.TemporaryDirectory() as temp_folder:
+            self._files.get_file(f"{remote_folder}/{MANIFEST}", f"{temp_folder}/{MANIFEST}")
             with contextlib.suppress(DamagedCheckpointError, NewerFormatError):
-                return [MANIFEST, *read_manifest(Path(here))["files"]]
+                return [MANIFEST, *read_manifest(Path(temp_folder))["files"]]
         return []

@@ -1,7 +1,9 @@
-"""Named tensors and JSON to a folder and back: its lock, its room, its thread, what stays in it.
+"""Saves named tensors and JSON to a folder and back, with its lock, space and thread.
 
-save:  copy aside (blocks) | pack -> commit -> verify, prune -> send (in the writer's thread)
-error: kept until the next call sees it; a full or broken disk is an alarm, not the run's end
+- save: copy to host memory (blocks) | pack -> commit -> verify, prune -> send (in the
+  writer's thread)
+- error: stored until the next call reports it. A full or broken disk is an alarm and
+  doesn't end the run.
 """
 
 from __future__ import annotations
@@ -48,8 +50,10 @@ from hasten.parts.checkpoint.verify import load, load_latest
 
 
 class Staging:
-    """Host memory that is kept from save to save: asking the system for it anew costs more time
-    than the copy itself."""
+    """Host memory that is reused from save to save.
+
+    Requesting it from the system again costs more time than the copy itself.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
@@ -68,15 +72,15 @@ class Staging:
         return dict(self._kept)
 
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:
-        kept = self._kept.get(name)
-        if kept is not None and kept.shape == tensor.shape and kept.dtype == tensor.dtype:
-            return kept
+        buffer = self._kept.get(name)
+        if buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype:
+            return buffer
         pinned = host.pins_for(tensor.device)  # pages that can't move are copied without a detour
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
 
 
 class CheckpointWriter:
-    """Runs one piece of work at a time beside the training; its error waits to be asked for."""
+    """Runs one task at a time in the background; stores its error until it is requested."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -84,7 +88,7 @@ class CheckpointWriter:
 
     @property
     def busy(self) -> bool:
-        """Whether a piece of work is under way."""
+        """Returns True if a task is running."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, work: Callable[[], None]) -> None:
@@ -101,9 +105,9 @@ class CheckpointWriter:
             self._thread = None
 
     def error(self) -> BaseException | None:
-        """What went wrong since it was last asked, once."""
-        found, self._error = self._error, None
-        return found
+        """Returns the error since the last call, once."""
+        error, self._error = self._error, None
+        return error
 
     def _run(self, work: Callable[[], None]) -> None:
         try:
@@ -123,14 +127,14 @@ LONG, SLOW = 10.0, 50e6  # seconds of a write, and bytes per second: below any d
 
 
 class Slowness:
-    """What one place was seen to do.
+    """Measured speed of one target.
 
     Args:
-        place: a folder or an address, as the user calls it.
+        address: a folder or an address, as the user wrote it.
     """
 
-    def __init__(self, place: str) -> None:
-        self._place = place
+    def __init__(self, address: str) -> None:
+        self._place = address
         self._last = (0, 0.0)  # bytes and seconds of the last write
         self._said = math.inf  # bytes per second when it was last told
 
@@ -160,14 +164,14 @@ Found = tuple[dict[str, Tensor], dict[str, Any], Path]
 
 
 class Saver:
-    """Writes checkpoints into one folder, or to an address through a local one.
+    """Writes checkpoints into one folder, or to an address through a local folder.
 
     Args:
-        folder: a local path, or an address that fsspec knows.
-        keep: checkpoints that stay.
-        compression: True measures whether packing pays, False never packs; ``shuffle`` and
-            ``difference`` always pack so.
-        asynchronous: write in a thread; costs host memory of one more state.
+        folder: a local path, or an address that fsspec supports.
+        keep: number of checkpoints that stay.
+        compression: True measures if packing is faster, False never packs. ``shuffle`` and
+            ``difference`` always pack in that way.
+        asynchronous: write in a thread; takes host memory of one more state.
 
     Raises:
         ValueError: a setting is out of range, or the address can't be used.
@@ -226,8 +230,8 @@ class Saver:
                 f"checkpoints can't be written into {self.folder}: {error.strerror or error}; "
                 "choose another folder"
             ) from error
-        there = bytes_in(self.folder)
-        if free < expected_bytes or free + there < 2 * expected_bytes:
+        used_bytes = bytes_in(self.folder)
+        if free < expected_bytes or free + used_bytes < 2 * expected_bytes:
             raise ValueError(
                 f"two checkpoints of {expected_bytes / 1e9:.2f} GB don't fit into {self.folder}, "
                 f"where {free / 1e9:.2f} GB are free; make room or choose another folder"
@@ -235,12 +239,12 @@ class Saver:
 
     @property
     def is_open(self) -> bool:
-        """Whether the folder is ours."""
+        """Returns True if this process holds the folder."""
         return self._lock is not None
 
     @property
     def busy(self) -> bool:
-        """Whether a save is under way."""
+        """Returns True if a save is running."""
         return self._writer.busy
 
     def save(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
@@ -315,9 +319,9 @@ class Saver:
         path = self._commit(step, tensors, meta)
         try:
             self._reach(lambda mirror: mirror.send(path))
-            whole = sum(t.numel() * t.element_size() for t in tensors.values())
+            total_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
             taken = time.perf_counter() - chosen
-            self._plain_speed = whole / taken
+            self._plain_speed = total_bytes / taken
             self._slowness.wrote(sum(p.stat().st_size for p in path.iterdir()), taken)
             self.saved += 1
         finally:  # an address that can't be reached for long must not fill the local folder
@@ -382,7 +386,7 @@ class Saver:
 
 
 def _told(compression: bool | str) -> DeltaChoice | None:
-    """What needs no measurement."""
+    """Returns the choice that needs no measurement, if there is one."""
     if compression is True:
         return None
     if compression is False:

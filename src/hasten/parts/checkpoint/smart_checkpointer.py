@@ -1,11 +1,13 @@
-"""SmartCheckpointer: saves what it protects as often as pays, and brings it back bit for bit.
+"""SmartCheckpointer: saves objects as often as useful and restores them bit for bit.
 
     checkpointer = SmartCheckpointer(interval="dynamic", max_checkpoints=3, compression=True)
     checkpointer.protect(model=model, optimizer=optimizer, schedule=schedule)
-    model = checkpointer.restore()                 # as it was, or as it is on the first start
+
+    model = checkpointer.restore()           # restored, or unchanged on the first start
     for step in range(checkpointer.step + 1, steps + 1):
-        ...                                        # train one step
-        checkpointer.after_step(step)              # saves when it is time; save(step) saves now
+        ...                                  # train one step
+
+        checkpointer.after_step(step)        # saves when due; save(step) saves now
     checkpointer.close()
 
 On several ranks every rank makes the same calls, and the first one writes.
@@ -89,7 +91,7 @@ class SaveInterval:
         return max(min(max(best, cost / LARGEST_SHARE), self.longest_loss), 2 * self.writing)
 
     def restarted(self, recovery: float) -> None:
-        """The run goes on after an end: a failure more, and what coming back took."""
+        """Counts a failure and the recovery time when the run resumes."""
         self.failures += 1
         self.recovery = max(recovery, 1.0)
 
@@ -104,13 +106,13 @@ class SaveInterval:
             ValueError: it isn't such a state.
         """
         try:
-            failures, seen = int(state["failures"]), float(state["seen"])
+            failures, observed_seconds = int(state["failures"]), float(state["seen"])
             recovery = float(state["recovery"])
         except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"the history of failures can't be read: {error!r}") from error
-        if failures < 0 or not (0 <= seen < math.inf and 0 <= recovery < math.inf):
+        if failures < 0 or not (0 <= observed_seconds < math.inf and 0 <= recovery < math.inf):
             raise ValueError(f"{state} can't be a history of failures")
-        self.failures, self.seen, self.recovery = failures, seen, recovery
+        self.failures, self.seen, self.recovery = failures, observed_seconds, recovery
 
 
 class SaveSteps:
@@ -131,7 +133,7 @@ class SaveSteps:
         self.next_look = 0
 
     def looks(self, step: int) -> bool:
-        """Whether something is decided after ``step``; the same on every rank."""
+        """Returns True if a decision is due after ``step``; the same on every rank."""
         if isinstance(self.every, int):
             return step % self.every == 0
         if self._first is None:
@@ -140,16 +142,16 @@ class SaveSteps:
         return step >= self.next_look
 
     def decide(self, step: int, busy: bool) -> tuple[bool, int]:
-        """Whether to save now, and the step to look at next. ``busy``: a save is under way."""
+        """Returns (save now, next step for a decision). ``busy``: a save is running."""
         if isinstance(self.every, int) or self._first is None:
             return True, step + 1
         now = time.monotonic()
         first, then = self._first
         step_seconds = max((now - then) / max(step - first, 1), 1e-6)
         wanted = self.interval.seconds()
-        left = wanted - (now - self._last_save)
-        due = left <= step_seconds / 2 and not busy
-        ahead = wanted if due else max(left, 0.0)
+        remaining_seconds = wanted - (now - self._last_save)
+        due = remaining_seconds <= step_seconds / 2 and not busy
+        ahead = wanted if due else max(remaining_seconds, 0.0)
         # A look is a word between ranks. Steps may become slower, so none lies far ahead.
         far = max(LONGEST_BLINK, 1 / step_seconds)
         return due, step + max(1, int(min(ahead / step_seconds / 2, far)))
@@ -168,15 +170,15 @@ class SmartCheckpointer:
     """Protects objects that have ``state_dict`` and ``load_state_dict``.
 
     Args:
-        interval: ``dynamic`` computes it from what saves cost and how often runs end; a number is
-            one of steps.
+        interval: ``dynamic`` computes it from the cost of saves and the rate of failures; a
+            number is a number of steps.
         max_checkpoints: verified checkpoints that stay.
-        compression: pack them where that pays here, measured at the first save.
-        folder: a local path, or an address that fsspec knows.
+        compression: pack them if that is faster, measured at the first save.
+        folder: a local path, or an address that fsspec supports.
         longest_loss: seconds of work that may be lost at most, with ``dynamic``.
-        between_failures: mean seconds between failures, as far as known beforehand.
+        between_failures: mean seconds between failures, estimated in advance.
         asynchronous: write in a thread; takes host memory for one more state.
-        agree: gives the first rank's numbers to all ranks; ``torch.distributed`` if left out.
+        agree: gives the first rank's numbers to all ranks; default ``torch.distributed``.
 
     Raises:
         ValueError: a setting is out of range.
@@ -215,12 +217,12 @@ class SmartCheckpointer:
 
     @property
     def alarms(self) -> list[str]:
-        """What went wrong so far and was survived, one sentence each."""
+        """Returns the problems so far that didn't end the run, one sentence each."""
         return self.saver.alarms
 
     @property
     def compression(self) -> str:
-        """Whether checkpoints are packed, and why, with the figures."""
+        """Describes if and why checkpoints are packed, with the figures."""
         return self.saver.choice.reason if self.saver.choice else "compression: not yet measured"
 
     def open(self, expected_bytes: int = 0) -> None:
@@ -243,7 +245,10 @@ class SmartCheckpointer:
         return True
 
     def due(self, step: int) -> bool:
-        """Whether to save after ``step``, the same on every rank; sees the last save's error."""
+        """Returns True if a save is due after ``step``; the same on every rank.
+
+        A disk error of the last save gives a warning; an error of a state is raised.
+        """
         if not self._opened:
             self.open()
         self.saver.look()
@@ -256,11 +261,11 @@ class SmartCheckpointer:
         return bool(due)
 
     def save(self, step: int | nn.Module | None = None) -> None:
-        """Save what is protected now; returns once it is copied aside.
+        """Saves the protected objects now; returns once they are copied to host memory.
 
         Args:
-            step: how many steps were trained; one more than at the last save if left out. A model
-                in its place is protected as ``model`` first.
+            step: number of trained steps; default: one more than at the last save. A model
+                instead of a number is protected as ``model`` first.
 
         Raises:
             TypeError: it is neither a step nor a model.
@@ -306,35 +311,38 @@ class SmartCheckpointer:
             )
         self.saver.wait_for_writer()
         self.open()
-        found = self.load_state(Path(path) if path is not None else None)
-        if found is not None:
-            tensors, meta, place = found
-            self._protected.load(tensors, meta.get("objects"), place)
+        checkpoint = self.load_state(Path(path) if path is not None else None)
+        if checkpoint is not None:
+            tensors, meta, source_path = checkpoint
+            self._protected.load(tensors, meta.get("objects"), source_path)
             ranks = meta.get("random", [])
             if _rank() < len(ranks):
                 set_random_state(ranks[_rank()])
         elif _rank() == 0:
-            words = f"no checkpoint in {self.saver.address}: the model is as it was"
-            warnings.warn(words, stacklevel=2)
+            message = f"no checkpoint in {self.saver.address}: the model is as it was"
+            warnings.warn(message, stacklevel=2)
         return self._protected.objects.get("model")
 
     def load_state(self, path: Path | None = None) -> Found | None:
         """Tensors, meta and path of the newest state that verifies; the same on every rank."""
-        found = self.saver.latest(path) if _rank() == 0 else None
-        (step,) = self._agree([float(read_manifest(found[2])["step"]) if found else -1.0])
+        checkpoint = self.saver.latest(path) if _rank() == 0 else None
+        (step,) = self._agree([float(read_manifest(checkpoint[2])["step"]) if checkpoint else -1.0])
         if step < 0:
             return None
-        if found is None:  # the other ranks read what the first one found whole
-            found = self.saver.latest(path) if path else self.saver.of_step(int(step))
-        if found is not None and HISTORY in found[1] and not self._resumed:
-            self.interval.load_state_dict(found[1][HISTORY])
+        if checkpoint is None:  # the other ranks read what the first one found whole
+            checkpoint = self.saver.latest(path) if path else self.saver.of_step(int(step))
+        if checkpoint is not None and HISTORY in checkpoint[1] and not self._resumed:
+            self.interval.load_state_dict(checkpoint[1][HISTORY])
             self.interval.restarted(time.monotonic() - self._born)
         self._resumed = True  # a run that goes back on its way hasn't failed
         self.step = self._way = int(step)
-        return found
+        return checkpoint
 
     def list(self) -> list[Path]:
-        """The checkpoints in the folder, oldest first; sees the last save's error."""
+        """Returns the checkpoints in the folder, oldest first.
+
+        A disk error of the last save gives a warning; an error of a state is raised.
+        """
         self.saver.look()
         return checkpoints(self.saver.folder)
 
@@ -346,15 +354,15 @@ class SmartCheckpointer:
             ValueError: there is none.
         """
         self.saver.wait_for_writer()
-        there = self.list()
-        if path is None and not there:
+        checkpoint_paths = self.list()
+        if path is None and not checkpoint_paths:
             raise ValueError(f"{self.saver.folder} holds no checkpoint")
-        return verify(Path(path) if path is not None else there[-1], thorough=True)
+        return verify(Path(path) if path is not None else checkpoint_paths[-1], thorough=True)
 
     def _take_in(self, model: nn.Module) -> None:
-        known = self._protected.objects
-        if all(model is not held for held in known.values()):
-            if "model" in known:
+        protected = self._protected.objects
+        if all(model is not existing for existing in protected.values()):
+            if "model" in protected:
                 raise ValueError(
                     f"save was given a {type(model).__name__} and another model is protected; "
                     "protect both by names of their own, and save() alone"
@@ -362,9 +370,9 @@ class SmartCheckpointer:
             self.protect(model=model)
 
     def _begun(self) -> bool:
-        """Whether what an earlier run saved later on is out of the way.
+        """Archives later checkpoints of an earlier run; returns True when that is done.
 
-        It would stay in the place of this run's saves, and be the newest at the next start.
+        Otherwise they would block this run's saves and be the newest at the next start.
         """
         if self._way is not None:
             try:
@@ -407,6 +415,6 @@ def _broadcast(numbers: Sequence[float]) -> Sequence[float]:
     """The first rank's numbers, on every rank."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return numbers
-    told = [list(map(float, numbers))]
-    dist.broadcast_object_list(told, src=0)  # on the host where the group reaches it
-    return told[0]
+    payload = [list(map(float, numbers))]
+    dist.broadcast_object_list(payload, src=0)  # on the host where the group reaches it
+    return payload[0]

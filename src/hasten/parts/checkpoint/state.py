@@ -1,4 +1,4 @@
-"""What a checkpoint keeps: objects with a state, by name, and the random state of every rank."""
+"""Contents of a checkpoint: objects with a state, by name, and random state per rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hasten.parts.checkpoint.format import json_without_tensors, tensors_from_js
 
 
 class CheckpointedState:
-    """What a checkpoint is of."""
+    """The objects that a checkpoint contains, by name."""
 
     def __init__(self) -> None:
         self.objects: dict[str, Any] = {}
@@ -29,15 +29,17 @@ class CheckpointedState:
         Raises:
             ValueError: one has no ``state_dict`` and ``load_state_dict``, or is sharded.
         """
-        for name, held in objects.items():
-            lacks = [f for f in ("state_dict", "load_state_dict") if not hasattr(held, f)]
+        for name, stateful in objects.items():
+            lacks = [f for f in ("state_dict", "load_state_dict") if not hasattr(stateful, f)]
             if lacks:
                 raise ValueError(
-                    f"{name} is a {type(held).__name__} without {lacks[0]}; protect objects with "
+                    f"{name} is a {type(stateful).__name__} without {lacks[0]}; protect objects "
+                    f"with "
                     "state_dict and load_state_dict"
                 )
-            if isinstance(held, nn.Module) and any(
-                isinstance(tensor, DTensor) for tensor in (*held.parameters(), *held.buffers())
+            if isinstance(stateful, nn.Module) and any(
+                isinstance(tensor, DTensor)
+                for tensor in (*stateful.parameters(), *stateful.buffers())
             ):
                 raise ValueError(
                     f"{name} is sharded over ranks, which is not supported here; save it with "
@@ -52,37 +54,39 @@ class CheckpointedState:
             TypeError: a state holds what a checkpoint can't.
         """
         tensors: dict[str, Tensor] = {}
-        found = {
-            name: json_without_tensors(_plain(held.state_dict()), name, tensors)
-            for name, held in self.objects.items()
+        states = {
+            name: json_without_tensors(_plain(stateful.state_dict()), name, tensors)
+            for name, stateful in self.objects.items()
         }
-        return tensors, found
+        return tensors, states
 
-    def load(self, tensors: dict[str, Tensor], saved: Any, place: Path) -> None:
+    def load(self, tensors: dict[str, Tensor], saved: Any, path: Path) -> None:
         """Give every object its state back.
 
         Raises:
             ValueError: the checkpoint is of other objects or another model; nothing was changed.
         """
         if not isinstance(saved, dict) or saved.keys() != self.objects.keys():
-            there = ", ".join(sorted(saved)) if isinstance(saved, dict) else "none"
+            saved_names = ", ".join(sorted(saved)) if isinstance(saved, dict) else "none"
             raise ValueError(
-                f"{place} holds {there} and {', '.join(sorted(self.objects)) or 'nothing'} is "
+                f"{path} holds {saved_names} and {', '.join(sorted(self.objects)) or 'nothing'} is "
                 "protected; protect the same objects by the same names, or use another folder"
             )
         try:
             states = {name: tensors_from_json(state, tensors) for name, state in saved.items()}
         except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"{place} holds no state that can be read: {error!r}") from error
-        for name, held in self.objects.items():
-            _check_same(name, held, states[name], place)
-        for name, held in self.objects.items():
-            held.load_state_dict(states[name])
+            raise ValueError(f"{path} holds no state that can be read: {error!r}") from error
+        for name, stateful in self.objects.items():
+            _check_same(name, stateful, states[name], path)
+        for name, stateful in self.objects.items():
+            stateful.load_state_dict(states[name])
 
     def expected_bytes(self) -> int:
         """About what a checkpoint will take, before the optimizer has made its moments."""
         tensors, _ = self.state()
-        optimizers = [held for held in self.objects.values() if isinstance(held, Optimizer)]
+        optimizers = [
+            stateful for stateful in self.objects.values() if isinstance(stateful, Optimizer)
+        ]
         coming = sum(moments_to_come(optimizer) for optimizer in optimizers)
         return coming + sum(int(t.nbytes) for t in tensors.values())
 
@@ -104,32 +108,81 @@ def _plain(state: Any) -> Any:
     return dict(state) if isinstance(state, dict) else state
 
 
-def _check_same(name: str, held: Any, state: Any, place: Path) -> None:
-    """A module of the same tensors, an optimizer of as many weights."""
-    if isinstance(held, nn.Module):
-        here = {k: getattr(v, "shape", None) for k, v in held.state_dict().items()}
+def _check_same(name: str, stateful: Any, state: Any, path: Path) -> None:
+    """Raises ValueError if a module's tensors or an optimizer's states have other shapes."""
+    if isinstance(stateful, nn.Module):
+        shapes = {k: getattr(v, "shape", None) for k, v in stateful.state_dict().items()}
         saved = state if isinstance(state, dict) else {}
-        there = {k: getattr(v, "shape", None) for k, v in saved.items()}
-        wrong = sorted(k for k in here.keys() | there.keys() if here.get(k) != there.get(k))
+        saved_shapes = {k: getattr(v, "shape", None) for k, v in saved.items()}
+        wrong = sorted(
+            k for k in shapes.keys() | saved_shapes.keys() if shapes.get(k) != saved_shapes.get(k)
+        )
         if wrong:
             raise ValueError(
-                f"{place} is of another {name}: {wrong[0]} differs ({len(wrong)} in all); restore "
+                f"{path} is of another {name}: {wrong[0]} differs ({len(wrong)} in all); restore "
                 "the one that was saved, or use another folder"
             )
-    elif isinstance(held, Optimizer):
-        ours, theirs = _group_sizes(held.state_dict()), _group_sizes(state)
+    elif isinstance(stateful, Optimizer):
+        ours, theirs = _group_sizes(stateful.state_dict()), _group_sizes(state)
         if ours != theirs:
-            found = f"groups of {theirs} weights, not {ours}" if theirs else "no optimizer's"
+            difference = f"groups of {theirs} weights, not {ours}" if theirs else "no optimizer's"
             raise ValueError(
-                f"{place} is of another {name}: {found}; restore the one that was saved, or use "
+                f"{path} is of another {name}: {difference}; restore the one that was saved, or "
+                f"use "
                 "another folder"
             )
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        own = [weight for group in stateful.param_groups for weight in group["params"]]
+        weights = dict(zip(numbers, own, strict=True))
+        for number, values in state["state"].items():
+            problem = (
+                check_moments(weights[number], values)
+                if number in weights and isinstance(values, dict)
+                else "is of no weight"
+            )
+            if problem:
+                raise ValueError(
+                    f"{path} is of another {name}: the state of weight {number} {problem}; "
+                    "restore the one that was saved, or use another folder"
+                )
+
+
+# Moments that torch's optimizers and those of this package keep for every element of a weight.
+_OF_EACH_ELEMENT = frozenset(
+    (
+        *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum", "momentum_buffer"),
+        *("square_avg", "acc_delta", "grad_avg", "sum", "prev", "step_size"),
+    )
+)
+
+
+def check_moments(weight: Tensor, values: Mapping[str, Any]) -> str | None:
+    """Compares the shapes of a weight's optimizer state with the weight's.
+
+    A state of the wrong shape may broadcast, or multiply another element, without any error.
+
+    Returns:
+        What is wrong, as the rest of a sentence; None if nothing is.
+    """
+    for key, value in values.items():
+        if not isinstance(value, Tensor):
+            if key in _OF_EACH_ELEMENT and value is not None:
+                return f"has {key} as {type(value).__name__}, not as a tensor"
+            continue
+        # Codes of quantised moments are flat, and factored ones have fewer elements.
+        reshaped = value.ndim > 1 and value.numel() == weight.numel()
+        if (key in _OF_EACH_ELEMENT or reshaped) and value.shape != weight.shape:
+            return f"has {key} of shape {[*value.shape]}, and the weight has {[*weight.shape]}"
+        if key == "step" and value.numel() != 1:
+            return f"has {value.numel()} steps, expected one"
+    return None
 
 
 def _group_sizes(state: Any) -> list[int] | None:
     """How many weights each group of an optimizer's state has; None where it is no such state."""
     try:
-        return [len(group["params"]) for group in state["param_groups"]]
+        sizes = [len(group["params"]) for group in state["param_groups"]]
+        return sizes if isinstance(state["state"], dict) else None
     except (KeyError, TypeError):
         return None
 
@@ -141,17 +194,17 @@ def _group_sizes(state: Any) -> list[int] | None:
 
 
 def random_state() -> dict[str, Any]:
-    """This process's state, as JSON can say it."""
-    version, words, gauss = random.getstate()
+    """Returns this process's random state as JSON values."""
+    version, internal_state, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    found: dict[str, Any] = {
+    state: dict[str, Any] = {
         "torch": _text(torch.get_rng_state()),
-        "python": [version, list(words), gauss],
+        "python": [version, list(internal_state), gauss],
         "numpy": [kind, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
     }
     if torch.accelerator.is_available():
-        found["accelerator"] = _text(_module().get_rng_state())
-    return found
+        state["accelerator"] = _text(_module().get_rng_state())
+    return state
 
 
 def set_random_state(state: dict[str, Any]) -> None:
@@ -162,23 +215,23 @@ def set_random_state(state: dict[str, Any]) -> None:
     """
     try:
         torch.set_rng_state(_state(state["torch"]))
-        version, words, gauss = state["python"]
-        random.setstate((version, tuple(words), gauss))
-        kind, keys, *rest = state["numpy"]
-        np.random.set_state((kind, np.asarray(keys, np.uint32), *rest))
+        version, internal_state, gauss = state["python"]
+        random.setstate((version, tuple(internal_state), gauss))
+        kind, keys, *fields = state["numpy"]
+        np.random.set_state((kind, np.asarray(keys, np.uint32), *fields))
         if "accelerator" in state and torch.accelerator.is_available():
             _module().set_rng_state(_state(state["accelerator"]))
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ValueError(f"the random state of the checkpoint can't be used: {error}") from error
 
 
-def of_all_ranks(found: Callable[[], dict[str, Any]] = random_state) -> list[dict[str, Any]]:
+def of_all_ranks(get_state: Callable[[], dict[str, Any]] = random_state) -> list[dict[str, Any]]:
     """Every rank's state, in the order of ranks, on every rank."""
-    mine = found()
+    state = get_state()
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return [mine]
+        return [state]
     rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, mine)  # on the host where the group reaches it
+    dist.all_gather_object(rows, state)  # on the host where the group reaches it
     return rows
 
 

@@ -1,8 +1,8 @@
-"""Reads checkpoints, and only what their manifests confirm.
+"""Reads checkpoints, and returns only contents that their manifests confirm.
 
-load:        read every file through its hash -> tensors as they were saved
-load_latest: newest first; what is damaged is renamed out of the way with its reason, and the
-             one before it is tried
+- load: read every file through its hash -> tensors as they were saved
+- load_latest: newest first. A damaged checkpoint is renamed with its reason, and the
+  one before it is tried.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import xxhash
 from safetensors import SafetensorError
 from torch import Tensor
 
+from hasten.foreign_files import open_regular
 from hasten.parts.checkpoint.delta import decode, decoded_limit
 from hasten.parts.checkpoint.format import (
     BLOCK,
@@ -25,7 +26,6 @@ from hasten.parts.checkpoint.format import (
     STEP,
     DamagedCheckpointError,
     checkpoints,
-    open_regular,
     quarantine,
     read_manifest,
 )
@@ -40,15 +40,15 @@ NO_MEMORY = "allocate memory"  # in the words of torch, which raises RuntimeErro
 
 
 def verify(path: Path, thorough: bool = False) -> dict[str, Any]:
-    """The manifest of a checkpoint whose every byte is as it was written.
+    """Returns the manifest of a checkpoint if every byte is as it was written.
 
     Args:
         thorough: compare sha256 as well, three to ten times slower.
 
     Raises:
-        DamagedCheckpointError: a file is missing, or differs from what was written.
+        DamagedCheckpointError: a file is missing, or differs from the written one.
         NewerFormatError: a later version of this program wrote it.
-        OSError: this process has no file or memory left to read it with.
+        OSError: this process has no file or memory left for reading.
     """
     manifest = read_manifest(path)
     if STEP.fullmatch(path.name) and int(path.name.removeprefix("step-")) != manifest["step"]:
@@ -104,13 +104,15 @@ def load(path: Path) -> State:  # noqa: C901  # each kind of damage in its own w
 def load_latest(
     folder: Path, noted: Callable[[Path, str], None] = lambda path, reason: None
 ) -> tuple[dict[str, Tensor], dict[str, Any], Path] | None:
-    """The newest checkpoint that verifies, or None; damaged ones are renamed ``.damaged-*``.
+    """Returns the newest checkpoint that verifies, or None.
+
+    Damaged ones are renamed ``.damaged-*``.
 
     Args:
-        noted: told each damaged one with the reason.
+        noted: receives each damaged checkpoint with the reason.
 
     Raises:
-        NewerFormatError: the newest that isn't damaged is of a later version of this program.
+        NewerFormatError: the newest undamaged one is of a later version of this program.
     """
     for path in reversed(checkpoints(folder)):
         try:
@@ -122,26 +124,25 @@ def load_latest(
 
 
 def _verify_base(path: Path, base: Mapping[str, Any], thorough: bool) -> None:
-    place = path.parent / base["name"]
+    base_path = path.parent / base["name"]
     try:
-        found = read_manifest(place)
-        if not found.get("base"):  # or forged ones could go round in a circle
-            verify(place, thorough)
+        manifest = read_manifest(base_path)
+        if not manifest.get("base"):  # or forged ones could go round in a circle
+            verify(base_path, thorough)
     except DamagedCheckpointError as error:
         raise DamagedCheckpointError(f"{path}: what it differs from is damaged: {error}") from error
-    if found.get("base") or found["seal"] != base.get("seal"):
+    if manifest.get("base") or manifest["seal"] != base.get("seal"):
         raise DamagedCheckpointError(f"{path}: {base['name']} isn't what it differs from")
 
 
 def _difference(file: Path, expected: Mapping[str, Any], thorough: bool) -> str:
-    """What is wrong with a file, or nothing."""
+    """Returns the problem of a file, or an empty string."""
     wanted = {key: expected[key] for key in ("xxh3_128", "sha256")}
     if not thorough:
         del wanted["sha256"]
     try:
-        descriptor = open_regular(file)
-        with os.fdopen(descriptor, "rb", buffering=0) as opened:
-            size = os.fstat(descriptor).st_size
+        with open_regular(file, follow_links=False) as opened:
+            size = os.fstat(opened.fileno()).st_size
             if size != expected["bytes"]:
                 return f"has {size} bytes instead of {expected['bytes']}"
             digests = {"xxh3_128": xxhash.xxh3_128(), "sha256": hashlib.sha256()}

@@ -37,11 +37,11 @@ def named(model: nn.Module | Iterable[Any]) -> list[Named]:
         ValueError: something else was given, or a parameter that is sharded over ranks.
     """
     if isinstance(model, nn.Module):
-        found: list[Named] = list(model.named_parameters())
+        parameters: list[Named] = list(model.named_parameters())
     else:
         entries = list(model)
-        found = [e if isinstance(e, tuple) else (str(i), e) for i, e in enumerate(entries)]
-    for name, parameter in found:
+        parameters = [e if isinstance(e, tuple) else (str(i), e) for i, e in enumerate(entries)]
+    for name, parameter in parameters:
         if not isinstance(parameter, Tensor):
             raise ValueError(
                 f"gradients belong to a model or to parameters; {name} is a "
@@ -52,7 +52,7 @@ def named(model: nn.Module | Iterable[Any]) -> list[Named]:
                 f"{name} is sharded over ranks (DTensor): its gradient isn't averaged like a "
                 "replica's, leave it out"
             )
-    return [(name, p) for name, p in found if p.requires_grad]
+    return [(name, p) for name, p in parameters if p.requires_grad]
 
 
 def piece_of(name: str, parameter: Tensor) -> BucketPart:
@@ -87,7 +87,7 @@ def buckets_of(parameters: Sequence[Named], alone: bool) -> list[list[Named]]:
 
 
 def predicted_buckets(parameters: Sequence[Named], cap_mb: float) -> list[Pieces]:
-    """As DDP lays them out: from the last parameter on, until each is full."""
+    """Buckets as DDP lays them out: from the last parameter backwards, until each is full."""
     buckets: list[list[BucketPart]] = [[]]
     size, limit = 0, float(FIRST_BUCKET_BYTES)
     for name, parameter in reversed(parameters):
@@ -99,30 +99,31 @@ def predicted_buckets(parameters: Sequence[Named], cap_mb: float) -> list[Pieces
     return [tuple(bucket) for bucket in buckets]
 
 
-def offered(kept: Tensor, flat: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor | None]:
-    """The memory that goes along with a gradient, and what is held back of it, if anything.
+def offered(residual: Tensor, flat: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor | None]:
+    """Returns the memory to add to a gradient, and the withheld part of it, if any.
 
-    A parameter whose gradient is all zeros may be one that no rank has used; DDP then leaves its
-    gradient alone, and what was sent for it would be lost. So its memory stays. On a GPU nobody
-    asks whether there is one: that would be to wait within the backward pass.
+    A parameter with an all-zero gradient may be one that no rank has used. DDP then leaves
+    its gradient alone, and the numbers sent for it would be lost. So its memory is
+    withheld. On a GPU the code doesn't check for such parameters, because it would wait
+    within the backward pass.
     """
     filled = [part for part in parts_of(flat, pieces) if part.numel()]
     if not filled:
-        return kept, None
+        return residual, None
     largest = torch._foreach_norm(filled, torch.inf)
     moves = torch.stack([size.float() for size in largest]) != 0
-    if methods.may_ask(kept) and bool(moves.all()):
-        return kept, None
-    going = kept.clone()
+    if methods.may_ask(residual) and bool(moves.all()):
+        return residual, None
+    going = residual.clone()
     parts = [part for part in parts_of(going, pieces) if part.numel()]
-    torch._foreach_mul_(parts, list(moves.to(kept.dtype).unbind()))
-    return going, kept - going
+    torch._foreach_mul_(parts, list(moves.to(residual.dtype).unbind()))
+    return going, residual - going
 
 
-def give_back(left: Tensor, held: Tensor | None) -> None:
-    """What was held back stays in memory, beside what the message left out."""
-    if held is not None:
-        left[: len(held)].add_(held)
+def give_back(new_residual: Tensor, withheld: Tensor | None) -> None:
+    """Adds the withheld part back to memory, to the errors of the message."""
+    if withheld is not None:
+        new_residual[: len(withheld)].add_(withheld)
 
 
 # Buckets on their way through a step, and what they leave in memory once the step counts.
@@ -131,10 +132,10 @@ DDP_STEPS = 2  # DDP lays its buckets anew after the first
 
 
 class BucketExchange:
-    """``begin`` a step, ``send`` each bucket.
+    """Sends the buckets of a step: ``begin`` the step, then ``send`` each bucket.
 
-    ``asks``: a step counts only if it was ``confirmed``; otherwise one does whose gradients were
-    finite on all ranks.
+    With ``asks`` a step counts only if it was ``confirmed``. Otherwise a step counts if its
+    gradients were finite on all ranks.
     """
 
     def __init__(self, settings: CompressionSettings) -> None:
@@ -150,13 +151,13 @@ class BucketExchange:
 
     @property
     def compresses(self) -> bool:
-        """Whether the step under way, or the last one, is past the dense start."""
+        """Returns True if the current or last step is past the dense start."""
         start = max(self._settings.dense_steps, DDP_STEPS if self.attached else 0)
         return self.steps > start and self._settings.method != "none" and not self.quiet
 
     @property
     def spoiled(self) -> bool:
-        """Whether a bucket of the step wasn't finite; on a GPU the first to ask waits for it."""
+        """Returns True if a bucket of the step wasn't finite; on a GPU the first call waits."""
         if self._fine:
             self._spoiled = self._spoiled or not bool(torch.stack(self._fine).all())
             self._fine = []
@@ -169,7 +170,7 @@ class BucketExchange:
         self.buckets = []
 
     def synchronize(self) -> None:
-        """What the last step left counts, or is forgotten; may be called again."""
+        """Stores or discards the error memory of the last step; may be called again."""
         counted = self.confirmed if self.asks else not self.spoiled
         self._memory.commit(counted)
         self.way.commit(counted)
@@ -194,32 +195,32 @@ class BucketExchange:
         scale = self.scale() if way.feedback else 1.0
         as_it_is = scale == 1.0 and (way is self._dense or buffer.dtype in READ_AS_THEY_ARE)
         flat = buffer if as_it_is else buffer.float().div_(scale)
-        residual = held = None
+        residual = withheld = None
         if way.feedback:
-            residual, held = offered(self._memory.bucket(pieces, buffer.device), flat, pieces)
+            residual, withheld = offered(self._memory.bucket(pieces, buffer.device), flat, pieces)
         finish = way.start(flat, residual, pieces, ranks)
 
         def done() -> Tensor:
             try:
-                mean, left = finish()
+                mean, new_residual = finish()
             except Exception as error:
                 raise ranks.failed(error) from error
             if mean is None:
                 buffer.fill_(torch.nan)
             else:
                 buffer.copy_(mean if scale == 1.0 else mean.mul_(scale))
-            if self._judged(buffer, mean is not None) and left is not None:
-                give_back(left, held)
-                self._memory.leave_bucket(pieces, left)
+            if self._judged(buffer, mean is not None) and new_residual is not None:
+                give_back(new_residual, withheld)
+                self._memory.leave_bucket(pieces, new_residual)
             return buffer
 
         return done
 
     def _judged(self, buffer: Tensor, fine: bool) -> bool:
-        """Whether what its messages left out is to be kept, should the step count.
+        """Returns True if this bucket's error memory is to be stored when the step counts.
 
         Args:
-            fine: nobody has found a number that isn't finite, in the messages or their mean.
+            fine: all numbers in the messages and their mean are finite.
         """
         if methods.may_ask(buffer):
             halved = buffer.dtype is torch.float16  # which may not hold the mean
@@ -252,7 +253,7 @@ class BucketExchange:
         return done
 
     def way_of(self, pieces: Pieces, compressing: AveragingMethod) -> AveragingMethod:
-        """What takes a bucket once compression has begun: small ones aren't worth it."""
+        """Returns the method for a bucket after the dense start; small buckets stay dense."""
         small = total_numbers(pieces) < self._settings.minimum
         return self._dense if small or self.quiet else compressing
 

@@ -1,33 +1,35 @@
-"""Codecs: a flat tensor as a shorter message of bytes, and numbers again from such messages.
+"""Codecs: encode a flat tensor as a shorter message of bytes and decode messages.
 
     communication = codec("int4")
     message, finite = communication.encode_with_feedback(gradient, residual)   # uint8
     mean = communication.decode_mean(messages_of_all_ranks, len(gradient))     # float32
 
-| name | bytes per number | what is sent |
+| name | bytes per number | contents of the message |
 |---|---|---|
 | none | 4 | float32 |
 | half, bf16 | 2 | the nearest number of that format |
 | int8, int4 | 1.008, 0.508 | codes in blocks of 256 with one bf16 scale each |
 | sign | 0.133 | signs in blocks of 256 with their mean magnitude in bf16 |
 
-A message is as long as :meth:`Codec.message_bytes` says, its parts begin at multiples of 16 bytes,
-and the same message is decoded to the same bits on every rank and device. Several ranks' messages
-are summed in the order of the ranks, so that all end with the same mean.
+:meth:`Codec.message_bytes` returns the length of a message. Its parts begin at
+multiples of 16 bytes. The same message is decoded to the same bits on every rank and
+device. Several ranks' messages are summed in the order of the ranks, so all get the
+same mean.
 
-What a message leaves out can be kept and added to the next one: error feedback (Seide et al.,
-1-Bit Stochastic Gradient Descent, Interspeech 2014; Karimireddy et al., arXiv:1901.09847). One
-infinity in a residual would never leave it. So numbers that aren't finite, or are too large for
-the format, leave the residual as it is; the message says so to every rank that decodes it, since it
-holds a NaN or an infinity in their place.
+The rounding error of a message can be stored and added to the next one. This is error
+feedback (Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014; Karimireddy
+et al., arXiv:1901.09847). An infinity in a residual would never leave it. So numbers
+that aren't finite, or are too large for the format, leave the residual unchanged. The
+message holds a NaN or an infinity at their positions, so every rank that decodes it
+detects them.
 
-Signs with the mean magnitude are the nearest that one bit can come, and always nearer than nothing
-(Karimireddy et al.): for what stays with its owner until it is sent, as in
-:mod:`hasten.parts.comm.local_sgd`, not for gradients.
+Signs with the mean magnitude are the best approximation with one bit, and always better
+than nothing (Karimireddy et al.). Use them if the error stays with its owner until it
+is sent, as in :mod:`hasten.parts.comm.local_sgd`, and not for gradients.
 
-int8, int4 and sign run in C++ on a processor, int8 and int4 in Triton on a GPU, all in torch's
-operators elsewhere, and all write the same bits (:mod:`hasten.parts.kernels.codec_reference`
-defines them).
+int8, int4 and sign run in C++ on a processor. int8 and int4 run in Triton on a GPU. All
+others use torch's operators. All write the same bits
+(:mod:`hasten.parts.kernels.codec_reference` defines them).
 """
 
 from __future__ import annotations
@@ -50,11 +52,11 @@ from hasten.parts.kernels.registry import LEAST_CAPABILITY, is_refused
 
 
 class Codec(Protocol):
-    """What encodes float32 or bf16 numbers, flat and without gaps, into a message of bytes."""
+    """Encodes float32 or bf16 numbers, flat and without gaps, into a message of bytes."""
 
     @property
     def name(self) -> str:
-        """As it stands in a recipe."""
+        """Returns the name as written in a recipe."""
 
     def message_bytes(self, numbers: int) -> int:
         """The exact length of a message of so many numbers."""
@@ -67,14 +69,16 @@ class Codec(Protocol):
         flat: Tensor,
         residual: Tensor,
         out: Tensor | None = None,
-        kept: Tensor | None = None,
+        residual_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The message of ``flat + residual``, and a bool tensor: whether all of it was finite.
+        """Message of ``flat + residual``, and a bool tensor: True if all of it was finite.
 
-        What the message leaves out is put into ``kept`` (float32), and ``residual`` stays; without
-        ``kept`` it replaces the residual if all was finite: int8, int4 and top-k read the numbers
-        once more for that, and wait for a GPU. With ``kept`` neither is needed, and a caller can
-        decide when the other ranks have told theirs.
+        If ``residual_out`` (float32) is given, the error of the message is stored there, and
+        ``residual`` is unchanged. A caller can then decide after the other ranks have sent
+        their flags.
+
+        Without ``residual_out`` the error replaces the residual if all numbers were finite. For
+        that, int8, int4 and top-k read the numbers a second time and wait for a GPU.
         """
 
     def decode(
@@ -99,7 +103,9 @@ def padded(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
 
 
-def checked(flat: Tensor, residual: Tensor | None = None, kept: Tensor | None = None) -> Tensor:
+def checked(
+    flat: Tensor, residual: Tensor | None = None, residual_out: Tensor | None = None
+) -> Tensor:
     """Numbers to encode, detached; the other two are the memory of what is left out, float32.
 
     Raises:
@@ -108,7 +114,7 @@ def checked(flat: Tensor, residual: Tensor | None = None, kept: Tensor | None = 
     if flat.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"codecs encode float32 and bf16, not {flat.dtype}: convert it before")
     _check_plain(flat, "what is encoded")
-    for name, tensor in (("the residual", residual), ("what is kept", kept)):
+    for name, tensor in (("the residual", residual), ("what is kept", residual_out)):
         if tensor is not None:
             _check_numbers(tensor, len(flat), flat.device, name)
     return flat.detach()
@@ -166,8 +172,8 @@ def result_for(out: Tensor | None, numbers: int, message: Tensor, add: bool) -> 
 
 def _check_bytes(message: Tensor, size: int) -> None:
     if message.dtype != torch.uint8 or message.shape[-1] != size:
-        told = f"{message.shape[-1]} of {message.dtype}"
-        raise ValueError(f"a message of these numbers is {size} of torch.uint8, not {told}")
+        actual = f"{message.shape[-1]} of {message.dtype}"
+        raise ValueError(f"a message of these numbers is {size} of torch.uint8, not {actual}")
     if message.storage_offset() % ALIGNED:
         raise ValueError(
             f"a message begins at a multiple of {ALIGNED} bytes of its memory, "
@@ -180,8 +186,8 @@ def _check_numbers(tensor: Tensor, numbers: int, device: torch.device, name: str
         raise ValueError(f"{name} must be float32, not {tensor.dtype}")
     _check_plain(tensor, name)
     if len(tensor) != numbers or tensor.device != device:
-        told = f"{len(tensor)} on {tensor.device}"
-        raise ValueError(f"{name} must be {numbers} numbers on {device}, not {told}")
+        actual = f"{len(tensor)} on {tensor.device}"
+        raise ValueError(f"{name} must be {numbers} numbers on {device}, not {actual}")
 
 
 def _check_plain(tensor: Tensor, name: str) -> None:
@@ -233,23 +239,26 @@ class CastCodec:
         flat: Tensor,
         residual: Tensor,
         out: Tensor | None = None,
-        kept: Tensor | None = None,
+        residual_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        flat = checked(flat, residual, kept)
+        flat = checked(flat, residual, residual_out)
         message = message_for(out, self.message_bytes(len(flat)), flat)
         values = self._values(message, len(flat))
         message[values.nbytes :].zero_()
         pieces = _pieces(flat)
         for p in pieces:
             values[p].copy_(residual[p] + flat[p])
-        fine, into = self.finite(message, len(flat)), residual if kept is None else kept
-        here = flat.device.type == "cpu"  # where looking costs no waiting, and where() is slow
-        if here and not bool(fine):
+        fine, into = (
+            self.finite(message, len(flat)),
+            residual if residual_out is None else residual_out,
+        )
+        on_cpu = flat.device.type == "cpu"  # where looking costs no waiting, and where() is slow
+        if on_cpu and not bool(fine):
             into.copy_(residual)
             return message, fine
         for p in pieces:
-            rest = (residual[p] + flat[p]).sub_(values[p].to(torch.float32))
-            into[p].copy_(rest if here else rest.where(fine, residual[p]))
+            remainder = (residual[p] + flat[p]).sub_(values[p].to(torch.float32))
+            into[p].copy_(remainder if on_cpu else remainder.where(fine, residual[p]))
         return message, fine
 
     def decode(
@@ -269,9 +278,9 @@ class CastCodec:
 
     def finite(self, message: Tensor, numbers: int) -> Tensor:
         values = self._values(message, numbers)
-        whole, infinity = INFINITIES[values.dtype]
-        bits = values.view(whole)
-        sizes = [(bits[p] & torch.iinfo(whole).max).amax() for p in _pieces(bits)]
+        int_dtype, infinity = INFINITIES[values.dtype]
+        bits = values.view(int_dtype)
+        sizes = [(bits[p] & torch.iinfo(int_dtype).max).amax() for p in _pieces(bits)]
         if not sizes:
             return torch.ones((), dtype=torch.bool, device=message.device)
         return torch.stack(sizes).amax() < infinity
@@ -282,7 +291,7 @@ class CastCodec:
 
 
 def _pieces(flat: Tensor) -> list[slice]:
-    """All of it; on a processor in pieces whose intermediate results stay in its cache."""
+    """Slices that cover the tensor; on a processor small enough for its cache."""
     each = PIECE if flat.device.type == "cpu" else max(1, len(flat))
     return [slice(at, at + each) for at in range(0, len(flat), each)]
 
@@ -294,15 +303,15 @@ def _added(result: Tensor, values: Tensor) -> Tensor:
 
 
 class PackedCodec(Codec):
-    """What codecs share whose numbers travel as codes or places, made and read by kernels."""
+    """Base of codecs that send codes or positions, which kernels create and read."""
 
     @abstractmethod
     def _are_finite(self, flat: Tensor, residual: Tensor) -> bool:
-        """Whether their sum is, and within the format's range."""
+        """Returns True if their sum is finite and within the format's range."""
 
     @abstractmethod
     def _encoded(
-        self, flat: Tensor, residual: Tensor | None, kept: Tensor | None, out: Tensor | None
+        self, flat: Tensor, residual: Tensor | None, residual_out: Tensor | None, out: Tensor | None
     ) -> Tensor: ...
 
     @abstractmethod
@@ -312,10 +321,14 @@ class PackedCodec(Codec):
         return self._encoded(checked(flat), None, None, out)
 
     def encode_with_feedback(
-        self, flat: Tensor, residual: Tensor, out: Tensor | None = None, kept: Tensor | None = None
+        self,
+        flat: Tensor,
+        residual: Tensor,
+        out: Tensor | None = None,
+        residual_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        flat, into = checked(flat, residual, kept), kept
-        if kept is None and (not len(flat) or self._are_finite(flat, residual)):
+        flat, into = checked(flat, residual, residual_out), residual_out
+        if residual_out is None and (not len(flat) or self._are_finite(flat, residual)):
             into = residual
         message = self._encoded(flat, residual, into, out)
         return message, self.finite(message, len(flat))
@@ -377,7 +390,7 @@ class QuantisedCodec(PackedCodec):
         self,
         flat: Tensor,
         residual: Tensor | None,
-        kept: Tensor | None,
+        residual_out: Tensor | None,
         out: Tensor | None,
         seed: int | None = None,
     ) -> Tensor:
@@ -388,7 +401,9 @@ class QuantisedCodec(PackedCodec):
         message[size + 2 * blocks :].zero_()
         if len(flat):
             codes, scales = message[:size], message[size : size + 2 * blocks].view(torch.int16)
-            _way(flat).encode(flat, residual, kept, codes, scales, self.block, self.bits, seed)
+            _way(flat).encode(
+                flat, residual, residual_out, codes, scales, self.block, self.bits, seed
+            )
         return message
 
     def _decoded(self, messages: Tensor, out: Tensor, add: bool) -> Tensor:
@@ -427,7 +442,10 @@ def _way(tensor: Tensor) -> ModuleType:
 
 @functools.cache
 def _takes_triton(device: torch.device) -> bool:
-    """Whether Triton is here and supports this GPU; on ROCm the kernels were never tried."""
+    """Returns True if Triton is installed and supports this GPU.
+
+    On ROCm the kernels were never tested.
+    """
     return (
         torch.version.hip is None
         and importlib.util.find_spec("triton") is not None
@@ -448,8 +466,8 @@ def codec(name: str, block: int = 256) -> Codec:
         return CastCodec(name)
     if name in WIDTHS:
         return QuantisedCodec(WIDTHS[name], block)
-    known = ", ".join([*FORMATS, *WIDTHS])
-    raise ValueError(f"there is no codec {name!r}; there are {known}")
+    names = ", ".join([*FORMATS, *WIDTHS])
+    raise ValueError(f"there is no codec {name!r}; there are {names}")
 
 
 # The k largest numbers of every chunk of 256, as a message of three bytes for each.
@@ -500,7 +518,7 @@ class ChunkedTopK(PackedCodec):
         return bool(_topk_way(flat).finite(flat, residual, limit))
 
     def _encoded(
-        self, flat: Tensor, residual: Tensor | None, kept: Tensor | None, out: Tensor | None
+        self, flat: Tensor, residual: Tensor | None, residual_out: Tensor | None, out: Tensor | None
     ) -> Tensor:
         message = message_for(out, self.message_bytes(len(flat)), flat)
         chosen = self._chosen(len(flat))
@@ -508,7 +526,7 @@ class ChunkedTopK(PackedCodec):
         message[padded(chosen) + 2 * chosen :].zero_()
         if chosen:
             places, values = self._parts(message[None], len(flat))
-            _topk_way(flat).topk_encode(flat, residual, kept, places[0], values[0], self.k)
+            _topk_way(flat).topk_encode(flat, residual, residual_out, places[0], values[0], self.k)
         return message
 
     def _decoded(self, messages: Tensor, out: Tensor, add: bool) -> Tensor:

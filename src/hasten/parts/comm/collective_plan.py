@@ -1,8 +1,9 @@
-"""The plan of a topology-aware collective: made by rank 0 once, and the same on all ranks.
+"""Plan of a topology-aware collective: made once by rank 0, and the same on all ranks.
 
-Every rank says on which host it is and with which settings it was built. Ranks that disagree all
-get the same error, before anything else is sent. Rank 0 takes or measures the topology and chooses
-a way for each size of tensor; the others are told.
+Every rank sends its host and its settings. If ranks have different settings, all raise
+the same error before anything else is sent. Rank 0 uses the given topology or measures
+it. It chooses an algorithm for each tensor size and broadcasts the choice to the other
+ranks.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def scatter_sum(
 
 
 def gather(
-    piece: Tensor,
+    shard: Tensor,
     group: Group,
     codec: Codec | None = None,
     memory: ErrorMemory | None = None,
@@ -95,20 +96,20 @@ def gather(
     cut: bool = True,
 ) -> Tensor:
     """All ranks' pieces end to end, by rank; with a codec, float32 as decoded."""
-    size, count = group.size(), piece.numel()
+    size, count = group.size(), shard.numel()
     if size == 1:
-        return piece
+        return shard
     if codec is None:
-        whole = piece.new_empty(size * count)
-        groups.all_gather(whole, piece, group, cut).wait()
-        return whole
-    sent = _encoded(piece, 1, codec, memory, name)
+        gathered = shard.new_empty(size * count)
+        groups.all_gather(gathered, shard, group, cut).wait()
+        return gathered
+    sent = _encoded(shard, 1, codec, memory, name)
     got = sent.new_empty((size, sent.shape[1]))
     groups.all_gather(got, sent, group, cut).wait()
-    whole = piece.new_empty(size * count, dtype=torch.float32)
-    for row, target in zip(got, whole.view(size, count), strict=True):
+    gathered = shard.new_empty(size * count, dtype=torch.float32)
+    for row, target in zip(got, gathered.view(size, count), strict=True):
         codec.decode(row, count, target)
-    return whole
+    return gathered
 
 
 def sum_across(share: Tensor, group: Group) -> Tensor:
@@ -123,17 +124,17 @@ def sum_across(share: Tensor, group: Group) -> Tensor:
     return share
 
 
-def sent_bytes(piece: Tensor, group: Group, codec: Codec | None) -> int:
-    """What one rank sends in either half for pieces of this size: one message per other rank."""
-    message = piece.nbytes if codec is None else codec.message_bytes(piece.numel())
+def sent_bytes(shard: Tensor, group: Group, codec: Codec | None) -> int:
+    """Bytes that one rank sends in either half: one message per other rank."""
+    message = shard.nbytes if codec is None else codec.message_bytes(shard.numel())
     return message * int(group.size() - 1)
 
 
 def _dense_sum(numbers: Tensor, group: Group, size: int, cut: bool) -> Tensor:
     if numbers.device.type != "cpu" and moves_by_nccl(group):
-        piece = numbers.new_empty(numbers.numel() // size)
-        groups.reduce_scatter(piece, numbers, group=group)
-        return piece
+        shard = numbers.new_empty(numbers.numel() // size)
+        groups.reduce_scatter(shard, numbers, group=group)
+        return shard
     # On gloo all-to-all and a sum in rank order: the same bits whatever the ring's direction, and
     # half formats are added in float32 and rounded once.
     got = torch.empty_like(numbers)
@@ -153,8 +154,8 @@ def _encoded(
     if memory is not None:
         memory.encode(codec, exact, pieces, name, rows)
         return rows
-    for row, piece in zip(rows, exact.view(pieces, count), strict=True):
-        codec.encode(piece, row)
+    for row, chunk in zip(rows, exact.view(pieces, count), strict=True):
+        codec.encode(chunk, row)
     return rows
 
 
@@ -172,7 +173,7 @@ NOWHERE = Link(0.0, float("inf"))
 
 @dataclass(frozen=True)
 class CollectiveSettings:
-    """What a collective was asked for; equal on all ranks."""
+    """Settings of a collective; equal on all ranks."""
 
     backend: str
     topology: str | Topology
@@ -228,7 +229,7 @@ class CollectivePlan:
 
 
 def alone() -> CollectivePlan:
-    """Of one rank."""
+    """Returns the plan of a single rank."""
     return CollectivePlan(Topology(((0,),), NOWHERE, NOWHERE, "one rank"), ("flat",) * SIZES, {})
 
 
@@ -240,20 +241,20 @@ def agreed(settings: CollectiveSettings, host: str) -> tuple[CollectivePlan, lis
             don't allow.
     """
     size = dist.get_world_size()
-    found: list[tuple[str, CollectiveSettings]] = [(host, settings)] * size
-    dist.all_gather_object(found, (host, settings))
-    first = vars(found[0][1])
-    for rank, (_, theirs) in enumerate(found):
+    reports: list[tuple[str, CollectiveSettings]] = [(host, settings)] * size
+    dist.all_gather_object(reports, (host, settings))
+    first = vars(reports[0][1])
+    for rank, (_, theirs) in enumerate(reports):
         for name, value in vars(theirs).items():
             if value != first[name]:
                 raise ValueError(
                     f"ranks disagree: rank {rank} has {name}={value!r}, rank 0 "
                     f"{name}={first[name]!r}; give all ranks the same settings"
                 )
-    names = [name for name, _ in found]
+    names = [name for name, _ in reports]
     hosts = hosts_of(names)
-    given = settings.topology.hosts if isinstance(settings.topology, Topology) else hosts
-    check_way("hierarchical" if settings.coded else settings.way, given)
+    topology_hosts = settings.topology.hosts if isinstance(settings.topology, Topology) else hosts
+    check_way("hierarchical" if settings.coded else settings.way, topology_hosts)
     topology = _topology(settings.topology, hosts)
     plan = [_made(settings, topology) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(plan, 0)
@@ -279,8 +280,8 @@ def explanation(plan: CollectivePlan, settings: CollectiveSettings) -> str:
     """The topology, what each way costs, and the choice."""
     topology, on_nccl = plan.topology, settings.backend == "nccl" and has_cuda()
     lines = [str(topology), f"buckets: at least {bucket_bytes(topology) / 2**20:.0f} MB"]
-    asked = settings.between
-    codecs = [codec_model(asked, plan.speeds[asked])] if asked in plan.speeds else []
+    codec_name = settings.between
+    codecs = [codec_model(codec_name, plan.speeds[codec_name])] if codec_name in plan.speeds else []
     for numbers in SHOWN:
         chosen = plan.way(numbers)
         lines.append(f"{4 * numbers / 1e6:.3g} MB of float32: {chosen}")
@@ -299,9 +300,9 @@ def explanation(plan: CollectivePlan, settings: CollectiveSettings) -> str:
 
 
 def advice(topology: Topology, speeds: Mapping[str, float], on_nccl: bool = False) -> list[str]:
-    """Of codecs with these speeds: below which bandwidth each is shorter than all that is dense."""
+    """Advice on codecs: the bandwidth below which each is faster than dense routes."""
     dense = min(route_costs(topology, SHOWN[-1], (), on_nccl), key=lambda cost: cost.seconds)
-    lines, here = [], topology.between.bandwidth
+    lines, bandwidth = [], topology.between.bandwidth
     limits = {
         name: break_even(dense, hierarchical(topology, SHOWN[-1], codec_model(name, speed)))
         for name, speed in speeds.items()
@@ -310,30 +311,30 @@ def advice(topology: Topology, speeds: Mapping[str, float], on_nccl: bool = Fals
         lines.append(
             f"{name} pays below {limit * 8 / 1e9:.3g} Gbit/s per host, at "
             f"{speeds[name] / 1e9:.3g} GB/s through the codec: "
-            f"{'' if here < limit else 'not '}on this link"
+            f"{'' if bandwidth < limit else 'not '}on this link"
         )
-    if all(here >= limit for limit in limits.values()):
+    if all(bandwidth >= limit for limit in limits.values()):
         lines.append("don't compress on this link")
     return lines
 
 
 def codec_model(name: str, speed: float) -> CodecModel:
-    """What the cost model needs to know of a codec."""
+    """Returns the properties of a codec that the cost model needs."""
     return CodecModel(name, codec_called(name).message_bytes, speed)
 
 
 def codec_speed(name: str, numbers: int = TIMED_NUMBERS, device: str = "cpu") -> float:
     """Bytes of float32 per second through a codec, the slower of encoding and decoding."""
-    found = codec_called(name)
+    codec = codec_called(name)
     values = torch.linspace(-1, 1, numbers, device=device)
-    message = found.encode(values)  # the first time compiles
-    found.decode(message, numbers, values)
+    message = codec.encode(values)  # the first time compiles
+    codec.decode(message, numbers, values)
     best = [float("inf"), float("inf")]
     for _ in range(3):
         marks = [time.perf_counter()]
-        found.encode(values, message)
+        codec.encode(values, message)
         marks.append(_now(device))
-        found.decode(message, numbers, values)
+        codec.decode(message, numbers, values)
         marks.append(_now(device))
         best = [min(b, y - x) for b, (x, y) in zip(best, itertools.pairwise(marks), strict=True)]
     return 4 * numbers / max(*best, 1e-9)
@@ -355,17 +356,17 @@ def rail_order(topology: Topology) -> tuple[int, ...]:
     return tuple(rank for rail in zip(*topology.hosts, strict=True) for rank in rail)
 
 
-def _topology(asked: str | Topology, hosts: tuple[tuple[int, ...], ...]) -> Topology:
-    if isinstance(asked, Topology):
-        if asked.ranks != sum(map(len, hosts)):
+def _topology(topology: str | Topology, hosts: tuple[tuple[int, ...], ...]) -> Topology:
+    if isinstance(topology, Topology):
+        if topology.ranks != sum(map(len, hosts)):
             raise ValueError(
-                f"the topology has {asked.ranks} ranks and {sum(map(len, hosts))} are running"
+                f"the topology has {topology.ranks} ranks and {sum(map(len, hosts))} are running"
             )
-        return asked
-    if asked == "detect":
+        return topology
+    if topology == "detect":
         return with_detected_links(hosts, gpu_link() if moves_by_nccl() else None)
-    if asked != "measure":
-        return with_named_links(asked, hosts)
+    if topology != "measure":
+        return with_named_links(topology, hosts)
     within, between = measure(hosts, _device())
     return Topology(hosts, within or NOWHERE, between or NOWHERE, "measured")
 
@@ -392,10 +393,10 @@ def _cheapest(topology: Topology, numbers: int, on_nccl: bool) -> str:
     return min(candidates, key=lambda cost: cost.seconds).way
 
 
-def _one_of(name: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        hint = did_you_mean(value, known)
-        raise ValueError(f"{name} is {value!r}{hint}; it must be one of {', '.join(known)}")
+def _one_of(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        hint = did_you_mean(value, choices)
+        raise ValueError(f"{name} is {value!r}{hint}; it must be one of {', '.join(choices)}")
 
 
 def _device() -> str:

@@ -1,22 +1,24 @@
-"""Collectives that know which ranks share a host, and send as little as possible between hosts.
+"""Topology-aware collectives that send as little as possible between hosts.
 
     collective = TopoAwareCollective(backend="nccl", topology="dgx_a100")
     collective.all_reduce(gradient)           # in place, as torch.distributed's
     print(collective.explain())
 
-An all-reduce goes one of three ways, by the cost model of ``link_model``:
+The cost model of ``link_model`` chooses one of three algorithms for an all-reduce:
 
-    flat          one ring over all ranks, host by host
-    hierarchical  (1) reduce-scatter within the host: each rank has a share of the host's sum
-                  (2) all-reduce of that share across hosts; with a codec reduce-scatter
-                  (3) and all-gather
-                  (4) all-gather within the host
-    leader        to one rank of each host, a ring of those, and back: for tiny tensors
+- flat: one ring over all ranks, host by host
+- hierarchical: (1) reduce-scatter within the host: each rank has a share of the host's
+  sum
+- (2) all-reduce of that share across hosts; with a codec, a reduce-scatter and (3) an
+  all-gather
+- (4) all-gather within the host
+- leader: to one rank of each host, a ring of those, and back; for tiny tensors
 
-All ranks take rank 0's plan: it is made once, at the first call, and broadcast; ranks that were
-given different settings are an error on all of them. Results have the same bits on all ranks. On
-NCCL, which finds rings, trees and rank order itself, nothing is replaced: only a codec between
-hosts changes the way. Calls come from one thread at a time, in the same order on all ranks.
+All ranks use rank 0's plan, which is made once at the first call and broadcast. If
+ranks have different settings, all of them raise an error. Results have the same bits on
+all ranks. NCCL finds rings, trees and rank order itself, so nothing is replaced there.
+Only a codec between hosts changes the algorithm. Calls must come from one thread at a
+time, in the same order on all ranks.
 
     works = [collective.all_reduce(p.grad, "mean", async_op=True) for p in parameters]
     for work in works:
@@ -71,21 +73,23 @@ _numbers = itertools.count()  # collectives are built in the same order on all r
 
 
 class TopoAwareCollective:
-    """All-reduce, reduce-scatter and all-gather over the ranks of the default process group.
+    """All-reduce, reduce-scatter and all-gather over the default process group's ranks.
 
     Args:
-        backend: "nccl" or "gloo". The process group decides; without a GPU "nccl" means gloo, and
-            a warning says so.
-        topology: "dgx_a100", "dgx_h100", "fat_tree", "pcie", "ethernet"; "detect" (what the system
-            says), "measure" (ping-pongs, under a second), or a ``Topology``.
+        backend: "nccl" or "gloo". The process group decides. Without a GPU "nccl" means
+            gloo, with a warning.
+        topology: "dgx_a100", "dgx_h100", "fat_tree", "pcie", "ethernet", or a ``Topology``.
+            Also "detect" (data of the system) or "measure" (ping-pongs, under a second).
         way: "auto" (the cheapest by the model), "flat", "hierarchical" or "leader".
-        within, between: the codec within and between hosts: "none", "bf16", "half", "int8", "int4".
-        host: what names this rank's host, if not its machine and network.
+        within, between: the codec within and between hosts: "none", "bf16", "half", "int8",
+            "int4".
+        host: name of this rank's host, if not its machine and network.
         timeout: seconds that a collective, and the search for a missing rank, may take.
 
     Raises:
-        ValueError: a setting isn't known; at the first call, on all ranks: ranks disagree.
-        CollectiveError: a collective failed; the message names the ranks that didn't answer.
+        ValueError: a setting is unknown. At the first call, on all ranks: settings differ.
+        CollectiveError: a collective failed. The message names the ranks that didn't
+            answer.
     """
 
     def __init__(
@@ -114,7 +118,7 @@ class TopoAwareCollective:
 
     @property
     def topology(self) -> Topology:
-        """Hosts and links as the plan knows them; all ranks ask, or none."""
+        """Returns hosts and links of the plan; all ranks call it, or none."""
         self.wait_all()
         return self._prepared().topology
 
@@ -128,15 +132,16 @@ class TopoAwareCollective:
         memory: ErrorMemory | None = None,
         name: str = "",
     ) -> Any:
-        """Reduce over all ranks in place, and return the tensor.
+        """Reduces over all ranks in place and returns the tensor.
 
-        ``op`` is sum, mean, max or min. ``route`` is another way than the plan's, the same on all
-        ranks; max and min go flat. With ``memory``, what a codec between hosts leaves out is
-        added at the next call of the same ``name``.
+        ``op`` is sum, mean, max or min; the last two always use flat.
 
-        With ``async_op`` it returns a :class:`CollectiveWork` at once; the tensor is ready after
-        its ``wait()``. Works run one after the other, in the order of the calls. One that nobody
-        keeps is waited for where it is dropped.
+        ``route`` replaces the plan's route and must be the same on all ranks. With ``memory``,
+        the error of a codec between hosts is added at the next call with the same ``name``.
+
+        With ``async_op`` it returns a :class:`CollectiveWork` at once. The tensor is ready
+        after its ``wait()``. Works run one after the other, in the order of the calls. If the
+        caller drops a work, the program waits for it at that point.
         """
         if op not in OPS:
             raise ValueError(f"op is {op!r}; it must be one of {', '.join(OPS)}")
@@ -148,7 +153,7 @@ class TopoAwareCollective:
         return self._all_reduce(tensor, op, route, memory, name)
 
     def wait_all(self) -> None:
-        """Wait for all works that were started; an error of a work nobody waited for is raised."""
+        """Waits for all started works; raises the error of a work without a ``wait()``."""
         self._queue.wait_all()
 
     def _all_reduce(
@@ -183,17 +188,17 @@ class TopoAwareCollective:
         with self._called("reduce_scatter"):
             groups, route = self._groups_of(topology), self._route(self._prepared(), tensor.numel())
             early = _divides_early(op, tensor, route)
-            given = tensor / topology.ranks if early else tensor
+            scaled = tensor / topology.ranks if early else tensor
             if topology.uniform:
                 codecs = codecs_for(tensor, route)
-                pieces = given.reshape(topology.ranks, -1)[list(rail_order(topology))]
+                pieces = scaled.reshape(topology.ranks, -1)[list(rail_order(topology))]
                 share = scatter_sum(pieces.view(-1), groups.within, codecs[0], cut=False)
-                piece = self._across(share, groups, codecs[1])
+                shard = self._across(share, groups, codecs[1])
             else:
-                pieces = given.reshape(topology.ranks, -1)[list(topology.order)]
-                piece = scatter_sum(pieces.view(-1), groups.ordered)
+                pieces = scaled.reshape(topology.ranks, -1)[list(topology.order)]
+                shard = scatter_sum(pieces.view(-1), groups.ordered)
             late = op == "mean" and not early
-            return (piece / topology.ranks if late else piece).to(tensor.dtype)
+            return (shard / topology.ranks if late else shard).to(tensor.dtype)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """All ranks' tensors, flat and end to end, by rank; they have one size, and no codec."""
@@ -209,11 +214,11 @@ class TopoAwareCollective:
                 order = rail_order(topology)
                 across = gather(flat, groups.across)
                 self.bytes_sent += across.nbytes - flat.nbytes
-                whole = gather(across, groups.within, cut=False)
+                gathered = gather(across, groups.within, cut=False)
             else:
-                whole = gather(flat, groups.ordered)
-            by_rank = torch.empty_like(whole).view(topology.ranks, -1)
-            by_rank[list(order)] = whole.view(topology.ranks, -1)
+                gathered = gather(flat, groups.ordered)
+            by_rank = torch.empty_like(gathered).view(topology.ranks, -1)
+            by_rank[list(order)] = gathered.view(topology.ranks, -1)
             return by_rank.view(-1)
 
     def explain(self) -> str:
@@ -230,21 +235,21 @@ class TopoAwareCollective:
         topology = self._prepared().topology
         groups = self._groups_of(topology)
         early = _divides_early(op, tensor, route)
-        whole = (tensor / topology.ranks if early else tensor).contiguous()
+        reduced = (tensor / topology.ranks if early else tensor).contiguous()
         if route.way == "hierarchical":
-            whole = self._hierarchical(whole, route, groups, memory, name).view(tensor.shape)
+            reduced = self._hierarchical(reduced, route, groups, memory, name).view(tensor.shape)
         elif route.way == "leader":
-            mine = topology.hosts[topology.host_of(dist.get_rank())]
-            dist.reduce(whole, mine[0], group=groups.within)
-            if dist.get_rank() == mine[0]:
-                dist.all_reduce(whole, group=groups.leaders)
-            dist.broadcast(whole, mine[0], group=groups.within)
+            host_ranks = topology.hosts[topology.host_of(dist.get_rank())]
+            dist.reduce(reduced, host_ranks[0], group=groups.within)
+            if dist.get_rank() == host_ranks[0]:
+                dist.all_reduce(reduced, group=groups.leaders)
+            dist.broadcast(reduced, host_ranks[0], group=groups.within)
         else:
-            dist.all_reduce(whole, op=OPS[op], group=groups.ordered)
+            dist.all_reduce(reduced, op=OPS[op], group=groups.ordered)
         if op == "mean" and not early:
-            whole.div_(topology.ranks)
-        if whole is not tensor:
-            tensor.copy_(whole)
+            reduced.div_(topology.ranks)
+        if reduced is not tensor:
+            tensor.copy_(reduced)
 
     def _hierarchical(
         self, tensor: Tensor, route: Route, groups: Groups, memory: ErrorMemory | None, name: str
@@ -261,9 +266,9 @@ class TopoAwareCollective:
             pieces = share[: share.numel() // groups.across.size()]
             self.bytes_sent += 2 * sent_bytes(pieces, groups.across, None)
         else:
-            piece = self._across(share, groups, between, memory, name)
-            self.bytes_sent += sent_bytes(piece, groups.across, between)
-            share = gather(piece, groups.across, between, memory, f"{name}/mean")
+            shard = self._across(share, groups, between, memory, name)
+            self.bytes_sent += sent_bytes(shard, groups.across, between)
+            share = gather(shard, groups.across, between, memory, f"{name}/mean")
         return gather(share, groups.within, within, cut=False)[:count]
 
     def _across(
@@ -274,9 +279,9 @@ class TopoAwareCollective:
         memory: ErrorMemory | None = None,
         name: str = "",
     ) -> Tensor:
-        piece = scatter_sum(share, groups.across, codec, memory, name)
-        self.bytes_sent += sent_bytes(share[: piece.numel()], groups.across, codec)
-        return piece
+        shard = scatter_sum(share, groups.across, codec, memory, name)
+        self.bytes_sent += sent_bytes(share[: shard.numel()], groups.across, codec)
+        return shard
 
     def prepare(self) -> None:
         """Agree on the plan and open the groups; all ranks call it, or their first collective."""
@@ -321,7 +326,7 @@ class TopoAwareCollective:
 
 
 def _divides_early(op: str, tensor: Tensor, route: Route) -> bool:
-    """Whether a mean divides before anything is added up: a sum may be too large for fp16."""
+    """Returns True if a mean divides before summing: a sum may be too large for fp16."""
     return op == "mean" and (tensor.dtype in HALVES or "half" in (route.within, route.between))
 
 
@@ -335,8 +340,8 @@ def _divides_early(op: str, tensor: Tensor, route: Route) -> bool:
 class CollectiveWork:
     """A collective under way."""
 
-    def __init__(self, future: Future[Tensor], seen: set[Future[Tensor]]) -> None:
-        self._future, self._seen = future, seen
+    def __init__(self, future: Future[Tensor], awaited: set[Future[Tensor]]) -> None:
+        self._future, self._seen = future, awaited
 
     def wait(self) -> bool:
         """Until the tensor is ready. Raises what the collective raised."""
@@ -365,7 +370,10 @@ class WorkQueue:
         self._seen: set[Future[Tensor]] = set()  # somebody has waited, and had the error
 
     def put(self, run: Callable[[], Tensor]) -> CollectiveWork:
-        """Begin one. An error of an earlier work that nobody waited for is raised first."""
+        """Starts a work.
+
+        An error of an earlier work without a ``wait()`` is raised first.
+        """
         self._synchronize([future for future in self._begun if future.done()])
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "collectives", initializer=_same_device())
@@ -374,7 +382,7 @@ class WorkQueue:
         return CollectiveWork(future, self._seen)
 
     def wait_all(self) -> None:
-        """Until all are done; an error that nobody has had is raised."""
+        """Waits until all works are done; raises an error that was not raised yet."""
         self._synchronize(list(self._begun))
 
     def _synchronize(self, futures: list[Future[Tensor]]) -> None:

@@ -1,10 +1,10 @@
-"""The ranks that average gradients, all or between hosts: collectives that count their bytes.
+"""Ranks that average gradients, all or between hosts: collectives that count bytes.
 
-A second collective that is issued from another thread on the same process group mixes up messages:
-ranks may issue the two in different orders. So each of the two stages has a group of its own. The
-first is used by the thread that computes gradients, in the order in which DDP's buckets are full,
-which is the same on all ranks; the second by one thread that finishes buckets in that order
-(:mod:`hasten.parts.comm.groups`).
+If two threads issue collectives on the same process group, messages mix up, because
+ranks may issue them in different orders. So each of the two stages has its own group.
+The thread that computes gradients uses the first, in the order in which DDP's buckets
+are full. This order is the same on all ranks. One thread that finishes buckets in that
+order uses the second (:mod:`hasten.parts.comm.groups`).
 """
 
 from __future__ import annotations
@@ -45,11 +45,13 @@ class Pending:
 
 
 class Ranks:
-    """Two process groups over all ranks, or over this rank's own of ``members``; every rank builds
-    one at the same moment.
+    """Two process groups over all ranks, or over this rank's group in ``members``.
 
-    ``rank`` and ``world`` are of the group. ``backend`` None: as the default group's. ``reports``
-    is called when an exchange fails, over all ranks; None: one is made.
+    Every rank builds one at the same moment. The values ``rank`` and ``world`` are those of
+    the group. ``backend`` None: that of the default group.
+
+    If an exchange fails, ``reports`` is called over all ranks. If it is None, it is built
+    here.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class Ranks:
 
     @property
     def sent_bytes(self) -> int:
-        """What this rank has handed to collectives for the others, as their algorithms send it."""
+        """Returns the bytes that this rank sent to others in the collectives' algorithms."""
         return sum(self._sent)
 
     def all_to_all(self, rows: Tensor) -> Pending:
@@ -100,11 +102,11 @@ class Ranks:
         dist.broadcast(values, source, group=group)
 
     def failed(self, error: Exception) -> CommunicationError:
-        """What to raise for an error on the way of gradients: with the rank that it is about."""
+        """Returns the exception for a failed gradient exchange, with the rank concerned."""
         if isinstance(error, CommunicationError):
             return error
-        found = self.reports.failed("averaging gradients", error)
-        return CommunicationError(str(found), found.missing)
+        failure = self.reports.failed("averaging gradients", error)
+        return CommunicationError(str(failure), failure.missing)
 
     def agree(self, settings: Mapping[str, Any]) -> None:
         """All ranks must have rank 0's settings.
@@ -113,26 +115,26 @@ class Ranks:
             CommunicationError: a rank has others; it is named with the first that differs.
         """
         text = json.dumps(dict(settings), sort_keys=True).encode()[:LONGEST_SETTINGS]
-        mine = torch.zeros(LONGEST_SETTINGS, dtype=torch.uint8)
-        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        rows = self.all_gather(movable(mine, self._groups[FIRST]), FIRST).wait().cpu()
+        message = torch.zeros(LONGEST_SETTINGS, dtype=torch.uint8)
+        message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        rows = self.all_gather(movable(message, self._groups[FIRST]), FIRST).wait().cpu()
         self._sent[FIRST] = 0  # the settings are no gradients
         first, *others = (json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in rows)
-        for rank, found in enumerate(others, start=1):
-            for key in sorted({*first, *found}):
-                if first.get(key) != found.get(key):
+        for rank, rank_settings in enumerate(others, start=1):
+            for key in sorted({*first, *rank_settings}):
+                if first.get(key) != rank_settings.get(key):
                     raise CommunicationError(
                         f"ranks must compress gradients alike: rank {rank} has {key} "
-                        f"{found.get(key)!r} and rank 0 has {first.get(key)!r}"
+                        f"{rank_settings.get(key)!r} and rank 0 has {first.get(key)!r}"
                     )
 
     def differing(self, checksum: int) -> list[int]:
-        """The ranks whose number isn't rank 0's; the same answer on every rank."""
-        mine = movable(torch.tensor([checksum], dtype=torch.int64), self._groups[FIRST])
+        """Returns the ranks with another number than rank 0; the same on every rank."""
+        local_checksum = movable(torch.tensor([checksum], dtype=torch.int64), self._groups[FIRST])
         before = list(self._sent)
-        found = self.all_gather(mine, FIRST).wait().flatten().tolist()
+        checksums = self.all_gather(local_checksum, FIRST).wait().flatten().tolist()
         self._sent = before
-        return [rank for rank, value in enumerate(found) if value != found[0]]
+        return [rank for rank, value in enumerate(checksums) if value != checksums[0]]
 
     def others_states(self, values: Tensor) -> Tensor:
         """Everybody's ``values`` as rows, on the host; for a checkpoint."""
@@ -143,12 +145,12 @@ class Ranks:
 
 
 def reduced_bytes(size: int, world: int) -> int:
-    """What a rank sends when so many bytes are summed in a ring: 2 (W - 1) / W of them."""
+    """Bytes that a rank sends in a ring sum of ``size`` bytes: 2 (W - 1) / W of them."""
     return 2 * size * (world - 1) // world
 
 
 def gathered_bytes(size: int, world: int) -> int:
-    """What a rank sends when everybody gets its row: it or another's, W - 1 times."""
+    """Bytes that a rank sends in an all-gather: its row or another's, W - 1 times."""
     return size * (world - 1)
 
 
@@ -189,8 +191,8 @@ class Hosts:
 
     def owner(self, bucket: int) -> int:
         """The place within a host of the rank that takes a step's bucket to the others."""
-        place: int = bucket % self.within.world
-        return place
+        local_rank: int = bucket % self.within.world
+        return local_rank
 
 
 def found_hosts(ranks: Ranks) -> tuple[tuple[int, ...], ...]:

@@ -1,17 +1,20 @@
-"""Gradients averaged over ranks in fewer bytes: the articles' compressor, for DDP or a plain loop.
+"""Averages gradients over ranks in fewer bytes: a compressor for DDP or a plain loop.
 
     compressor = GradientCompressor(sparsity_method="int8")
-    compressor.attach(ddp)                          # DDP: buckets leave while backward runs
-    compressor.synchronize_gradients(model)         # or a plain loop: after backward
+    compressor.attach(ddp)                      # DDP: buckets are sent while backward runs
+    compressor.synchronize_gradients(model)     # or a plain loop: after backward
 
-(1) a bucket is full, or all gradients are there. (2) What earlier messages left out is added, and
-the sum encoded. (3) It travels; a thread finishes buckets in their order. (4) The mean, the same
-bits on every rank, takes the place of the gradient. (5) What this message left out counts as
-remembered once the step counts: with an infinite gradient on any rank, memory stays as it was and
-every rank gets NaN in the place of that bucket, so that all skip the step.
+(1) A bucket is full, or all gradients are ready.
+(2) The errors of earlier messages are added, and the sum is encoded.
+(3) It is sent. A thread finishes buckets in their order.
+(4) The mean, the same bits on every rank, replaces the gradient.
+(5) The error of this message is stored once the step counts. If a gradient on any rank
+    isn't finite, memory stays unchanged. Every rank then gets NaN in that bucket, and
+    all skip the step.
 
-Clip after that, with the norm that is now the same everywhere. The first ``dense_steps`` go in
-full, and under DDP the first two in any case: it lays its buckets anew after one.
+Clip afterwards, with the norm that is then the same on all ranks. The first
+``dense_steps`` are sent uncompressed. Under DDP the first two always are, because DDP
+rebuilds its buckets after the first step.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ from hasten.parts.comm.weight_methods import start_method
 
 
 class LocalCompression:
-    """What ``compress`` remembers; ``calls`` counts them since the last average."""
+    """State of ``compress``; ``calls`` counts them since the last average."""
 
     def __init__(self, settings: CompressionSettings) -> None:
         self.calls = 0
@@ -60,7 +63,7 @@ class LocalCompression:
 
     @torch.no_grad()
     def compress(self, tensor: Tensor, name: str | None) -> Tensor:
-        """What the others would read; the tensor itself if a number in it isn't finite."""
+        """Returns the tensor as other ranks would decode it; unchanged if it isn't finite."""
         if name is None:
             name = self._place(tuple(tensor.shape))
         self.calls += 1
@@ -69,12 +72,12 @@ class LocalCompression:
             self._memory.commit(True)
             self._way.commit(True)
         flat = tensor.detach().flatten().float()
-        kept = self._memory.bucket(pieces, flat.device) if self._way.feedback else None
-        decoded, left = self._way.local(flat, kept, pieces)
+        residual = self._memory.bucket(pieces, flat.device) if self._way.feedback else None
+        decoded, new_residual = self._way.local(flat, residual, pieces)
         if decoded is None:
             return tensor
-        if left is not None:
-            self._memory.leave_bucket(pieces, left)
+        if new_residual is not None:
+            self._memory.leave_bucket(pieces, new_residual)
         return decoded.view(tensor.shape).to(tensor.dtype)
 
     def commit(self, counted: bool) -> None:
@@ -108,18 +111,18 @@ class LocalCompression:
         self._way.load(state["way"])
 
     def _place(self, shape: tuple[int, ...]) -> str:
-        place = self._unnamed
-        if not self._complete and place == len(self._shapes):
+        position = self._unnamed
+        if not self._complete and position == len(self._shapes):
             self._shapes.append(shape)
-        before = self._shapes[place] if place < len(self._shapes) else None
+        before = self._shapes[position] if position < len(self._shapes) else None
         if before != shape:
             raise ValueError(
-                f"tensor {place} since the last synchronize_gradients has shape {shape} and had "
+                f"tensor {position} since the last synchronize_gradients has shape {shape} and had "
                 f"{before or 'no place'} before; call compress in the same order, or give each "
                 "tensor a name"
             )
         self._unnamed += 1
-        return f"call {place}"
+        return f"call {position}"
 
 
 class GradientCompressor:
@@ -177,13 +180,15 @@ class GradientCompressor:
         self._names: dict[int, str] = {}  # by id: a reference to DDP would never be freed
 
     def settings(self) -> dict[str, Any]:
-        """What it was built with."""
+        """Returns the constructor's settings."""
         return asdict(self._settings)
 
     @property
     def sent_bytes(self) -> int:
-        """What this rank has sent so far for gradients, counted at the collectives; with hosts as
-        the scope, to other hosts."""
+        """Returns the bytes that this rank has sent for gradients, counted at the collectives.
+
+        With scope hosts, these are the bytes to other hosts.
+        """
         return (self._meeting if self._whole is None else self._whole).sent_bytes
 
     @property
@@ -198,7 +203,7 @@ class GradientCompressor:
 
     @property
     def compresses(self) -> bool:
-        """Whether the step under way, or the last one, is past the dense start."""
+        """Returns True if the current or last step is past the dense start."""
         return self._travel.compresses if self._whole is None else self._whole.acts
 
     def attach(
@@ -207,17 +212,18 @@ class GradientCompressor:
         loss_scale: Callable[[], float] | None = None,
         confirmed: bool = False,
     ) -> None:
-        """Become the communication hook of a DistributedDataParallel, on every rank; with diloco
-        or stream, watch the updates of a module that isn't one.
+        """Registers as communication hook of a DistributedDataParallel, on every rank.
+
+        With diloco or stream, it follows the updates of a module that isn't DDP.
 
         Args:
-            loss_scale: what the loss is multiplied by now (``scaler.get_scale``); memory is kept
+            loss_scale: current factor of the loss (``scaler.get_scale``); memory is stored
                 without it.
-            confirmed: a step counts only once ``confirm()`` was called; without it, one does whose
+            confirmed: a step counts only after ``confirm()``. If False, a step counts if its
                 gradients were finite.
 
         Raises:
-            ValueError: the model isn't DDP (is DDP), or this compressor has one already.
+            ValueError: the model isn't DDP (is DDP), or this compressor is already attached.
             CommunicationError: the ranks' settings differ, or hosts have different numbers of
                 ranks.
         """
@@ -304,7 +310,7 @@ class GradientCompressor:
                     p.grad.copy_(mean.view_as(p.grad))
 
     def explain(self) -> str:
-        """What it does at the moment."""
+        """Describes the compressor's current behaviour."""
         if self._whole is not None:
             return f"{self._settings.method}: {self._whole.words()}"
         done = "compresses" if self.compresses else "sends in full so far"
@@ -338,16 +344,17 @@ class GradientCompressor:
         world: int | None = None,
         bucket_cap_mb: float = 25,
     ) -> int:
-        """Bytes that a rank sends in a step of ``world`` ranks past the dense start; with hosts as
-        the scope, that a host sends to ``world`` hosts.
+        """Bytes that a rank sends in a step of ``world`` ranks after the dense start.
 
-        Exact for the buckets of the last step; before the first one, for buckets of that size.
-        Packets' headers and answers come on top: below 5 % but for messages of some 50 kB.
+        With scope hosts: bytes that a host sends to ``world`` hosts. The number is exact for
+        the buckets of the last step. Before the first step it assumes buckets of
+        ``bucket_cap_mb``. Packet headers and acknowledgements are added: below 5 %, except for
+        messages of some 50 kB.
         """
         self._settings.takes_gradients("predicted()")
-        cap, travel, here = bucket_cap_mb, self._travel, self._meeting.world
+        cap, travel, world_size = bucket_cap_mb, self._travel, self._meeting.world
         buckets = travel.buckets or gradients.predicted_buckets(gradients.named(model), cap)
-        return sum(travel.way_of(b, travel.way).sent_bytes(b, world or here) for b in buckets)
+        return sum(travel.way_of(b, travel.way).sent_bytes(b, world or world_size) for b in buckets)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's memory by parameter, as plain tensors; between two steps."""

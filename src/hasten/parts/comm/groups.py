@@ -24,7 +24,7 @@ from hasten.parts.comm.topology import Topology
 
 @dataclass(frozen=True)
 class Groups:
-    """Those that this rank is in; ``across`` is None where hosts have unequal numbers of ranks."""
+    """Groups of this rank; ``across`` is None if hosts have unequal numbers of ranks."""
 
     within: Any
     across: Any
@@ -44,12 +44,15 @@ class Groups:
 
 
 def moves_by_nccl(group: Any = None) -> bool:
-    """Whether NCCL moves what lies on GPUs in this group; gloo may move the host's beside it."""
+    """Returns True if NCCL moves GPU tensors in this group.
+
+    gloo may move host tensors in the same group.
+    """
     return "nccl" in dist.get_backend(group)
 
 
 def reaches_host(group: Any = None) -> bool:
-    """Whether a tensor on the host can travel in this group."""
+    """Returns True if this group can send a tensor on the host."""
     return "cpu:" in dist.get_backend_config(group)
 
 
@@ -60,17 +63,18 @@ def movable(values: Tensor, group: Any = None) -> Tensor:
 
 def own_accelerator() -> torch.device:
     """The current device of this thread, by its number: this rank's own since it joined."""
-    here = torch.accelerator.current_accelerator()
-    if here is None:
+    device = torch.accelerator.current_accelerator()
+    if device is None:
         raise RuntimeError("there is no accelerator here, and the process group reaches no other")
-    return torch.device(here.type, torch.accelerator.current_device_index())
+    return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """The elementwise sum over all ranks of a tensor on the host.
+    """Returns the elementwise sum over all ranks of a tensor on the host.
 
-    It travels by gloo where the process group has it, as one that hasten formed does: then no GPU
-    takes part and none is waited for. In a user's own group of NCCL alone it goes over the GPU.
+    If the process group has gloo, as groups formed by hasten have, gloo sends it. Then no
+    GPU takes part and the code waits for none. In a user's own NCCL-only group it goes over
+    the GPU.
     """
     moved = movable(values)
     moved = moved.clone() if moved is values else moved
@@ -80,12 +84,12 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 def own_of(groups: Iterable[tuple[int, ...]], seconds: float, backend: str | None = None) -> Any:
     """Open these groups, ranks in the order given; this rank's own of them, or None."""
-    found = None
+    rank_group = None
     for ranks in groups:
         limit = datetime.timedelta(seconds=seconds)
         group = ordered_group(ranks, timeout=limit, backend=backend)
-        found = group if dist.get_rank() in ranks else found
-    return found
+        rank_group = group if dist.get_rank() in ranks else rank_group
+    return rank_group
 
 
 def ordered_group(ranks: Sequence[int], **settings: Any) -> Any:
@@ -112,10 +116,10 @@ Job = tuple[Callable[[], Tensor], "torch.futures.Future[Tensor]", torch.device]
 
 
 class OrderedThread:
-    """One thread that does jobs in the order in which they came.
+    """One thread that runs jobs in the order of their arrival.
 
-    It ends with the object that owns it, and keeps nothing of a job that is done: a process group
-    that lives longer than the process's own would hold the process up at its end.
+    It ends with the object that owns it. It keeps no reference to a finished job, because a
+    process group that lives longer than the default group would delay the process's end.
     """
 
     def __init__(self) -> None:
@@ -135,13 +139,13 @@ class OrderedThread:
 
 def at_once(tensor: Tensor) -> Any:
     """A future that is there already."""
-    found: torch.futures.Future[Tensor] = torch.futures.Future()
-    found.set_result(tensor)
-    return found
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(tensor)
+    return future
 
 
 def bucket_hook(take, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations as text
-    """DDP's hook for a module whose state is the function that takes a bucket."""
+    """DDP's hook for a module with a state that is the function that takes a bucket."""
     return take(bucket)
 
 
@@ -195,8 +199,8 @@ class FullDuplexWork:
             self._finish()
         self._works, self._finish = [], None
 
-    def on_arrival(self, told: Callable[[], object]) -> None:
-        """Call ``told``, from a thread of torch's, once everything is there."""
+    def on_arrival(self, callback: Callable[[], object]) -> None:
+        """Call ``callback``, from a thread of torch's, once everything is there."""
         missing, lock = len(self._works), threading.Lock()
 
         def one_more(_: Any) -> None:
@@ -205,7 +209,7 @@ class FullDuplexWork:
                 missing -= 1
                 last = not missing
             if last:
-                told()
+                callback()
 
         for work in self._works:
             work.get_future().add_done_callback(one_more)
@@ -216,8 +220,8 @@ def all_gather(rows: Tensor, row: Tensor, group: Any = None, cut: bool = True) -
     table, count = rows.view(dist.get_world_size(group), -1), row.numel()
     cuts = _cuts(row, count) if cut else [(0, count)]
     if len(cuts) == 1:
-        whole = _all_gather(rows.view(-1), row.view(-1), group=group, async_op=True)
-        return FullDuplexWork([whole])
+        work = _all_gather(rows.view(-1), row.view(-1), group=group, async_op=True)
+        return FullDuplexWork([work])
     return FullDuplexWork(
         [
             dist.all_gather(list(table[:, a:b]), row.view(-1)[a:b], group=group, async_op=True)
@@ -235,9 +239,9 @@ def all_to_all(
     cuts = _cuts(rows, count) if cut else [(0, count)]
     if len(cuts) == 1:
         return FullDuplexWork([dist.all_to_all_single(received, rows, group=group, async_op=True)])
-    there, here = rows.view(world, -1), received.view(world, -1)
-    leaving = [there[:, a:b].contiguous() for a, b in cuts]
-    coming = [torch.empty_like(piece) for piece in leaving]
+    sent_rows, received_rows = rows.view(world, -1), received.view(world, -1)
+    leaving = [sent_rows[:, a:b].contiguous() for a, b in cuts]
+    coming = [torch.empty_like(chunk) for chunk in leaving]
     works = [
         dist.all_to_all_single(new, old, group=group, async_op=True)
         for new, old in zip(coming, leaving, strict=True)
@@ -245,8 +249,8 @@ def all_to_all(
 
     def put_together() -> None:
         leaving.clear()  # until now they had to live
-        for (a, b), piece in zip(cuts, coming, strict=True):
-            here[:, a:b].copy_(piece)
+        for (a, b), chunk in zip(cuts, coming, strict=True):
+            received_rows[:, a:b].copy_(chunk)
 
     return FullDuplexWork(works, put_together)
 

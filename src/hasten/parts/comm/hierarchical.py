@@ -1,15 +1,19 @@
 """DDP's gradient buckets over a topology-aware collective, while backward still runs.
 
     backward fills a bucket -> hook -> queue -> one worker thread, first in first out:
-        collective.all_reduce(bucket, "mean", route) -> future -> DDP, which waits at backward's end
 
-One worker issues all collectives of the routes, in the buckets' order, on groups of their own: two
-threads on one group would mix up messages. A flat route goes straight to the default group instead,
-as DDP's own all-reduce does. On an accelerator there is no worker: the stream is the queue.
+        collective.all_reduce(bucket, "mean", route) -> future -> DDP waits at backward's end
 
-The clock around it: ``busy`` is what the buckets took, ``exposed`` the part after the last bucket
-was ready, for which backward had to wait, ``window`` the time from the first bucket to the last, in
-which traffic can hide.
+One worker issues all collectives of the routes, in the buckets' order, on their own
+groups. Two threads on one group would mix up messages. A flat route goes straight to
+the default group, as DDP's own all-reduce does. On an accelerator there is no worker:
+the stream is the queue.
+
+The clock has three values:
+
+- ``busy``: the time that the buckets took
+- ``exposed``: the time after the last bucket was ready, when backward had to wait
+- ``window``: the time from the first bucket to the last, which can hide communication
 """
 
 from __future__ import annotations
@@ -51,8 +55,9 @@ class StepTraffic:
 class RoutedBuckets:
     """Hook, worker, error memory and clock of one DDP module.
 
-    ``route`` may be changed between two steps, on all ranks alike. ``scale`` is what gradients are
-    multiplied by at the moment (loss scaling), so that what is left out is kept in their own unit.
+    ``route`` may be changed between two steps, on all ranks alike. ``scale`` is the current
+    factor of the gradients (loss scaling). The errors are stored in the gradients' own
+    unit.
     """
 
     def __init__(
@@ -90,16 +95,16 @@ class RoutedBuckets:
 
     @property
     def sent_bytes(self) -> int:
-        """What this rank has sent so far: to other hosts by a route, in all by the flat ring."""
+        """Bytes that this rank has sent: to other hosts by a route, in all by the flat ring."""
         return self.collective.bytes_sent + self._flat_bytes
 
     def step(self) -> None:
-        """The step was taken: what was left out of it is owed."""
+        """Stores the errors of the step's messages, because the step was taken."""
         if self._memory is not None:
             self._memory.commit(True)
 
     def forget(self) -> None:
-        """Nothing is owed any more: no codec will be used again."""
+        """Clears the error memory: no codec will be used again."""
         if self._memory is not None:
             self._memory.load({})
 
@@ -110,11 +115,11 @@ class RoutedBuckets:
             CollectiveError: a rank's weights are not rank 0's.
         """
         weights = list(parameters)
-        mine = torch.tensor([checksum(weights)], device=weights[0].device)
-        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(rows, mine)
-        found = torch.cat(rows).tolist()  # waits for the device
-        wrong = [rank for rank, value in enumerate(found) if value != found[0]]
+        local_checksum = torch.tensor([checksum(weights)], device=weights[0].device)
+        rows = [torch.empty_like(local_checksum) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, local_checksum)
+        checksums = torch.cat(rows).tolist()  # waits for the device
+        wrong = [rank for rank, value in enumerate(checksums) if value != checksums[0]]
         if wrong:
             raise CollectiveError(drift_message(wrong, self.steps))
 
@@ -142,7 +147,9 @@ class RoutedBuckets:
             self._memory.commit(False)  # of a step that was skipped; step() has taken the others
             self._memory.scale = self._scale()
 
-    def _straight(self, buffer: Tensor, asked: float, last: bool) -> torch.futures.Future[Tensor]:
+    def _straight(
+        self, buffer: Tensor, requested_at: float, last: bool
+    ) -> torch.futures.Future[Tensor]:
         world = dist.get_world_size()
         self._flat_bytes += 2 * buffer.nbytes * (world - 1) // world
         buffer.div_(world)  # before the sum, as DDP does: fp16 can't hold all
@@ -150,48 +157,48 @@ class RoutedBuckets:
 
         def over(future: torch.futures.Future[list[Tensor]]) -> Tensor:
             if buffer.is_cpu:  # a GPU's future is there as soon as the work is queued
-                self._note(asked, last)
+                self._note(requested_at, last)
             return future.value()[0]
 
-        found: torch.futures.Future[Tensor] = work.get_future().then(over)
-        return found
+        averaged_future: torch.futures.Future[Tensor] = work.get_future().then(over)
+        return averaged_future
 
     def _by_worker(
-        self, buffer: Tensor, route: Route, name: str, asked: float, last: bool
+        self, buffer: Tensor, route: Route, name: str, requested_at: float, last: bool
     ) -> torch.futures.Future[Tensor]:
         memory = self._memory if self.steps > DENSE_STEPS else None
 
         def send() -> Tensor:
             self.collective.all_reduce(buffer, "mean", route=route, memory=memory, name=name)
             if buffer.is_cpu:
-                self._note(asked, last)
+                self._note(requested_at, last)
             return buffer
 
         if buffer.is_cpu and self._in_order is not None:
-            found: torch.futures.Future[Tensor] = self._in_order(send, buffer.device)
-            return found
+            averaged_future: torch.futures.Future[Tensor] = self._in_order(send, buffer.device)
+            return averaged_future
         return at_once(send())
 
-    def _note(self, asked: float, last: bool) -> None:
+    def _note(self, requested_at: float, last: bool) -> None:
         """A bucket is back; they come back in their order."""
         done = time.perf_counter()
-        self._now.busy += done - max(asked, self._done)
+        self._now.busy += done - max(requested_at, self._done)
         self._done = done
         if last:
-            self._now.exposed = done - asked
+            self._now.exposed = done - requested_at
             self.last = self._now
 
     def state_dict(self) -> dict[str, Any]:
-        """What each rank owes, gathered; every rank calls it."""
+        """Returns the error memory of all ranks, gathered; every rank calls it."""
         if self._memory is None or not dist.is_initialized():
             return {"ranks": []}
-        mine = self._memory.state()
-        ranks: list[dict[str, Tensor]] = [mine] * dist.get_world_size()
-        dist.all_gather_object(ranks, mine)
+        local_state = self._memory.state()
+        ranks: list[dict[str, Tensor]] = [local_state] * dist.get_world_size()
+        dist.all_gather_object(ranks, local_state)
         return {"ranks": ranks}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with what this rank owed; with another number of ranks nothing is owed."""
+        """Restores this rank's error memory; empty if the number of ranks has changed."""
         ranks = state["ranks"]
         if self._memory is not None and dist.is_initialized():
             same = len(ranks) == dist.get_world_size()

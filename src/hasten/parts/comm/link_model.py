@@ -1,16 +1,17 @@
-"""What sending gradients costs: a model of one host's link, its measurement, the size of buckets.
+"""Cost of sending gradients: model of a host's link, its measurement, bucket sizes.
 
-A message of b bytes takes alpha + b / beta (Thakur, Rabenseifner, Gropp 2005, "Optimization of
-Collective Communication Operations in MPICH"). With N ranks on H hosts of R, a tensor of S bytes
-in float32, and m(n) the bytes of a codec's message for n numbers, a host's link carries each way
+A message of b bytes takes alpha + b / beta (Thakur, Rabenseifner, Gropp 2005,
+"Optimization of Collective Communication Operations in MPICH"). Let N ranks be on H
+hosts of R. Let S be the bytes of a tensor in float32, and m(n) the bytes of a codec's
+message for n numbers. Then a host's link carries each way:
 
-    flat ring, ordered   2 (N-1)/N S        each step of the ring leaves a host once
-    flat ring, unordered 2 (N-1)/N S c      or c times, at most R
-    hierarchical         2 (H-1)/H S        R ranks each send a share of 1/R
-      with a codec       2 (H-1) R m(S/4/N)
-    leader               2 (H-1)/H S        one rank for all of its host
+- flat ring, ordered: 2 (N-1)/N S. Each step of the ring leaves a host once.
+- flat ring, unordered: 2 (N-1)/N S c. It leaves a host c times, at most R.
+- hierarchical: 2 (H-1)/H S. R ranks each send a share of 1/R.
+- hierarchical with a codec: 2 (H-1) R m(S/4/N)
+- leader: 2 (H-1)/H S. One rank sends for all of its host.
 
-A host's ranks share its link, so its bandwidth divides what the whole host sends.
+A host's ranks share its link, so the host's total bytes are divided by its bandwidth.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ LATENCY_SHARE = 0.1  # of a bucket's time, beyond which buckets are too small
 
 @dataclass(frozen=True)
 class CodecModel:
-    """What a codec makes of n numbers, and how fast: bytes of float32 per second, either way."""
+    """Message size of a codec for n numbers, and its speed.
+
+    The speed is in bytes of float32 per second, each way.
+    """
 
     name: str
     message_bytes: Callable[[int], int]
@@ -56,7 +60,7 @@ class Cost:
         return self.link_seconds + self.fixed_seconds + self.codec_seconds
 
     def exposed(self, overlap: float) -> float:
-        """What of it nothing hides, where ``overlap`` seconds of computation run beside it."""
+        """Returns the part that ``overlap`` seconds of parallel computation don't hide."""
         return max(0.0, self.seconds - overlap)
 
     def __str__(self) -> str:
@@ -88,16 +92,16 @@ def hierarchical(topology: Topology, numbers: int, codec: CodecModel | None = No
     """
     if not topology.uniform:
         raise ValueError("hierarchical needs the same number of ranks on every host")
-    hosts, here = len(topology.hosts), len(topology.hosts[0])
-    size, piece = FLOAT32 * numbers, math.ceil(numbers / topology.ranks)
-    message = FLOAT32 * piece if codec is None else codec.message_bytes(piece)
-    sent = 2.0 * (hosts - 1) * here * message
-    inside = 2 * (here - 1) * topology.within.seconds(size / here)
+    hosts, host_size = len(topology.hosts), len(topology.hosts[0])
+    size, shard_size = FLOAT32 * numbers, math.ceil(numbers / topology.ranks)
+    message = FLOAT32 * shard_size if codec is None else codec.message_bytes(shard_size)
+    sent = 2.0 * (hosts - 1) * host_size * message
+    inside = 2 * (host_size - 1) * topology.within.seconds(size / host_size)
     latency = 2 * (hosts - 1) * topology.between.latency
     coded = 0.0
     if codec is not None and hosts > 1:
         # Encode a share, decode the fellows' pieces, encode their mean, decode the whole share.
-        coded = FLOAT32 * piece * (3 * hosts + 1) / codec.bytes_per_second
+        coded = FLOAT32 * shard_size * (3 * hosts + 1) / codec.bytes_per_second
     return Cost(
         "hierarchical",
         "none" if codec is None else codec.name,
@@ -121,9 +125,10 @@ def leader(topology: Topology, numbers: int) -> Cost:
 def route_costs(
     topology: Topology, numbers: int, codecs: Iterable[CodecModel] = (), on_nccl: bool = False
 ) -> list[Cost]:
-    """What each way costs here, cheapest first.
+    """Returns the cost of each route, cheapest first.
 
-    NCCL finds rings, trees and rank order itself; there only what travels is left to decide.
+    NCCL finds rings, trees and rank order itself. There only the codec remains to be
+    chosen.
     """
     costs = [flat(topology, numbers)]
     if not on_nccl and topology.order != tuple(range(topology.ranks)):
@@ -190,14 +195,14 @@ def measure(
     me = dist.get_rank()
     inside = next((tuple(host[:2]) for host in hosts if len(host) > 1), None)
     across = (hosts[0][0], hosts[1][0]) if len(hosts) > 1 else None
-    found: list[tuple[float, float, int] | None] = [None, None]
+    measurements: list[tuple[float, float, int] | None] = [None, None]
     for index, pair in enumerate((inside, across)):
         if pair is not None and me == pair[0]:
-            found[index] = _lead(pair[1], seconds / 3, device)
+            measurements[index] = _lead(pair[1], seconds / 3, device)
         elif pair is not None and me == pair[1]:
             _follow(pair[0], device)
-    within = _from(found[0], inside, device)
-    between = _from(found[1], across, device)
+    within = _from(measurements[0], inside, device)
+    between = _from(measurements[1], across, device)
     if between is None:
         return _link(within), None
     width = min(len(hosts[0]), len(hosts[1]))
@@ -208,17 +213,17 @@ def measure(
     return _link(within), Link(latency, bandwidth)
 
 
-def _link(found: tuple[float, float, float] | None) -> Link | None:
-    return None if found is None else Link(found[0], found[1])
+def _link(measurement: tuple[float, float, float] | None) -> Link | None:
+    return None if measurement is None else Link(measurement[0], measurement[1])
 
 
 def _from(
-    found: tuple[float, float, int] | None, pair: tuple[int, ...] | None, device: str
+    measurement: tuple[float, float, int] | None, pair: tuple[int, ...] | None, device: str
 ) -> tuple[float, float, float] | None:
-    """What the pair's first rank found, on all ranks."""
+    """Returns the measurement of the pair's first rank, on all ranks."""
     if pair is None:
         return None
-    values = torch.tensor(found or (0.0, 0.0, 0), dtype=torch.float64).to(device)
+    values = torch.tensor(measurement or (0.0, 0.0, 0), dtype=torch.float64).to(device)
     dist.broadcast(values, pair[0])
     latency, bandwidth, size = values.tolist()
     return latency, bandwidth, size

@@ -1,12 +1,15 @@
-"""Ranks train alone for some steps, then average their weights: local SGD, or DiLoCo.
+"""Local SGD and DiLoCo: ranks train alone for some steps, then average their weights.
 
     (1) every rank: ``every`` steps of its own optimizer on its own examples
+
     (2) all ranks: exchange how far they have moved since (1), in few bits
+
     (3) the outer step: the mean itself, or Nesterov's momentum over such means
 
-The mean is Local SGD (Stich, arXiv:1805.09767), the momentum DiLoCo (Douillard et al.,
-arXiv:2311.08105; rate 0.7, momentum 0.9), which takes many outer steps to pay. Differences in 4
-bits are from Streaming DiLoCo (arXiv:2501.18512). Optimizer state is each rank's own.
+The mean is Local SGD (Stich, arXiv:1805.09767). The momentum is DiLoCo (Douillard et
+al., arXiv:2311.08105; rate 0.7, momentum 0.9), which needs many outer steps to be
+useful. Differences in 4 bits are from Streaming DiLoCo (arXiv:2501.18512). Each rank
+has its own optimizer state.
 
     local = LocalSteps(model.parameters(), every=20, codec=codec("int4"))
     for batch in batches:
@@ -96,31 +99,37 @@ class WeightChunk:
         messages: Tensor,
         codec: Codec,
         shares: Sequence[float],
-        own: int,
+        own_rank: int,
         rooms: Sequence[Tensor],
         outer: Outer | None = None,
     ) -> None:
-        """Anchor and weights move as the messages (ranks, bytes) of all ranks say, by shares.
+        """Moves anchor and weights by the messages (ranks, bytes) of all ranks, by shares.
 
-        ``own`` is this rank's place. ``outer`` makes another step of the movement. Three ``rooms``
-        of as many float32 numbers at least are used meanwhile.
+        ``own_rank`` is this rank's index. ``outer`` turns the movement into another step. Three
+        ``rooms`` are work buffers of at least as many float32 numbers as the chunk.
         """
         if self._flat is not None and isinstance(codec, QuantisedCodec) and outer is None:
             codes, scales = codec.parts_of(messages, self.numbers)
-            self._flat.take(self._anchor, codes, scales, shares, own, codec.block, codec.bits)
+            self._flat.take(self._anchor, codes, scales, shares, own_rank, codec.block, codec.bits)
             return
-        common, mine, others = (room[: self.numbers] for room in rooms)
+        common, local_change, others = (room[: self.numbers] for room in rooms)
         common.zero_()
         for rank, share in enumerate(shares):
-            found = codec.decode(messages[rank], self.numbers, mine if rank == own else others)
-            common.add_(torch.mul(found, share, out=others))
+            decoded = codec.decode(
+                messages[rank], self.numbers, local_change if rank == own_rank else others
+            )
+            common.add_(torch.mul(decoded, share, out=others))
         common = common if outer is None else outer(common, self.start)
-        self.move(common, mine)
+        self.move(common, local_change)
 
-    def move(self, common: Tensor, own: Tensor | None = None) -> None:
-        """The anchor moves by ``common``, the weights by ``common - own``, put into ``own``."""
+    def move(self, common: Tensor, local_change: Tensor | None = None) -> None:
+        """The anchor moves by ``common``, the weights by ``common - own``, put into
+        ``local_change``.
+        """
         self._anchor.add_(common)
-        change = common if own is None else torch.sub(common, own, out=own)
+        change = (
+            common if local_change is None else torch.sub(common, local_change, out=local_change)
+        )
         for part, (low, high) in zip(self._parts, self._places, strict=True):
             part.add_(change[low:high])
 
@@ -135,18 +144,18 @@ def chunks_of(
     """Weights ``start:end`` of all ``parameters`` in chunks."""
     step = NUMBERS if anchor.is_cpu else max(end - start, 1)
     ends = list(itertools.accumulate(p.numel() for p in parameters))
-    found = []
+    chunks = []
     for low in range(start, end, step):
         high, parts = min(low + step, end), []
-        for place in range(bisect.bisect_right(ends, low), len(ends)):
-            parameter = parameters[place]
-            offset = ends[place] - parameter.numel()
+        for index in range(bisect.bisect_right(ends, low), len(ends)):
+            parameter = parameters[index]
+            offset = ends[index] - parameter.numel()
             if offset >= high:
                 break
-            first, last = max(low, offset) - offset, min(high, ends[place]) - offset
+            first, last = max(low, offset) - offset, min(high, ends[index]) - offset
             parts.append(parameter.detach().view(-1)[first:last])
-        found.append(WeightChunk(parts, low, high, anchor))
-    return found
+        chunks.append(WeightChunk(parts, low, high, anchor))
+    return chunks
 
 
 # A rank's weights while they drift from the others': what all have in common, and the way back.
@@ -179,21 +188,22 @@ class DriftError(CollectiveError):
 
 @dataclass(frozen=True)
 class Answer:
-    """What the ranks said: each one's share, and whether one of them wants to stop."""
+    """Answers of the ranks: each one's share, and True if any requests a stop."""
 
     shares: list[float]
     stop: bool
 
 
 class Drift:
-    """The weights of this rank, cut into fragments, and what all ranks have in common of them.
+    """This rank's weights, cut into fragments, and the anchor common to all ranks.
 
-    Every rank builds one at the same moment, over weights that are equal on all of them. ``group``
-    is used by nothing else; without one a new group is made, whose collectives end after
-    ``timeout``. Where torch.distributed isn't running there is one rank and nothing travels.
+    Every rank builds one at the same moment, over weights that are equal on all of them.
+    ``group`` must not be used for anything else. If it is None, a new group is made, with a
+    ``timeout`` for its collectives. If torch.distributed isn't running, there is one rank
+    and nothing is sent.
 
     Raises:
-        ValueError: there is no weight, or one doesn't lie in one piece.
+        ValueError: there is no weight, or one isn't contiguous.
     """
 
     def __init__(
@@ -259,26 +269,26 @@ class Drift:
     def message(self, fragment: int, codec: Codec, stop: bool = False) -> Tensor:
         """How far the fragment has moved, encoded; its tokens start from zero again."""
         size, device = self.message_bytes(fragment, codec), self.anchor.device
-        found = torch.empty(size, dtype=torch.uint8, device=device)
+        message = torch.empty(size, dtype=torch.uint8, device=device)
         (room,) = self._rooms(fragment, 1)
         finite, at = True, HEADER
         for chunk in self._chunks[fragment]:
             after = at + codec.message_bytes(chunk.numbers)
-            finite &= chunk.encode(codec, found[at:after], room)
+            finite &= chunk.encode(codec, message[at:after], room)
             at = after
-        found[at:].zero_()
+        message[at:].zero_()
         flags = (0 if finite else NOT_FINITE) | (STOP if stop else 0)
         header = torch.tensor([self.tokens[fragment], float(flags)], dtype=torch.float64)
-        found[:HEADER].copy_(header.view(torch.uint8))
+        message[:HEADER].copy_(header.view(torch.uint8))
         self.tokens[fragment] = 0.0
-        return found
+        return message
 
     @torch.no_grad()
     def take(self, rows: Tensor, fragment: int, codec: Codec, outer: Outer | None = None) -> bool:
-        """Anchor and weights move as all ranks together say; whether one of them wants to stop.
+        """Moves anchor and weights by the messages of all ranks; True if any requests a stop.
 
-        ``rows`` (ranks, bytes) are the messages of all ranks; every rank adds in the same order.
-        ``outer`` makes a step of its own of the movement by shares, chunk by chunk.
+        ``rows`` (ranks, bytes) are the messages of all ranks. Every rank adds them in the same
+        order. ``outer`` turns the movement by shares into its own step, chunk by chunk.
         """
         answer = rank_answers(rows[:, :HEADER].contiguous().view(torch.float64).tolist())  # waits
         rooms, at = self._rooms(fragment, 3), HEADER
@@ -310,11 +320,11 @@ class Drift:
             return stop
         moved = self._moved()
         flags = (0 if _finite(moved) else NOT_FINITE) | (STOP if stop else 0)
-        said = torch.tensor([*self.tokens, float(flags)], dtype=torch.float64)
-        everyone = torch.empty(self.size * said.numel(), dtype=torch.float64)
+        report = torch.tensor([*self.tokens, float(flags)], dtype=torch.float64)
+        everyone = torch.empty(self.size * report.numel(), dtype=torch.float64)
         device = self.anchor.device
-        everyone, said = everyone.to(device), said.to(device)
-        self.travel(all_gather, everyone, said)
+        everyone, report = everyone.to(device), report.to(device)
+        self.travel(all_gather, everyone, report)
         table = everyone.view(self.size, -1).tolist()
         for k, (start, end) in enumerate(self.edges):
             moved[start:end].mul_(
@@ -330,26 +340,26 @@ class Drift:
     def travel(self, collective: Any, *arguments: Any) -> None:
         """Run a collective in the group; a failure becomes a DriftError."""
         try:
-            found = collective(*arguments, group=self.group)
-            if isinstance(found, FullDuplexWork):
-                found.wait()
+            work = collective(*arguments, group=self.group)
+            if isinstance(work, FullDuplexWork):
+                work.wait()
         except RuntimeError as error:
             raise self.lost(error) from error
 
     def lost(self, error: Exception) -> DriftError:
         """A failed exchange in words, with the rank that it failed for."""
         assert self._reports is not None  # where nothing travels nothing is lost
-        found = self._reports.failed("bringing weights together", error)
+        failure = self._reports.failed("bringing weights together", error)
         return DriftError(
-            f"{found}; this rank's own weights are whole: go on from the last checkpoint",
-            found.missing,
+            f"{failure}; this rank's own weights are whole: go on from the last checkpoint",
+            failure.missing,
         )
 
     def _moved(self) -> Tensor:
-        found = torch.empty_like(self.anchor)
+        moved = torch.empty_like(self.anchor)
         for chunk in itertools.chain(*self._chunks):
-            chunk.moved(found[chunk.start : chunk.end])
-        return found
+            chunk.moved(moved[chunk.start : chunk.end])
+        return moved
 
 
 def rank_answers(headers: Sequence[Sequence[float]]) -> Answer:
@@ -424,11 +434,11 @@ class LocalTraining(ABC):
 
     @property
     def acts(self) -> bool:
-        """Whether something has travelled yet."""
+        """Returns True if something has been sent."""
         return self.exchanges > 0
 
     def words(self) -> str:
-        """What was done so far."""
+        """Returns a summary of the exchanges so far."""
         each = f"{self.message_bytes:,} bytes each"
         return f"{self.exchanges} exchanges in {self.steps} steps, {each}"
 
@@ -445,7 +455,7 @@ class LocalTraining(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """After ``synchronize``: what goes on from there, the same on every rank."""
+        """Returns the state for resuming, the same on every rank; call ``synchronize`` first."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -494,7 +504,7 @@ class LocalSteps(LocalTraining):
 
     @property
     def predicted_bytes(self) -> int:
-        """What this rank sends to others in one exchange."""
+        """Returns the bytes that this rank sends to others in one exchange."""
         others = self.drift.size - 1
         if self.codec is not None:
             return others * self.drift.message_bytes(0, self.codec)
@@ -564,10 +574,10 @@ def check(every: int, outer: str) -> None:
 
 
 class Buffers:
-    """What a module's passes change beside its weights (running sums, routers' biases).
+    """Buffers that a module's passes change (running sums, routers' biases).
 
-    ``average`` makes those that have changed on some rank their mean, taken in float64, so that
-    equal ones keep their bits.
+    ``average`` replaces those that have changed on any rank by their mean. The mean is
+    computed in float64, so equal values keep their bits.
     """
 
     def __init__(self, module: nn.Module, drift: Drift) -> None:
@@ -592,7 +602,10 @@ class Buffers:
         self._seen = self._sums()
 
     def _sums(self) -> dict[str, float]:
-        """What shows a change; batch_norm doesn't count its writes in the tensors' versions."""
+        """Returns checksums that show a change.
+
+        batch_norm doesn't count its writes in the tensors' versions.
+        """
         return {n: b.sum(dtype=torch.float64).item() for n, b in self._module.named_buffers()}
 
 

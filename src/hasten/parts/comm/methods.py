@@ -1,12 +1,14 @@
-"""Ways to average gradients in fewer bytes: top-k, quantised, PowerSGD, and what they leave out.
+"""Averaging methods with fewer bytes: top-k, quantised, PowerSGD; their error memory.
 
-What messages left out is remembered by parameter, in float32, and added to the next gradient: error
-feedback (Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014; Karimireddy et al.,
-arXiv:1901.09847). DDP lays parameters out in buckets, and anew after the first step, so memory
-belongs to a parameter's name; while the buckets stay as they are it lies as they do, without a
-copy. What a step leaves counts only once the step does: a step that was skipped because a gradient
-somewhere wasn't finite sent nothing that was used, and memory stays what it was before it. That
-takes two tensors for as long as a step lasts.
+The errors of messages are stored by parameter, in float32, and added to the next
+gradient. This is error feedback (Seide et al., 1-Bit Stochastic Gradient Descent,
+Interspeech 2014; Karimireddy et al., arXiv:1901.09847).
+
+DDP groups parameters in buckets and regroups them after the first step. So memory
+belongs to a parameter's name. While the buckets stay the same, memory has their layout
+and needs no copy. A step's errors are stored only once the step counts. If a step was
+skipped because of a non-finite gradient, nothing that it sent was used. Then memory
+stays unchanged. This takes two tensors during a step.
 """
 
 from __future__ import annotations
@@ -46,21 +48,21 @@ Pieces = tuple[BucketPart, ...]  # in the order in which they lie in a bucket, e
 
 
 def total_numbers(pieces: Pieces) -> int:
-    """Of all pieces together."""
-    return sum(piece.numbers for piece in pieces)
+    """Returns the count of numbers in all pieces."""
+    return sum(part.numbers for part in pieces)
 
 
 def parts_of(flat: Tensor, pieces: Pieces) -> list[Tensor]:
     """The bucket's parameters as flat views, in their order."""
-    return list(flat[: total_numbers(pieces)].split([piece.numbers for piece in pieces]))
+    return list(flat[: total_numbers(pieces)].split([part.numbers for part in pieces]))
 
 
 class ErrorMemory:
-    """Float32 tensors by name, from step to step: what messages left out, and what goes with it.
+    """Float32 tensors by name that persist between steps: the errors of messages.
 
-    What a step leaves is pending until ``synchronize``, and read before what is kept. ``scale`` is
-    what the gradients given to ``encode`` are multiplied by; memory is in the unit of the true
-    gradient.
+    A step's errors are pending until ``synchronize``. Reading prefers pending tensors.
+    ``scale`` is the factor of the gradients given to ``encode``. Memory is in the unit of
+    the true gradient.
     """
 
     def __init__(self) -> None:
@@ -69,14 +71,14 @@ class ErrorMemory:
         self._pending: dict[str, Tensor] = {}
 
     def get(self, name: str) -> Tensor | None:
-        """What the next message is to make good; not to be changed."""
+        """Returns the error that the next message corrects; don't change it."""
         return self._pending.get(name, self._kept.get(name))
 
     def is_pending(self, name: str) -> bool:
         return name in self._pending
 
     def leave(self, name: str, values: Tensor) -> None:
-        """What the step under way leaves out; ``values`` becomes the memory's."""
+        """Stores the error of the current step as pending; memory takes over ``values``."""
         self._pending[name] = values
 
     def commit(self, counted: bool) -> None:
@@ -86,26 +88,28 @@ class ErrorMemory:
         self._pending = {}
 
     def state(self) -> dict[str, Tensor]:
-        """As copies on the host."""
+        """Returns copies on the host."""
         return {name: v.detach().to("cpu", copy=True) for name, v in self._kept.items()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """What ``state`` said, in the place of all that is remembered."""
+        """Replaces all memory by a saved ``state``."""
         self._kept = {name: v.detach().float().clone() for name, v in state.items()}
         self._pending = {}
 
     def encode(self, codec: Codec, numbers: Tensor, pieces: int, name: str, into: Tensor) -> None:
         """Encode in so many pieces, one row of ``into`` each, with what was left out before."""
-        kept = self.get(name)
-        if kept is None or kept.numel() != numbers.numel():
-            kept = torch.zeros_like(numbers, dtype=torch.float32)
-        kept = kept.to(numbers.device)  # a checkpoint is read on the host
-        scaled = kept if self.scale == 1.0 else kept * self.scale
-        rest = torch.empty_like(kept)
-        rows = zip(into, *(t.view(pieces, -1) for t in (numbers, scaled, rest)), strict=True)
-        for row, piece, before, after in rows:
-            codec.encode_with_feedback(piece, before, row, after)
-        self.leave(name, rest if self.scale == 1.0 else rest.div_(self.scale))
+        residual = self.get(name)
+        if residual is None or residual.numel() != numbers.numel():
+            residual = torch.zeros_like(numbers, dtype=torch.float32)
+        residual = residual.to(numbers.device)  # a checkpoint is read on the host
+        scaled = residual if self.scale == 1.0 else residual * self.scale
+        new_residual = torch.empty_like(residual)
+        rows = zip(
+            into, *(t.view(pieces, -1) for t in (numbers, scaled, new_residual)), strict=True
+        )
+        for row, chunk, before, after in rows:
+            codec.encode_with_feedback(chunk, before, row, after)
+        self.leave(name, new_residual if self.scale == 1.0 else new_residual.div_(self.scale))
 
     def bucket(self, pieces: Pieces, device: torch.device) -> Tensor:
         """The memory of a bucket's parameters end to end, zeros at first; not to be changed.
@@ -114,16 +118,17 @@ class ErrorMemory:
             ValueError: what is remembered of a parameter has another size.
         """
         parts = []
-        for piece in pieces:
-            kept = self.get(piece.name)
-            if kept is None:
-                kept = torch.zeros(piece.numbers, device=device)
-            elif kept.numel() != piece.numbers:
+        for bucket_part in pieces:
+            residual = self.get(bucket_part.name)
+            if residual is None:
+                residual = torch.zeros(bucket_part.numbers, device=device)
+            elif residual.numel() != bucket_part.numbers:
                 raise ValueError(
-                    f"error feedback remembers {kept.numel()} numbers of {piece.name} and it has "
-                    f"{piece.numbers}: the memory is of another model"
+                    f"error feedback remembers {residual.numel()} numbers of {bucket_part.name} "
+                    f"and it has "
+                    f"{bucket_part.numbers}: the memory is of another model"
                 )
-            parts.append(kept.to(device))
+            parts.append(residual.to(device))
         if not parts:
             return torch.zeros(0, device=device)
         # A bucket that stays as it is left its parts end to end in one tensor: no copy.
@@ -136,8 +141,8 @@ class ErrorMemory:
         return parts[0].as_strided((total_numbers(pieces),), (1,))
 
     def leave_bucket(self, pieces: Pieces, values: Tensor) -> None:
-        for piece, part in zip(pieces, parts_of(values, pieces), strict=True):
-            self.leave(piece.name, part)
+        for bucket_part, part in zip(pieces, parts_of(values, pieces), strict=True):
+            self.leave(bucket_part.name, part)
 
 
 # What every way to average gradients offers, and the plain one: their sum in full.
@@ -150,7 +155,7 @@ Finish = Callable[[], Outcome]
 
 
 def may_ask(tensor: Tensor) -> bool:
-    """Whether the host may look at numbers beside this tensor: on a GPU it would wait for them."""
+    """Returns True if the host may read numbers of this tensor; on a GPU it would wait."""
     on_host: bool = tensor.is_cpu
     return on_host
 
@@ -167,29 +172,29 @@ class AveragingMethod(Protocol):
 
     @property
     def feedback(self) -> bool:
-        """Whether what a message leaves out is to be remembered."""
+        """Returns True if the error of a message is to be stored."""
 
     def start(self, flat: Tensor, residual: Tensor | None, pieces: Pieces, ranks: Ranks) -> Finish:
         """Send ``flat + residual`` on its way; neither is changed, nor read after the return."""
 
     def local(self, flat: Tensor, residual: Tensor | None, pieces: Pieces) -> Outcome:
-        """What the others would read of this rank's message, and what it leaves out."""
+        """Returns this rank's message as other ranks decode it, and its error."""
 
     def sent_bytes(self, pieces: Pieces, world: int) -> int:
-        """What a rank sends for this bucket, exactly, in collectives that work in a ring."""
+        """Exact bytes that a rank sends for this bucket, in collectives that work in a ring."""
 
     def commit(self, counted: bool) -> None:
         """A step is over; what it taught is forgotten if it didn't count."""
 
     def state(self) -> dict[str, Any]:
-        """What is remembered beside the residual: names and tensors by parameter."""
+        """Returns the method's memory other than the residual: names and tensors by parameter."""
 
     def load(self, state: Mapping[str, Any]) -> None:
         """The reverse."""
 
 
 class NoExtraMemory:
-    """A way's memory where it has none beside the residual."""
+    """Empty memory for a method that needs none besides the residual."""
 
     def commit(self, counted: bool) -> None:
         return None
@@ -248,14 +253,14 @@ class TopKMean:
         self._velocity = ErrorMemory()
 
     def start(self, flat: Tensor, residual: Tensor | None, pieces: Pieces, ranks: Ranks) -> Finish:
-        message, left = self._chosen(flat, residual, pieces)
+        message, new_residual = self._chosen(flat, residual, pieces)
         pending = ranks.all_gather(message, FIRST)
-        return lambda: (judged(*self._mean(pending.wait(), len(flat))), left)
+        return lambda: (judged(*self._mean(pending.wait(), len(flat))), new_residual)
 
     def local(self, flat: Tensor, residual: Tensor | None, pieces: Pieces) -> Outcome:
-        message, left = self._chosen(flat, residual, pieces)
+        message, new_residual = self._chosen(flat, residual, pieces)
         mean, fine = self._mean(message[None], len(flat))
-        return (mean if bool(fine) else None), left
+        return (mean if bool(fine) else None), new_residual
 
     def sent_bytes(self, pieces: Pieces, world: int) -> int:
         return gathered_bytes(self.codec.message_bytes(total_numbers(pieces)), world)
@@ -277,16 +282,18 @@ class TopKMean:
             residual = torch.zeros(len(flat), device=flat.device)
         if self.momentum:
             flat = self._velocity.bucket(pieces, flat.device) * self.momentum + flat
-        left = torch.empty_like(residual)
-        message, _ = self.codec.encode_with_feedback(flat, residual, None, left)
+        new_residual = torch.empty_like(residual)
+        message, _ = self.codec.encode_with_feedback(flat, residual, None, new_residual)
         if self.momentum:
             sent = self.codec.decode(message, len(flat)) != 0
             self._velocity.leave_bucket(pieces, flat.masked_fill(sent, 0.0))
-        return message, left
+        return message, new_residual
 
     def _mean(self, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Of all ranks' messages, and whether all are finite: nothing is larger than what isn't,
-        so it is always among what was chosen."""
+        """Returns the mean of all ranks' messages, and True if all are finite.
+
+        A non-finite number is the largest, so it is always among the chosen ones.
+        """
         fine = torch.stack([self.codec.finite(row, count) for row in rows]).all()
         return self.codec.decode_mean(rows, count), fine
 
@@ -323,14 +330,14 @@ class QuantisedMean(NoExtraMemory):
             flat, back = flat / ranks.world, float(ranks.world)
         shards = self._shards(len(flat), ranks.world)
         rows = torch.zeros(ranks.world, self._row(shards), dtype=torch.uint8, device=flat.device)
-        left = None if residual is None else torch.empty_like(residual)
+        new_residual = None if residual is None else torch.empty_like(residual)
         for row, (low, high) in zip(rows, shards, strict=True):
             message = row[: self.codec.message_bytes(high - low)]
-            if residual is None or left is None:
+            if residual is None or new_residual is None:
                 self.codec.encode(flat[low:high], message)
             else:
                 self.codec.encode_with_feedback(
-                    flat[low:high], residual[low:high], message, left[low:high]
+                    flat[low:high], residual[low:high], message, new_residual[low:high]
                 )
         pending = ranks.all_to_all(rows)
 
@@ -343,20 +350,20 @@ class QuantisedMean(NoExtraMemory):
             self.codec.encode(mean, answer[:size])
             means = ranks.all_gather(answer, SECOND).wait()
             result = judged(*self._decoded(means, shards))
-            if result is not None and left is not None:
-                left[low:high].add_(mean - result[low:high], alpha=ranks.world)
-            return (None if result is None else result.mul_(back)), left
+            if result is not None and new_residual is not None:
+                new_residual[low:high].add_(mean - result[low:high], alpha=ranks.world)
+            return (None if result is None else result.mul_(back)), new_residual
 
         return finish
 
     def local(self, flat: Tensor, residual: Tensor | None, pieces: Pieces) -> Outcome:
         if residual is None:
-            left, message = None, self.codec.encode(flat)
+            new_residual, message = None, self.codec.encode(flat)
         else:
-            left = torch.empty_like(residual)
-            message, _ = self.codec.encode_with_feedback(flat, residual, None, left)
-        found, fine = self._decoded(message[None], [(0, len(flat))])
-        return (found if bool(fine) else None), left
+            new_residual = torch.empty_like(residual)
+            message, _ = self.codec.encode_with_feedback(flat, residual, None, new_residual)
+        decoded, fine = self._decoded(message[None], [(0, len(flat))])
+        return (decoded if bool(fine) else None), new_residual
 
     def sent_bytes(self, pieces: Pieces, world: int) -> int:
         return 2 * gathered_bytes(self._row(self._shards(total_numbers(pieces), world)), world)
@@ -411,53 +418,63 @@ class PowerSGDMean:
         self._right = ErrorMemory()  # Q of each matrix, the next step's start
 
     def start(self, flat: Tensor, residual: Tensor | None, pieces: Pieces, ranks: Ranks) -> Finish:
-        matrices, rest = self._split(_sum(flat, residual), pieces)
+        matrices, dense_parts = self._split(_sum(flat, residual), pieces)
         left_factors = [m @ self._start_of(p, m) for p, m in matrices]
-        whole = _together(rest, flat).div_(ranks.world)
+        dense = _together(dense_parts, flat).div_(ranks.world)
         factors = _together([f / ranks.world for f in left_factors], flat).to(COMMUNICATION)
-        waiting = [ranks.all_reduce(t, FIRST) for t in (factors, whole) if len(t)]
+        waiting = [ranks.all_reduce(t, FIRST) for t in (factors, dense) if len(t)]
 
         def finish() -> Outcome:
             for pending in waiting:
                 pending.wait()
-            fine = factors.isfinite().all() & whole.isfinite().all()
+            fine = factors.isfinite().all() & dense.isfinite().all()
             # The same tensors on all ranks, so all go on or none does.
             if may_ask(fine) and not bool(fine):
                 return None, None
             bases = [_orthonormal(f) for f in _apart(factors.float(), left_factors)]
-            own = [
+            local_factors = [
                 (m.T @ b / ranks.world).to(COMMUNICATION)
                 for (_, m), b in zip(matrices, bases, strict=True)
             ]
-            means = _together(own, flat).to(COMMUNICATION)
+            means = _together(local_factors, flat).to(COMMUNICATION)
             if len(means):
                 ranks.all_reduce(means, SECOND).wait()
-            mean, left = self._outcome(
-                pieces, matrices, bases, own, _apart(means.float(), own), whole, ranks.world
+            mean, new_residual = self._outcome(
+                pieces,
+                matrices,
+                bases,
+                local_factors,
+                _apart(means.float(), local_factors),
+                dense,
+                ranks.world,
             )
-            return judged(mean, fine), left
+            return judged(mean, fine), new_residual
 
         return finish
 
     def local(self, flat: Tensor, residual: Tensor | None, pieces: Pieces) -> Outcome:
-        matrices, rest = self._split(_sum(flat, residual), pieces)
+        matrices, dense_parts = self._split(_sum(flat, residual), pieces)
         if not bool(flat.isfinite().all()):  # waits for the device
             return None, None
         bases = [
             _orthonormal((m @ self._start_of(p, m)).to(COMMUNICATION).float()) for p, m in matrices
         ]
-        own = [(m.T @ b).to(COMMUNICATION) for (_, m), b in zip(matrices, bases, strict=True)]
-        whole = _together(rest, flat)
-        return self._outcome(pieces, matrices, bases, own, [q.float() for q in own], whole, 1)
+        local_factors = [
+            (m.T @ b).to(COMMUNICATION) for (_, m), b in zip(matrices, bases, strict=True)
+        ]
+        dense = _together(dense_parts, flat)
+        return self._outcome(
+            pieces, matrices, bases, local_factors, [q.float() for q in local_factors], dense, 1
+        )
 
     def sent_bytes(self, pieces: Pieces, world: int) -> int:
         sides = [_sides(p.shape) for p in pieces if self._pays(p.shape)]
-        whole = sum(p.numbers for p in pieces if not self._pays(p.shape))
+        dense = sum(p.numbers for p in pieces if not self._pays(p.shape))
         columns = [min(self.rank, *side) for side in sides]
         sizes = (
             sum(2 * rows * k for (rows, _), k in zip(sides, columns, strict=True)),
             sum(2 * width * k for (_, width), k in zip(sides, columns, strict=True)),
-            4 * whole,
+            4 * dense,
         )
         return sum(reduced_bytes(size, world) for size in sizes)
 
@@ -475,39 +492,39 @@ class PowerSGDMean:
         pieces: Pieces,
         matrices: list[tuple[BucketPart, Tensor]],
         bases: list[Tensor],
-        own: list[Tensor],
+        local_factors: list[Tensor],
         means: list[Tensor],
-        whole: Tensor,
+        dense: Tensor,
         world: int,
     ) -> tuple[Tensor, Tensor]:
         """The mean of all pieces end to end, and what this rank's own factors leave out."""
-        mean = torch.empty(total_numbers(pieces), dtype=torch.float32, device=whole.device)
-        left = torch.zeros_like(mean)
-        found, beside = iter(zip(matrices, bases, own, means, strict=True)), 0
-        for piece, into, over in zip(
-            pieces, parts_of(mean, pieces), parts_of(left, pieces), strict=True
+        mean = torch.empty(total_numbers(pieces), dtype=torch.float32, device=dense.device)
+        new_residual = torch.zeros_like(mean)
+        factored, offset = iter(zip(matrices, bases, local_factors, means, strict=True)), 0
+        for part, into, over in zip(
+            pieces, parts_of(mean, pieces), parts_of(new_residual, pieces), strict=True
         ):
-            if self._pays(piece.shape):
-                (_, matrix), basis, mine, right = next(found)
+            if self._pays(part.shape):
+                (_, matrix), basis, local_factor, right = next(factored)
                 into.copy_((basis @ right.T).flatten())
-                over.copy_((matrix - basis @ mine.float().T * world).flatten())
-                self._right.leave(piece.name, right)
+                over.copy_((matrix - basis @ local_factor.float().T * world).flatten())
+                self._right.leave(part.name, right)
             else:
-                into.copy_(whole[beside : beside + piece.numbers])
-                beside += piece.numbers
-        return mean, left
+                into.copy_(dense[offset : offset + part.numbers])
+                offset += part.numbers
+        return mean, new_residual
 
     def _split(
         self, flat: Tensor, pieces: Pieces
     ) -> tuple[list[tuple[BucketPart, Tensor]], list[Tensor]]:
         """Pieces to be sent as factors, as matrices, and the others."""
-        matrices, rest = [], []
-        for piece, values in zip(pieces, parts_of(flat, pieces), strict=True):
-            if self._pays(piece.shape):
-                matrices.append((piece, values.view(_sides(piece.shape))))
+        matrices, dense_parts = [], []
+        for part, values in zip(pieces, parts_of(flat, pieces), strict=True):
+            if self._pays(part.shape):
+                matrices.append((part, values.view(_sides(part.shape))))
             else:
-                rest.append(values)
-        return matrices, rest
+                dense_parts.append(values)
+        return matrices, dense_parts
 
     def _pays(self, shape: tuple[int, ...]) -> bool:
         if len(shape) < 2:
@@ -516,18 +533,18 @@ class PowerSGDMean:
         columns = min(self.rank, rows, width)
         return 0 < 2 * 2 * columns * (rows + width) <= 4 * rows * width
 
-    def _start_of(self, piece: BucketPart, matrix: Tensor) -> Tensor:
+    def _start_of(self, part: BucketPart, matrix: Tensor) -> Tensor:
         """The last step's Q; at first chance, the same on every rank."""
         rows, width = matrix.shape
-        known = self._right.get(piece.name)
-        if known is None or known.shape != (width, min(self.rank, rows, width)):
-            dice = torch.Generator().manual_seed(zlib.crc32(piece.name.encode()))
-            known = torch.randn(width, min(self.rank, rows, width), generator=dice)
-        return known.to(matrix.device)
+        factor = self._right.get(part.name)
+        if factor is None or factor.shape != (width, min(self.rank, rows, width)):
+            dice = torch.Generator().manual_seed(zlib.crc32(part.name.encode()))
+            factor = torch.randn(width, min(self.rank, rows, width), generator=dice)
+        return factor.to(matrix.device)
 
 
 def _sides(shape: tuple[int, ...]) -> tuple[int, int]:
-    """As a matrix: experts one below the other, a convolution's filters one per row."""
+    """Shape as a matrix: experts one below the other, a convolution's filters one per row."""
     if len(shape) == 3:
         return shape[0] * shape[1], shape[2]
     return shape[0], torch.Size(shape[1:]).numel()
@@ -544,12 +561,12 @@ def _together(tensors: list[Tensor], like: Tensor) -> Tensor:
 
 def _apart(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
     pieces = flat.split([t.numel() for t in like]) if like else ()
-    return [piece.view(t.shape) for piece, t in zip(pieces, like, strict=True)]
+    return [chunk.view(t.shape) for chunk, t in zip(pieces, like, strict=True)]
 
 
 def _orthonormal(columns: Tensor) -> Tensor:
-    found: Tensor = torch.linalg.qr(columns).Q
-    return found
+    basis: Tensor = torch.linalg.qr(columns).Q
+    return basis
 
 
 # The settings of a gradient compressor, checked, and the way that each method name stands for.
@@ -565,7 +582,7 @@ BACKENDS = ("nccl", "gloo", None)
 
 @dataclass(frozen=True)
 class CompressionSettings:
-    """What all ranks must have alike.
+    """Settings that must be equal on all ranks.
 
     Raises:
         ValueError: an unknown method, or a number that makes no sense.
@@ -581,11 +598,11 @@ class CompressionSettings:
     every: int = 20
 
     def __post_init__(self) -> None:
-        known = (*METHODS, *WHOLE)
-        if self.method not in known:
-            hint = did_you_mean(self.method, known)
+        names = (*METHODS, *WHOLE)
+        if self.method not in names:
+            hint = did_you_mean(self.method, names)
             raise ValueError(
-                f"no sparsity_method is called {self.method!r}{hint}; there are {', '.join(known)}"
+                f"no sparsity_method is called {self.method!r}{hint}; there are {', '.join(names)}"
             )
         if self.scope not in SCOPES:
             raise ValueError(f"scope is {self.scope!r}; it is {' or '.join(SCOPES)}")
@@ -628,17 +645,17 @@ class CompressionSettings:
         return QuantisedMean(codec(self.method), feedback=self.method in ("int8", "int4"))
 
 
-def backend_of(asked: str | None) -> str | None:
-    """What a backend that was asked for means here.
+def backend_of(backend: str | None) -> str | None:
+    """Returns the backend that a requested name means on this machine.
 
     Raises:
         ValueError: there is none of that name.
     """
-    if asked not in BACKENDS:
-        raise ValueError(f"communication_backend is {asked!r}; it is 'nccl', 'gloo' or None")
-    if asked == "nccl" and not has_cuda():
+    if backend not in BACKENDS:
+        raise ValueError(f"communication_backend is {backend!r}; it is 'nccl', 'gloo' or None")
+    if backend == "nccl" and not has_cuda():
         warnings.warn(
             "communication_backend='nccl' needs a GPU and there is none: gloo is used", stacklevel=3
         )
         return "gloo"
-    return asked
+    return backend

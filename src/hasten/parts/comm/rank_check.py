@@ -1,10 +1,10 @@
-"""Which ranks are still there after a failed collective, and whether all hold the same weights.
+"""Finds the remaining ranks after a failed collective; compares weights over ranks.
 
-gloo says "connection closed by peer" and an address; a user needs the rank. A rank that sees a
-collective fail reports it in the store through which the process group was formed, and waits for
-the reports of the others. A rank without a report by the end has ended, hangs, or can't be reached.
-A rank whose own code failed reports why and doesn't wait; the others, whose collectives fail for
-it, name that reason.
+gloo reports "connection closed by peer" and an address, but a user needs the rank. If a
+collective fails on a rank, it reports this in the store that formed the process group.
+Then it waits for the reports of the others. A rank without a report has ended, hangs,
+or can't be reached. If a rank's own code failed, it reports the reason and doesn't
+wait. The collectives of the others then fail too, and their errors name that reason.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ class CollectiveError(RuntimeError):
 
 
 class RankReports:
-    """What the ranks ``members`` say of the first exchange that fails among them.
+    """Reports of the ranks ``members`` about the first exchange that fails among them.
 
-    Each of them builds one at the same moment, so that all know it by the same name.
+    Each of them builds one at the same moment, so all use the same name for it.
     """
 
     def __init__(self, kind: str, members: Sequence[int], seconds: float) -> None:
-        place = f"{kind}/{zlib.crc32(str(list(members)).encode())}"
-        self._subject = f"{place}/{_built[place]}"
-        _built[place] += 1
+        group_key = f"{kind}/{zlib.crc32(str(list(members)).encode())}"
+        self._subject = f"{group_key}/{_built[group_key]}"
+        _built[group_key] += 1
         self._members, self._seconds = tuple(members), min(seconds, LONGEST)
         self._lock = threading.Lock()  # several threads may see it
         self._told: CollectiveError | None = None
         self._hosts().set(str(dist.get_rank()), socket.gethostname())
 
     def failed(self, what: str, error: Exception) -> CollectiveError:
-        """What to raise: with the ranks that are missing, or this rank's own reason.
+        """Returns the exception: with the missing ranks, or this rank's own reason.
 
-        Failures after the first follow from it and are told as it was.
+        Later failures follow from the first one and return the same exception.
         """
         with self._lock:
             if self._told is None:
@@ -80,18 +80,19 @@ class RankReports:
 def error_of_ranks(
     what: str, error: BaseException, subject: str, hosts: Sequence[str], seconds: float
 ) -> CollectiveError:
-    """The error of a failed collective with the ranks it is about.
+    """Returns the error of a failed collective with the ranks concerned.
 
-    ``subject`` is the same on all ranks and new for each failure; ``hosts`` has each rank's host.
-    It takes ``seconds`` at most, and all of them if somebody is missing.
+    ``subject`` is the same on all ranks and new for each failure. ``hosts`` has each rank's
+    host. It takes at most ``seconds``, and exactly that if a rank is missing.
     """
     return _called(what, error, subject, range(len(hosts)), hosts.__getitem__, seconds)
 
 
 def of_an_exchange(error: BaseException) -> bool:
-    """Whether it is one between ranks that failed, and not this rank's own code.
+    """Returns True if an exchange between ranks failed, and not this rank's own code.
 
-    gloo's errors are plain RuntimeErrors with the place in its source; others have a class.
+    gloo's errors are plain RuntimeErrors with the location in its source. Others have a
+    class.
     """
     return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
 
@@ -106,7 +107,7 @@ def _called(
 ) -> CollectiveError:
     me, first = dist.get_rank(), _first_line(error)
     try:
-        missing, words = _answers(subject, first, members, seconds)
+        missing, answers = _answers(subject, first, members, seconds)
         names = ", ".join(f"rank {rank} ({host(rank)})" for rank in missing)
     except RuntimeError as store_error:  # DistStoreError, DistNetworkError
         return CollectiveError(
@@ -117,7 +118,7 @@ def _called(
     if not missing:
         return CollectiveError(
             f"{what} failed though every rank is alive; "
-            + "; ".join(f"rank {r}: {text}" for r, text in sorted(words.items()))
+            + "; ".join(f"rank {r}: {text}" for r, text in sorted(answers.items()))
         )
     return CollectiveError(
         f"{what} failed on rank {me} ({first}): {names} did not answer within {seconds:g} s; it "
@@ -127,21 +128,21 @@ def _called(
 
 
 def _answers(
-    subject: str, words: str, members: Sequence[int], seconds: float
+    subject: str, message: str, members: Sequence[int], seconds: float
 ) -> tuple[list[int], dict[int, str]]:
     store = _place(subject)
-    store.set(str(dist.get_rank()), words)
+    store.set(str(dist.get_rank()), message)
     end = time.monotonic() + seconds
     while True:
         missing = [rank for rank in members if not store.check([str(rank)])]
         if not missing or time.monotonic() > end:
-            here = [rank for rank in members if rank not in missing]
-            return missing, {rank: store.get(str(rank)).decode() for rank in here}
+            answered = [rank for rank in members if rank not in missing]
+            return missing, {rank: store.get(str(rank)).decode() for rank in answered}
         time.sleep(PAUSE)
 
 
 def _place(subject: str) -> Any:
-    """Of the store through which the process group met."""
+    """Prefix of the store that formed the process group."""
     return dist.PrefixStore(f"hasten/{subject}", _get_default_store())
 
 
@@ -157,7 +158,7 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def drift_message(wrong: Sequence[int], steps: int) -> str:
-    """What to say of ranks whose weights aren't rank 0's."""
+    """Returns the message about ranks with other weights than rank 0."""
     return (
         f"replicas have drifted apart: after step {steps} the weights of rank "
         f"{', '.join(map(str, wrong))} are not those of rank 0; go on from a checkpoint"
@@ -166,20 +167,21 @@ def drift_message(wrong: Sequence[int], steps: int) -> str:
 
 @torch.no_grad()
 def checksum(parameters: Iterable[Tensor]) -> int:
-    """A number of 63 bits that another weight changes, or two that change places: sums of the bits
-    of each tensor by rows and columns, times odd numbers that stand for their places.
+    """Returns a 63-bit number that changes with any weight and with swapped weights.
 
-    An even one would push a weight's highest bits out of the 64 that a sum has.
+    It sums the bits of each tensor by rows and columns, times odd numbers for their
+    positions. An even factor would push a weight's highest bits out of the 64 bits of the
+    sum.
     """
     total = 0
     for p in parameters:
         bits = p.detach().contiguous().view(-1).view(WORDS[p.element_size()])
-        whole = len(bits) // COLUMNS * COLUMNS
-        table = bits[:whole].view(-1, COLUMNS)
+        table_size = len(bits) // COLUMNS * COLUMNS
+        table = bits[:table_size].view(-1, COLUMNS)
         for sums in (
             table.sum(0, dtype=torch.int64),
             table.sum(1, dtype=torch.int64),
-            bits[whole:],
+            bits[table_size:],
         ):
             places = 2 * torch.arange(len(sums), device=sums.device) + 1
             total = (total * 1_000_003 + int((sums * places).sum())) % 2**64  # waits

@@ -1,16 +1,20 @@
-"""Ranks train alone, and a fragment of their weights is on its way to the others in each step.
+"""Streaming local SGD: ranks train alone and send one weight fragment per step.
 
-    step s      own optimizer step, then: receive fragment of step s-1, send fragment s mod H
-    step s+1    ... computes while it travels ...                       receive it, send the next
+    step s      own optimizer step, then: receive fragment of s-1, send fragment s mod H
 
-With H fragments each weight is averaged every H steps, and a message has a whole step to arrive: H
-is the smallest at which it takes two thirds of one, and a core's own work for it a twentieth. The
-correction comes one step late and adds ``common - own`` to weights that have moved on (see
-``local_sgd``). Differences travel in 4 bits, as in Streaming DiLoCo (Douillard et al.,
-arXiv:2501.18512), which sends seldom and large, with an outer momentum; here it is often, small,
-and a plain mean. Where 4 bits would make H large, ranks drift further apart between two means than
-rough ones leave them: signs and a mean magnitude then, a quarter of the bytes and as much more
-often.
+    step s+1    computes while it is sent, receives it, sends the next
+
+With H fragments each weight is averaged every H steps, and a message has a whole step
+to arrive. H is the smallest number for which two limits hold. A message takes at most
+two thirds of a step, and a core's own work for it at most a twentieth. The correction
+comes one step late and adds ``common - own`` to weights that have moved on (see
+``local_sgd``).
+
+Differences are sent in 4 bits, as in Streaming DiLoCo (Douillard et al.,
+arXiv:2501.18512). That method sends rarely and much, with an outer momentum. This one
+sends often and little, with a plain mean. If 4 bits would make H large, the drift
+between two means costs more than coarser messages. Then signs and a mean magnitude are
+sent: a quarter of the bytes, four times as often.
 
     stream = Stream(model.parameters(), codec=codec("int4"), fragments=2)
     for batch in batches:
@@ -65,11 +69,12 @@ class _MessageInFlight:
 class Stream(LocalTraining):
     """Sends one fragment per step in the background.
 
-    ``fragments`` None: as many as the link asks for; ``codec`` None then: int4, or signs where that
-    would be many, and int4 where their number is given.
+    ``fragments`` None: their number is chosen from the link's speed. If ``codec`` is None
+    too, it is int4, or signs if int4 needs many fragments. If only ``codec`` is None, it is
+    int4.
 
     Raises:
-        ValueError: a setting is impossible, or a weight doesn't lie in one piece.
+        ValueError: a setting is impossible, or a weight isn't contiguous.
     """
 
     def __init__(
@@ -101,7 +106,7 @@ class Stream(LocalTraining):
 
     @property
     def predicted_bytes(self) -> float:
-        """What this rank sends to others per step, on the mean over all fragments."""
+        """Bytes that this rank sends to others per step, as a mean over all fragments."""
         sizes = [self.drift.message_bytes(k, self.codec) for k in range(len(self.drift.edges))]
         return (self.drift.size - 1) * sum(sizes) / len(sizes)
 
@@ -151,15 +156,17 @@ class Stream(LocalTraining):
         rate = (PROBES[1] - PROBES[0]) / max(large - small, 1e-9)
         kinds = [codec_of(name) for name in self._formats] or [self.codec]
         wholes = [self.drift.message_bytes(0, kind) for kind in kinds]
-        few = (i for i, whole in enumerate(wholes) if needed(whole, rate, quickest) <= MANY)
-        place = next(few, len(kinds) - 1)
-        own, numbers = self._own_seconds(kinds[place]), self.drift.anchor.numel()
-        count = needed(wholes[place], rate, quickest, own, numbers)
-        found = self.drift.anchor.new_tensor([place, count])
+        few = (
+            i for i, total_bytes in enumerate(wholes) if needed(total_bytes, rate, quickest) <= MANY
+        )
+        index = next(few, len(kinds) - 1)
+        codec_seconds, numbers = self._own_seconds(kinds[index]), self.drift.anchor.numel()
+        count = needed(wholes[index], rate, quickest, codec_seconds, numbers)
+        choice = self.drift.anchor.new_tensor([index, count])
         first = dist.get_global_rank(self.drift.group, 0)
-        self.drift.travel(dist.broadcast, found, first)
-        place, count = (int(number) for number in found.tolist())
-        self.codec = kinds[place]
+        self.drift.travel(dist.broadcast, choice, first)
+        index, count = (int(number) for number in choice.tolist())
+        self.codec = kinds[index]
         self._cut(count)
 
     def _probe(self, size: int) -> float:
@@ -175,7 +182,7 @@ class Stream(LocalTraining):
         return time.perf_counter() - began
 
     def _own_seconds(self, kind: Codec) -> float:
-        """What making a message of all weights and taking in everybody's takes of this rank."""
+        """Seconds of this rank for encoding all weights and decoding all ranks' messages."""
         drift, took = self.drift, []
         noted = list(drift.tokens)
         for _ in range(2):  # the first one finds its memory
@@ -214,14 +221,15 @@ class Stream(LocalTraining):
 
 
 def needed(
-    whole: int, rate: float, step_seconds: float, own_seconds: float = 0.0, numbers: int = 0
+    total_bytes: int, rate: float, step_seconds: float, own_seconds: float = 0.0, numbers: int = 0
 ) -> int:
-    """Fragments so that one travels for two thirds of a step at most and takes little computation.
+    """Fragments such that one is sent in two thirds of a step, with little computation.
 
-    ``whole`` bytes of all weights, ``rate`` bytes a second; ``own_seconds`` for making and taking
-    in messages of all ``numbers`` weights, of which less than a chunk takes no shorter.
+    ``total_bytes`` bytes of all weights, ``rate`` bytes per second. ``own_seconds`` is the time
+    to encode and decode messages of all ``numbers`` weights. Less than a chunk isn't
+    faster.
     """
-    travel = whole / max(BUSY * rate * step_seconds, 1.0)
+    travel = total_bytes / max(BUSY * rate * step_seconds, 1.0)
     work = min(own_seconds / max(OWN * step_seconds, 1e-9), numbers / NUMBERS)
     return max(1, min(MOST, math.ceil(max(travel, work))))
 

@@ -1,8 +1,9 @@
-"""A topology says which ranks share a host, and how fast links are within and between hosts.
+"""Topologies: which ranks share a host, and the link speeds within and between hosts.
 
-Hosts are found by exchange: each rank says on which machine, and in which network, it is. Links
-come from a name (figures of data sheets), from what the system says of them (``detect``), or from
-a measurement (``measure``, in ``link_model``). A name is a claim; only a measurement knows.
+Hosts are found by exchange: each rank sends its machine and its network. Links come
+from a name (figures of data sheets), from data of the system (``detect``), or from a
+measurement (``measure``, in ``link_model``). A name is a claim; only a measurement is
+reliable.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class Topology:
 
     @property
     def uniform(self) -> bool:
-        """Whether all hosts have the same number of ranks."""
+        """Returns True if all hosts have the same number of ranks."""
         return len({len(host) for host in self.hosts}) == 1
 
     def host_of(self, rank: int) -> int:
@@ -131,17 +132,17 @@ class Topology:
 
 def hosts_of(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Ranks by host, hosts in the order of their first rank; ``names`` is by rank."""
-    found: dict[str, list[int]] = {}
+    host_ranks: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
-        found.setdefault(name, []).append(rank)
-    return tuple(tuple(ranks) for ranks in found.values())
+        host_ranks.setdefault(name, []).append(rank)
+    return tuple(tuple(ranks) for ranks in host_ranks.values())
 
 
 def host_name() -> str:
-    """What tells this host from another: its name, this boot of it, and the network it is in.
+    """Returns a unique name of this host: its name, its current boot, and its network.
 
-    NCCL takes name and boot (``getHostHash``). Containers of one machine are apart for gloo, whose
-    messages between them leave one network and enter another, so that counts too.
+    NCCL takes name and boot (``getHostHash``). For gloo, containers of one machine are
+    separate. Messages between them leave one network and enter another, so that counts too.
     """
     boot = _read(Path("/proc/sys/kernel/random/boot_id"))
     try:
@@ -152,7 +153,7 @@ def host_name() -> str:
 
 
 def with_named_links(name: str, hosts: tuple[tuple[int, ...], ...]) -> Topology:
-    """These hosts with the links that a name stands for."""
+    """Returns these hosts with the links of a named topology."""
     check_name(name)
     within, between, source = NAMED[name]
     return Topology(hosts, within, between, f"{name}: {source}")
@@ -168,30 +169,33 @@ def check_name(name: str) -> None:
 def with_detected_links(
     hosts: tuple[tuple[int, ...], ...], within: Link | None = None, interface: str = ""
 ) -> Topology:
-    """These hosts with what the system says of this one's links; ``source`` says what it doesn't.
+    """Returns these hosts with this host's links as the system reports them.
 
-    ``within`` is what is known of the links between the host's GPUs; ``interface`` the one that
-    messages take, that of the default route where it isn't named.
+    In the result, ``source`` lists missing data. ``within`` has the links between the
+    host's GPUs, if available. The network ``interface`` is by default that of the default
+    route.
     """
     interface = interface or default_interface()
     speed = interface_speeds().get(interface)
-    known = f"{interface} says so" if speed else f"{interface or 'no interface'} says nothing"
+    speed_source = (
+        f"{interface} says so" if speed else f"{interface or 'no interface'} says nothing"
+    )
     between = Link(ASSUMED_LATENCY, speed or ASSUMED_GIGABITS * GIGABIT)
     inside = "links of the GPUs" if within else "assumed within"
-    return Topology(hosts, within or ASSUMED_WITHIN, between, f"detected: {known}, {inside}")
+    return Topology(hosts, within or ASSUMED_WITHIN, between, f"detected: {speed_source}, {inside}")
 
 
 def interface_speeds(net: Path = NET) -> dict[str, float | None]:
-    """Bytes per second of each network interface that is up; None where the driver doesn't say."""
-    found: dict[str, float | None] = {}
+    """Bytes per second of each active network interface; None if the driver has no value."""
+    speeds: dict[str, float | None] = {}
     for path in sorted(net.iterdir()) if net.is_dir() else []:
         state = _read(path / "operstate")
         if path.name == "lo" or state in ("down", "lowerlayerdown", "notpresent", ""):
             continue
         text = _read(path / "speed")  # Mbit/s; -1 where unknown, an error for a virtual one
         megabits = int(text) if text.lstrip("-").isdigit() else -1
-        found[path.name] = megabits * 1e6 / 8 if megabits > 0 else None
-    return found
+        speeds[path.name] = megabits * 1e6 / 8 if megabits > 0 else None
+    return speeds
 
 
 def default_interface(routes: Path = ROUTES) -> str:

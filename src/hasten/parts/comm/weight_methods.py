@@ -1,15 +1,17 @@
-"""Methods that need the whole model and its updates, not a gradient: diloco and stream.
+"""Methods that need the model and its updates, not a gradient: diloco and stream.
 
     compressor = GradientCompressor(sparsity_method="diloco")
-    compressor.attach(model)       # the module itself; no DistributedDataParallel, nothing else
-    ...                            # the usual loop, as if there were one rank
-    compressor.synchronize()            # before saving or evaluating: one model
+    compressor.attach(model)       # the module itself; no DistributedDataParallel
+    # the usual loop, as if there were one rank
+    compressor.synchronize()       # before saving or evaluating: one model
 
-diloco and stream send weights in the place of gradients (:mod:`hasten.parts.comm.local_sgd`,
-:mod:`hasten.parts.comm.streaming_local_sgd`). Both have to know when weights have moved: torch
-calls them after each step of the optimizer that has the model's first weight, and a warning comes
-where that never happens. All ranks must take the same steps. Where a step may be left out on one
-rank (a GradScaler of its own), use the part itself and call its ``after_step`` in every step.
+diloco and stream send weights instead of gradients (:mod:`hasten.parts.comm.local_sgd`,
+:mod:`hasten.parts.comm.streaming_local_sgd`). Both need a signal when weights have
+moved. torch calls them after each step of the optimizer that has the model's first
+weight. If that never happens, a warning is printed.
+
+All ranks must take the same steps. If a step may be left out on one rank (a GradScaler
+of its own), use the part itself. Then call its ``after_step`` in every step.
 """
 
 from __future__ import annotations
@@ -39,10 +41,10 @@ def start_method(
     settings: CompressionSettings,
     seconds: float,
 ) -> LocalTraining:
-    """What does the method's work on this model, told of its updates from now on.
+    """Returns the object that runs the method on this model, called after each update.
 
     Raises:
-        ValueError: the method wants another kind of module.
+        ValueError: the method needs another kind of module.
     """
     replicas = isinstance(model, DistributedDataParallel)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -64,10 +66,11 @@ def start_method(
 
 
 def after_updates(weight: torch.Tensor, action: Callable[[], object], otherwise: str) -> None:
-    """Call a method after each step of the optimizer that has this weight, while its owner lives.
+    """Calls a method after each step of this weight's optimizer, while its owner lives.
 
-    torch's hook is for all optimizers of the process: it looks whose step it was, and goes with the
-    owner. Where gradients come and no step is ever heard of, it warns of what happens otherwise.
+    torch's hook is for all optimizers of the process. So it checks which optimizer made the
+    step, and is removed with the owner. If gradients arrive but no step is detected, it
+    warns with the text ``otherwise``.
     """
     method, wanted, silence = (
         weakref.WeakMethod(action),
@@ -75,13 +78,13 @@ def after_updates(weight: torch.Tensor, action: Callable[[], object], otherwise:
         MissingUpdates(otherwise),
     )
 
-    def updated(optimizer: torch.optim.Optimizer, given: Any, named: Any) -> None:
-        found, mine = method(), wanted()
-        if found is None or mine is None:
+    def updated(optimizer: torch.optim.Optimizer, args: Any, named: Any) -> None:
+        callback, live_weight = method(), wanted()
+        if callback is None or live_weight is None:
             return
-        if any(p is mine for group in optimizer.param_groups for p in group["params"]):
+        if any(p is live_weight for group in optimizer.param_groups for p in group["params"]):
             silence.over = True
-            found()
+            callback()
 
     owner: Any = action
     # Not removed inside the hook: torch walks through all hooks just then.
@@ -93,7 +96,7 @@ def after_updates(weight: torch.Tensor, action: Callable[[], object], otherwise:
 
 
 class MissingUpdates:
-    """Gradients that came before the first update; too many of them are told once."""
+    """Counts gradients that came before the first update; warns once if too many."""
 
     def __init__(self, otherwise: str) -> None:
         self.over = False

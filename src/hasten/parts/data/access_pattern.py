@@ -1,12 +1,13 @@
-"""Access patterns: recognise the order in which examples are read, and ask for many at a time.
+"""Access patterns: detect the order in which examples are read, and merge requests.
 
     indices -> classify -> Pattern -> IndexedReader merges the next requests into one
 
-A store that charges per request (a disk, an object store) serves a range for the price of an
-example. Where the order is sequential, strided, or shuffled within blocks, the reader asks for the
-range the pattern promises and keeps what it will need. In any other order it asks for single
-examples, exactly as without it: a guess would read what nobody wants. Bits and order never depend
-on the guess.
+A store that charges per request (a disk, an object store) serves a range for the price
+of an example. If the order is sequential, strided, or shuffled within blocks, the
+reader requests the range that the pattern predicts. It keeps the examples that it will
+need. In any other order it requests single examples, exactly as without this module,
+because a wrong guess would read unneeded data. Bits and order never depend on the
+guess.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ WIDEST_STRIDE = 8  # beyond it a range is mostly examples that nobody wants
 
 
 class AccessOrder(Enum):
-    """The orders that can be told apart; REPEATED is any other order, seen a second time."""
+    """The orders that can be detected; REPEATED is any other order, read a second time."""
 
     SEQUENTIAL = "sequential"
     STRIDED = "strided"
@@ -58,7 +59,7 @@ class Pattern:
         return index, index + 1
 
     def wants(self, first: int, index: int) -> bool:
-        """Whether ``index``, read together with ``first``, will be asked for soon."""
+        """Returns True if ``index``, read together with ``first``, will be requested soon."""
         return self.order is not AccessOrder.STRIDED or (index - first) % self.size == 0
 
 
@@ -68,16 +69,16 @@ def classify(indices: Sequence[int]) -> Pattern:
     Blocks are counted from example 0, as samplers cut them; a sequence may begin and end within
     one.
     """
-    seen = np.asarray(indices, np.int64)
-    if len(seen) < FEWEST:
+    order = np.asarray(indices, np.int64)
+    if len(order) < FEWEST:
         return Pattern(AccessOrder.RANDOM)
-    steps = np.diff(seen)
+    steps = np.diff(order)
     if (steps == steps[0]).all() and steps[0]:
         step = int(steps[0])
         return Pattern(AccessOrder.SEQUENTIAL) if step == 1 else Pattern(AccessOrder.STRIDED, step)
-    if block := _block(seen):
+    if block := _block(order):
         return Pattern(AccessOrder.BLOCKS, block)
-    if period := _period(seen):
+    if period := _period(order):
         return Pattern(AccessOrder.REPEATED, period)
     return Pattern(AccessOrder.RANDOM)
 
@@ -134,12 +135,13 @@ class IndexedReader:
     def _merged(self, index: int) -> Any:
         start, stop = self.pattern.range(index, len(self))
         read = self._request(start, stop)
-        known = {index, *self._window}  # a block found half-way will ask for its other half alone
+        # a block found half-way will ask for its other half alone
+        requested = {index, *self._window}
         self._window.clear()
         self._held = {
             i: example
             for i, example in enumerate(read, start)
-            if i not in known and self.pattern.wants(index, i)
+            if i not in requested and self.pattern.wants(index, i)
         }
         self._fetched = len(self._held)
         return read[index - start]
@@ -155,45 +157,45 @@ class IndexedReader:
 
 
 def with_merged_reads(loader: Iterable[Any]) -> Iterable[Any]:
-    """The same DataLoader over an IndexedReader, or ``loader`` itself where that is no gain.
+    """Returns the DataLoader over an IndexedReader, or ``loader`` if there is no gain.
 
-    It is none without ``read_range``, without batches, where the data set fetches whole batches by
-    itself (``__getitems__``), or with worker processes, each of which sees only its share of the
-    order.
+    There is no gain without ``read_range``, without batches, or if the data set fetches
+    whole batches by itself (``__getitems__``). Worker processes don't gain either, because
+    each reads only its share of the order.
     """
     if not isinstance(loader, DataLoader):
         return loader
-    given: Any = loader
-    fetches_batches = getattr(given.dataset, "__getitems__", None) is not None
-    gains = isinstance(given.dataset, RangeStore) and not fetches_batches
-    if not gains or given.num_workers or given.batch_sampler is None:
-        return given  # type: ignore[no-any-return]
+    torch_loader: Any = loader
+    fetches_batches = getattr(torch_loader.dataset, "__getitems__", None) is not None
+    gains = isinstance(torch_loader.dataset, RangeStore) and not fetches_batches
+    if not gains or torch_loader.num_workers or torch_loader.batch_sampler is None:
+        return torch_loader  # type: ignore[no-any-return]
     merged: Iterable[Any] = DataLoader(
-        IndexedReader(given.dataset),
-        batch_sampler=given.batch_sampler,
-        collate_fn=given.collate_fn,
-        pin_memory=given.pin_memory,
-        generator=given.generator,
+        IndexedReader(torch_loader.dataset),
+        batch_sampler=torch_loader.batch_sampler,
+        collate_fn=torch_loader.collate_fn,
+        pin_memory=torch_loader.pin_memory,
+        generator=torch_loader.generator,
     )
     return merged
 
 
-def _block(seen: NDArray[np.int64]) -> int:
+def _block(order: NDArray[np.int64]) -> int:
     """Examples of a block if the order is shuffled within blocks, else 0; two must be whole."""
-    for size in range(4, len(seen) // 2 + 1):
-        blocks = seen // size
+    for size in range(4, len(order) // 2 + 1):
+        blocks = order // size
         starts = np.flatnonzero(np.diff(blocks)) + 1  # where another block begins
-        runs = np.diff([0, *starts, len(seen)])  # the first and the last may be cut off
+        runs = np.diff([0, *starts, len(order)])  # the first and the last may be cut off
         if (runs[1:-1] != size).any() or runs.max() > size or (runs == size).sum() < 2:
             continue
-        if all(len(set(run)) == len(run) for run in np.split(seen, starts)):
+        if all(len(set(run)) == len(run) for run in np.split(order, starts)):
             return size
     return 0
 
 
-def _period(seen: NDArray[np.int64]) -> int:
+def _period(order: NDArray[np.int64]) -> int:
     """The shortest round after which the sequence repeats, at least once as a whole; else 0."""
-    for again in np.flatnonzero(seen[1 : len(seen) // 2 + 1] == seen[0]) + 1:
-        if (seen[again:] == seen[:-again]).all():
+    for again in np.flatnonzero(order[1 : len(order) // 2 + 1] == order[0]) + 1:
+        if (order[again:] == order[:-again]).all():
             return int(again)
     return 0

@@ -53,17 +53,17 @@ IGNORED = -100
 
 
 def aligned_labels(example: TokenizedExample) -> NDArray[np.int64]:
-    """What each position of an example has to predict, (tokens,); -100 where nothing is asked."""
+    """Labels of the positions of an example, (tokens,); -100 where there is none."""
     labels = np.full(example.length, IGNORED, np.int64)
     labels[:-1] = np.where(example.trained[1:], example.input_ids[1:], IGNORED)
     return labels
 
 
 def padded(examples: Sequence[TokenizedExample], pad_id: int = 0) -> dict[str, Tensor]:
-    """One row per example, filled on the right to the longest: ``input_ids``, ``labels`` (B, T).
+    """One row per example, right-padded to the longest: ``input_ids``, ``labels`` (B, T).
 
-    No mask is needed: attention is causal, so a token never sees the filler behind it, and the
-    filler carries no loss.
+    No mask is needed. Attention is causal, so a token never attends to the padding after
+    it, and the padding carries no loss.
     """
     if not examples:
         raise ValueError("there are no examples to lay out")
@@ -77,15 +77,17 @@ def padded(examples: Sequence[TokenizedExample], pad_id: int = 0) -> dict[str, T
 
 
 def packed(examples: Sequence[TokenizedExample]) -> dict[str, Any]:
-    """All examples end to end in one row, longest first, without a slot of padding.
+    """All examples end to end in one row, longest first, without any padding.
 
-    Returns ``input_ids``, ``labels``, ``position_ids`` (1, T), positions counted from each
-    example's start; ``document_lengths``, a tuple of ints; and ``boundaries`` (documents + 1,), the
-    start of each example and the end of the last, int32, as variable-length attention kernels take
-    them.
+    Returns:
+        ``input_ids``, ``labels``, ``position_ids``: (1, T), positions counted from each
+            example's start.
+        ``document_lengths``: a tuple of ints.
+        ``boundaries``: (documents + 1,), the start of each example and the end of the last,
+            int32, as variable-length attention kernels take them.
 
-    Models that read positions tell the examples apart by the positions alone; see
-    :mod:`hasten.parts.nn.attention` for attention that also does no work between them.
+    Models that read positions separate the examples by the positions alone. For attention
+    that also does no work between them, see :mod:`hasten.parts.nn.attention`.
     """
     if not examples:
         raise ValueError("there are no examples to lay out")
@@ -134,9 +136,9 @@ def collate_fn(
 
 def _pair(example: Any, index: int) -> tuple[Tensor, Tensor]:
     if isinstance(example, Mapping) and "input" in example and "target" in example:
-        found = example["input"], example["target"]
+        pair = example["input"], example["target"]
     elif isinstance(example, tuple | list) and len(example) == 2:
-        found = example[0], example[1]
+        pair = example[0], example[1]
     else:
         has = (
             ", ".join(map(str, example)) if isinstance(example, Mapping) else type(example).__name__
@@ -145,7 +147,7 @@ def _pair(example: Any, index: int) -> tuple[Tensor, Tensor]:
             f"example {index} of the batch needs 'input' and 'target', or must be a pair of them; "
             f"it has {has}"
         )
-    return torch.as_tensor(found[0]), torch.as_tensor(found[1])
+    return torch.as_tensor(pair[0]), torch.as_tensor(pair[1])
 
 
 # Cut a step's examples into micro-batches of at most so many examples, or so many positions.
@@ -165,10 +167,11 @@ def by_count(examples: Sequence[Record], size: int) -> list[list[Record]]:
 
 
 def by_tokens(examples: Sequence[Record], lengths: Sequence[int], limit: int) -> list[list[Record]]:
-    """Pieces whose tokens add up to at most ``limit``, longest examples first.
+    """Pieces with at most ``limit`` tokens in total, longest examples first.
 
-    Each example goes into the fullest piece that still holds it (best fit decreasing), so that few
-    pieces are needed; an example longer than the limit is a piece of its own.
+    Each example goes into the fullest piece that still has room for it (best fit
+    decreasing). So few pieces are needed. An example longer than the limit is a piece of
+    its own.
     """
     pieces: list[list[Record]] = []
     room: list[int] = []
@@ -185,7 +188,7 @@ def by_tokens(examples: Sequence[Record], lengths: Sequence[int], limit: int) ->
 
 
 def by_slots(examples: Sequence[Record], lengths: Sequence[int], limit: int) -> list[list[Record]]:
-    """Pieces in the order given whose padded positions, longest x count, stay within ``limit``.
+    """Pieces in the given order with at most ``limit`` padded positions (longest x count).
 
     An example longer than the limit is a piece of its own.
     """

@@ -1,13 +1,14 @@
-"""Batches whose size follows the memory, or a budget of tokens, for any training loop.
+"""Batches with a size by memory, or by a budget of tokens, for any training loop.
 
     batcher = DynamicBatcher(initial_size=32)
     for batch in batcher.batches(loader):
         train(batch)
         batcher.update_after_step()
 
-A batch is a tensor, a mapping, tuple or list of tensors (columns with one row per example), or a
-list of anything else (examples). Examples keep their order and none is lost: what waits for a later
-call is said, and so is a loader whose batches are too small to grow.
+A batch is a tensor, or a mapping, tuple or list of tensors (columns with one row per
+example). It can also be a list of anything else (examples). Examples keep their order
+and none is lost. A warning reports examples that wait for a later call. Another one
+reports a loader with batches too small to grow.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ Result = TypeVar("Result")
 
 
 class DynamicBatcher:
-    """Cuts what a loader gives into batches of a size that grows and shrinks with the memory.
+    """Cuts the loader's output into batches with a size that follows the memory.
 
     Args:
         initial_size: examples of the first batch.
-        max_size: examples of a batch at most.
-        growth_factor: how much a batch grows where there is head-room.
+        max_size: maximum examples of a batch.
+        growth_factor: factor by which a batch grows if there is free memory.
         memory_threshold: share of the memory that a step may use.
-        device: whose memory counts; the current accelerator, or the host where there is none.
-        meter: ``() -> (bytes used, bytes there are)``, in place of the device's own.
+        device: device with the memory that counts; default: the current accelerator, or the
+            host if there is none.
+        meter: ``() -> (bytes used, bytes in total)``, instead of the device's own.
     """
 
     def __init__(
@@ -53,8 +55,8 @@ class DynamicBatcher:
     ) -> None:
         self.initial_size, self.max_size = initial_size, max_size
         self.growth_factor, self.memory_threshold = growth_factor, memory_threshold
-        here = torch.accelerator.current_accelerator(check_available=True)
-        meter = meter or memory_meter(device or here or torch.device("cpu"))
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        meter = meter or memory_meter(device or accelerator or torch.device("cpu"))
         self._room = Headroom(initial_size, max_size, growth_factor, memory_threshold, meter)
         self._held: list[Any] = []
         self._last = 0  # examples of the batch that was given last
@@ -73,15 +75,15 @@ class DynamicBatcher:
         return sum(example_count(part) for part in self._held)
 
     def adjust_batch(self, data: Any) -> Any:
-        """What waited and ``data``, as far as they fit.
+        """Returns the waiting examples and ``data``, as far as they fit.
 
-        As long as no size was too much for the memory, all of it, at most ``max_size``: without a
-        batcher the loader's batch would be trained whole. After that, ``size`` examples; the rest
-        waits. A loop over the loader can't catch up with what waits, nor join small batches:
-        ``batches`` does both.
+        As long as no size was too much for the memory, it returns everything, at most
+        ``max_size``. Without a batcher the loader's batch would be trained whole. After that,
+        it returns ``size`` examples, and the others wait. A loop over the loader can't catch up
+        with waiting examples, nor join small batches. ``batches`` does both.
 
         Warns:
-            UserWarning: once where examples wait, and once where the loader's batches are too small
+            UserWarning: once if examples wait, and once if the loader's batches are too small
                 for the size to matter.
         """
         count = example_count(data)
@@ -107,7 +109,7 @@ class DynamicBatcher:
         return batch
 
     def flush(self) -> Iterator[Any]:
-        """What still waits, in batches of the current size."""
+        """Yields the examples that still wait, in batches of the current size."""
         while self._held:
             yield self._take()
 
@@ -138,22 +140,27 @@ class DynamicBatcher:
     def run_step(
         self, step: Callable[[Any, float], Result], batch: Any, forget: Callable[[], object]
     ) -> list[Result]:
-        """``step(piece, share)`` over a batch, from the start in smaller pieces if memory runs out.
+        """Runs ``step(piece, share)`` over a batch; uses smaller pieces if memory runs out.
+
+        It then starts again from the first example.
 
         Args:
-            step: forward and backward of a piece whose mean loss counts ``share`` of the batch:
+            step: forward and backward of a piece. Its mean loss counts ``share`` of the batch:
                 ``(loss(piece) * share).backward()``.
-            forget: drops the gradients of an attempt that failed: ``optimizer.zero_grad``.
+            ``forget``: clears the gradients of a failed attempt: ``optimizer.zero_grad``.
 
         Raises:
             The error itself, if a single example doesn't fit, or if it isn't about memory.
         """
-        whole = example_count(batch)
-        size = whole
+        batch_size = example_count(batch)
+        size = batch_size
         while True:
             try:
-                pieces = (select_examples(batch, i, i + size) for i in range(0, whole, size))
-                return [step(piece, example_count(piece) / whole) for piece in pieces]
+                pieces = (select_examples(batch, i, i + size) for i in range(0, batch_size, size))
+                return [
+                    step(micro_batch, example_count(micro_batch) / batch_size)
+                    for micro_batch in pieces
+                ]
             except (RuntimeError, MemoryError) as error:
                 if size <= 1 or not is_out_of_memory(error):
                     raise
@@ -180,32 +187,32 @@ class DynamicBatcher:
         self._room.load_state_dict(state["room"])
         self._held[:], self._last = state["held"], int(state["last"])
 
-    def _warn(self, what: str, words: str) -> None:
+    def _warn(self, what: str, message: str) -> None:
         if what not in self._said:
             self._said.add(what)
-            warnings.warn(words, stacklevel=3)
+            warnings.warn(message, stacklevel=3)
 
     def _take(self) -> Any:
         wanted, parts = self.size, []
         while self._held and wanted:
             first = self._held.pop(0)
-            found = example_count(first)
-            if found > wanted:
-                self._held.insert(0, select_examples(first, wanted, found))
-                first, found = select_examples(first, 0, wanted), wanted
+            count = example_count(first)
+            if count > wanted:
+                self._held.insert(0, select_examples(first, wanted, count))
+                first, count = select_examples(first, 0, wanted), wanted
             parts.append(first)
-            wanted -= found
+            wanted -= count
         if not parts:
             raise ValueError("there are no examples to make a batch of")
         self._last = self.size - wanted
         return parts[0] if len(parts) == 1 else join_batches(parts)
 
 
-def _tell_what_waits(held: list[Any]) -> None:
-    if held:
-        count = sum(map(example_count, held))
-        words = f"{count} examples still wait in a DynamicBatcher and aren't trained"
-        warnings.warn(f"{words}; train those of batcher.flush()", ResourceWarning, stacklevel=2)
+def _tell_what_waits(batches: list[Any]) -> None:
+    if batches:
+        count = sum(map(example_count, batches))
+        message = f"{count} examples still wait in a DynamicBatcher and aren't trained"
+        warnings.warn(f"{message}; train those of batcher.flush()", ResourceWarning, stacklevel=2)
 
 
 def example_count(data: Any) -> int:
@@ -286,24 +293,25 @@ TooLong = Literal["alone", "error", "drop"]
 class DynamicBatchSampler(Sampler[list[int]]):
     """Batches of example indices within a budget of tokens.
 
-    All ranks get the same number of batches. Where the number isn't a multiple of the ranks, the
-    largest batches are halved, so that every example comes exactly once per epoch over all ranks;
-    only where each batch is a single example already are the first ones repeated. With
+    All ranks get the same number of batches. If the number isn't a multiple of the ranks,
+    the largest batches are halved. So every example comes exactly once per epoch over all
+    ranks. If each batch is already a single example, the first ones are repeated. With
     ``drop_last`` the surplus batches, at most ``world_size - 1``, are left out instead.
 
-    A pass that begins after one that ended has the next epoch's order, as if ``set_epoch`` had been
-    called; all ranks do alike.
+    A pass that starts after a finished one has the next epoch's order, as if ``set_epoch``
+    had been called. All ranks do the same.
 
     Args:
         dataset: read for its length, and for lengths: its ``lengths``, else each example's
-            ``input_ids``, ``input``, ``inputs`` or ``tokens``, else ``len(example)``; of a tuple,
-            its first member. Not read if ``lengths`` is given.
+            ``input_ids``, ``input``, ``inputs`` or ``tokens``, else ``len(example)``. Of a
+            tuple, the first member counts. Not read if ``lengths`` is given.
         max_tokens: budget of one batch.
         lengths: tokens of each example.
         shuffle: a new order each epoch; without it examples keep their order.
-        padded: a batch costs its longest example x its number of examples; else its sum of tokens.
-        too_long: an example above the budget is "alone" in its batch, an "error", or left out:
-            "drop". With the first and the last a warning names how many there are.
+        padded: if True, a batch costs its longest example x its number of examples;
+            otherwise its sum of tokens.
+        too_long: an example above the budget is "alone" in its batch, an "error", or left
+            out: "drop". With "alone" and "drop" a warning gives their number.
 
     Raises:
         ValueError: an example has no length, or exceeds the budget and may not.
@@ -353,35 +361,35 @@ class DynamicBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         if self._ended:
             self.set_epoch(self.epoch + 1)
-        mine = self._plan()[self.rank :: self.world_size]
+        rank_batches = self._plan()[self.rank :: self.world_size]
         start, self._start = self._start, 0
         self._done = start
-        for batch in mine[start:]:
+        for batch in rank_batches[start:]:
             self._done += 1
             yield list(batch)
         self._ended = True
 
     def state_dict(self, batches_done: int | None = None) -> dict[str, Any]:
-        """Where the epoch stands.
+        """Returns the position in the epoch.
 
-        Worker processes fetch ahead of the training loop; with them, give ``batches_done``, the
-        batches of this epoch that were trained.
+        Worker processes fetch ahead of the training loop. With them, pass ``batches_done``, the
+        trained batches of this epoch.
         """
         done = self._done if batches_done is None else batches_done
         return {"epoch": self.epoch, "batches_done": done, "plan": self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next iteration goes on after the batches that were done.
+        """Sets the next iteration to continue after the completed batches.
 
         Raises:
             ValueError: the state is of other examples, settings or another number of ranks.
         """
-        here = self._identity()
-        wrong = [name for name, value in here.items() if state["plan"].get(name) != value]
+        identity = self._identity()
+        wrong = [name for name, value in identity.items() if state["plan"].get(name) != value]
         if wrong:
             raise ValueError(
                 f"the sampler's state has {wrong[0]}={state['plan'].get(wrong[0])!r} and this "
-                f"sampler {here[wrong[0]]!r}; resume with the settings it was saved with"
+                f"sampler {identity[wrong[0]]!r}; resume with the settings it was saved with"
             )
         self.epoch, self._ended = int(state["epoch"]), False
         self._done = self._start = int(state["batches_done"])
@@ -422,7 +430,7 @@ class DynamicBatchSampler(Sampler[list[int]]):
         return [batch for step in steps for batch in batches[step * size : (step + 1) * size]]
 
     def _even(self, batches: Batches) -> Batches:
-        """As many batches as ranks x steps: surplus dropped, or batches halved, or repeated."""
+        """Makes the count ranks x steps: surplus dropped, or batches halved, or repeated."""
         surplus = len(batches) % self.world_size
         if not surplus:
             return batches
@@ -431,23 +439,23 @@ class DynamicBatchSampler(Sampler[list[int]]):
         batches = list(batches)
         for _ in range(self.world_size - surplus):
             at = max(range(len(batches)), key=lambda i: len(batches[i]))
-            whole = batches[at]
-            if len(whole) == 1:
+            largest = batches[at]
+            if len(largest) == 1:
                 break
-            batches[at : at + 1] = [whole[: len(whole) // 2], whole[len(whole) // 2 :]]
+            batches[at : at + 1] = [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
         single, missing = len(batches), -len(batches) % self.world_size
         return batches + [batches[i % single] for i in range(missing)]
 
     def _cost(self, batch: Sequence[int]) -> int:
-        found = self.lengths[batch]
-        return int(found.max() * len(batch) if self.padded else found.sum())
+        batch_lengths = self.lengths[batch]
+        return int(batch_lengths.max() * len(batch) if self.padded else batch_lengths.sum())
 
 
 def example_lengths(dataset: Any) -> NDArray[np.int64]:
     """Tokens of each example, from ``dataset.lengths`` or from the examples themselves."""
-    known = getattr(dataset, "lengths", None)
-    if known is not None:
-        return np.asarray(known, np.int64)
+    lengths = getattr(dataset, "lengths", None)
+    if lengths is not None:
+        return np.asarray(lengths, np.int64)
     return np.asarray([_length(dataset[i], i) for i in range(len(dataset))], np.int64)
 
 
@@ -456,9 +464,9 @@ LENGTH_KEYS = ("input_ids", "input", "inputs", "tokens")
 
 def _length(example: Any, index: int) -> int:
     for key in LENGTH_KEYS:
-        found = example.get(key) if isinstance(example, Mapping) else getattr(example, key, None)
-        if found is not None and _has_length(found):
-            return len(found)
+        sequence = example.get(key) if isinstance(example, Mapping) else getattr(example, key, None)
+        if sequence is not None and _has_length(sequence):
+            return len(sequence)
     if isinstance(example, tuple) and example:
         first = example[0]
         if _has_length(first) and getattr(first, "ndim", 1) == 1 and not isinstance(first, str):

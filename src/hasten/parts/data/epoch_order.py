@@ -1,8 +1,10 @@
-"""The order of an epoch where examples travel in company: in packed rows, or with their like.
+"""Orders of an epoch for grouped examples: in packed rows, or by like length.
 
-Both orders are pure functions of (seed, epoch), hold every example once per epoch, and give the
-same steps whatever the number of ranks. ``steps`` lists a step's examples over all ranks together;
-``local_steps`` gives one rank's part, in pieces that belong into one micro-batch each.
+Both orders are pure functions of (seed, epoch). They contain every example once per
+epoch, and give the same steps for any number of ranks.
+
+``steps`` lists a step's examples over all ranks together. ``local_steps`` gives one
+rank's part, in pieces that belong into one micro-batch each.
 """
 
 from __future__ import annotations
@@ -97,17 +99,17 @@ def _swap(
 ) -> bool:
     """The one exchange that brings the two ranks closest; False when none brings them closer."""
     gap = float(totals[dear] - totals[cheap])
-    given = costs[hands[dear]]
+    dear_costs = costs[hands[dear]]
     taken = np.append(costs[hands[cheap]], 0.0)  # the last: a row goes and none comes back
-    moved = given[:, None] - taken[None, :]  # (rows of dear, rows of cheap + 1)
+    moved = dear_costs[:, None] - taken[None, :]  # (rows of dear, rows of cheap + 1)
     off = np.abs(moved - gap / 2)
     at, back = np.unravel_index(int(off.argmin()), off.shape)
     if float(off[at, back]) >= gap / 2 * (1 - 1e-9):
         return False
-    mine = hands[dear].pop(int(at))
+    row = hands[dear].pop(int(at))
     if back < len(taken) - 1:
         hands[dear].append(hands[cheap].pop(int(back)))
-    hands[cheap].append(mine)
+    hands[cheap].append(row)
     totals[dear], totals[cheap] = costs[hands[dear]].sum(), costs[hands[cheap]].sum()
     return True
 
@@ -122,20 +124,24 @@ FEW_ROWS, NARROW_CLASS = 48, 0.0075
 
 
 class PackedOrder:
-    """Rows packed over the whole epoch, so many to a step, dealt to ranks by cost.
+    """Rows packed over the whole epoch, a fixed number per step, dealt to ranks by cost.
 
-    The packing of lengths is computed once. Which of the examples of one length lies where, and
-    which rows share a step, is drawn anew in every epoch; the last step may have fewer rows.
+    The packing of lengths is computed once. In every epoch two things are drawn again: the
+    position of the examples of one length, and the rows of a step. The last step may have
+    fewer rows.
 
-    Steps are a stratified draw. Rows of like cost stand together in bundles that divide evenly
-    among 2, 4, 8... ranks, and each step takes one bundle from the cheapest stretch of the epoch,
-    one from the next, and so on (:func:`stratified`). At random: which examples lie in a row, which
-    rows of a cost class share a bundle, which bundles of a stretch share a step. Not at random: all
-    steps have nearly the same mixture of cheap and dear rows, where a plain shuffle lets it vary.
+    Steps are a stratified draw. Rows of like cost form bundles that divide evenly among 2,
+    4, 8... ranks. Each step takes one bundle from the cheapest stretch of the epoch, one
+    from the next, and so on (:func:`stratified`).
+
+    - Random: the examples of a row, the rows of a cost class in a bundle, and the bundles
+      of a stretch in a step.
+    - Not random: all steps have nearly the same mixture of cheap and expensive rows. With a
+      plain shuffle it varies.
 
     Args:
         lengths: tokens of each example.
-        row_tokens: tokens of a row at most.
+        row_tokens: maximum tokens of a row.
         rows_per_step: rows of a step, over all ranks.
         quadratic: cost of a squared token of length, see ``row_costs``.
 
@@ -198,17 +204,17 @@ def stratified(
     steps = len(costs) // of_step
     if not steps:
         return shuffled
-    whole, rest = np.split(shuffled, [steps * of_step])
+    full_steps, remainder = np.split(shuffled, [steps * of_step])
     of_class = NARROW_CLASS if of_step < FEW_ROWS else COST_CLASS
-    level = np.floor(costs[whole] / (of_class * costs.mean()))
-    whole = whole[np.argsort(level, kind="stable")]
+    level = np.floor(costs[full_steps] / (of_class * costs.mean()))
+    full_steps = full_steps[np.argsort(level, kind="stable")]
     bundle = 1 << (int(2 * of_step**0.5).bit_length() - 1)
     columns: list[NDArray[np.int64]] = []
     for start in range(0, of_step, min(bundle, of_step)):
         width = min(bundle, of_step - start)
-        stretch = whole[start * steps : (start + width) * steps].reshape(steps, width)
+        stretch = full_steps[start * steps : (start + width) * steps].reshape(steps, width)
         columns.append(stretch[drawn.permutation(steps)])
-    return np.concatenate([np.hstack(columns).ravel(), rest])
+    return np.concatenate([np.hstack(columns).ravel(), remainder])
 
 
 class GroupedOrder:

@@ -1,20 +1,26 @@
 """Packing over a whole data set: which examples fill rows of a fixed number of tokens.
 
-Best fit decreasing, on the histogram of lengths instead of on the examples: a million examples have
-at most ``row_tokens`` different lengths, and rows of the same content are handled as one class with
-a count. Longest first, each example goes into the fullest row that still holds it.
+The method is best fit decreasing, on the histogram of lengths instead of on the
+examples. A million examples have at most ``row_tokens`` different lengths. Rows of the
+same content are one class with a count. Longest first, each example goes into the
+fullest row that still has room for it.
 
-    (1) lengths -> how many examples of each length
-    (2) counts  -> classes of rows: (how many rows, the lengths in each)
-    (3) classes -> rows of example indices; which of the examples of one length is drawn by the
-    caller
+(1) lengths -> how many examples of each length
+(2) counts -> classes of rows: (number of rows, the lengths in each)
+(3) classes -> rows of example indices; the caller draws among examples of one length
 
-The histogram form is from Krell et al., Efficient Sequence Packing without Cross-contamination
-(arXiv:2107.02027); best fit decreasing over whole examples from Ding et al., Fewer Truncations
-Improve Language Modeling (arXiv:2404.10830). Where best fit stays above the lower bound, three
-other ways are tried, and the fewest rows are taken: rows filled exactly, one at a time; patterns,
-where lengths have few different values; a cover by full rows, where every row would have to be full
-(:mod:`hasten.parts.data.row_search` has what these search with).
+The histogram form is from Krell et al., Efficient Sequence Packing without
+Cross-contamination (arXiv:2107.02027). Best fit decreasing over whole examples is from
+Ding et al., Fewer Truncations Improve Language Modeling (arXiv:2404.10830).
+
+If best fit stays above the lower bound, three other methods are tried, and the fewest
+rows are used:
+
+- rows filled exactly, one at a time
+- patterns, if lengths have few different values
+- a cover by full rows, if every row would have to be full
+
+:mod:`hasten.parts.data.row_search` contains their search functions.
 """
 
 from __future__ import annotations
@@ -75,30 +81,32 @@ Lengths = NDArray[np.int64]  # how many examples there are of each length
 
 def perfect_rows(counts: NDArray[np.int64], row_tokens: int) -> Classes | None:
     """Full rows of all ``counts[length]`` examples; None where none are found within the work."""
-    left = np.zeros(row_tokens + 1, np.int64)
-    left[: len(counts)] = counts
-    if int(left @ np.arange(row_tokens + 1)) % row_tokens:
+    remaining = np.zeros(row_tokens + 1, np.int64)
+    remaining[: len(counts)] = counts
+    if int(remaining @ np.arange(row_tokens + 1)) % row_tokens:
         return None
-    done = _pairs(left)
-    if left.sum() > MOST_RECORDS:
+    done = _pairs(remaining)
+    if remaining.sum() > MOST_RECORDS:
         return None
-    found = _Search(row_tokens).rows(left) if left.any() else []
-    return None if found is None else done + [(1, pattern) for pattern in found]
+    patterns = _Search(row_tokens).rows(remaining) if remaining.any() else []
+    return None if patterns is None else done + [(1, pattern) for pattern in patterns]
 
 
-def _pairs(left: Lengths) -> Classes:
-    """Takes rows of one and of two examples out of ``left``."""
-    row = len(left) - 1
-    done: Classes = [(int(left[row]), (row,))] if left[row] else []
-    left[row] = 0
-    for size in np.flatnonzero(left).tolist():
+def _pairs(remaining: Lengths) -> Classes:
+    """Takes rows of one and of two examples out of ``remaining``."""
+    row = len(remaining) - 1
+    done: Classes = [(int(remaining[row]), (row,))] if remaining[row] else []
+    remaining[row] = 0
+    for size in np.flatnonzero(remaining).tolist():
         other = row - size
         if size > other:
             break
-        times = int(left[size] // 2 if size == other else min(left[size], left[other]))
+        times = int(
+            remaining[size] // 2 if size == other else min(remaining[size], remaining[other])
+        )
         if times:
-            left[size] -= times
-            left[other] -= times
+            remaining[size] -= times
+            remaining[other] -= times
             done.append((times, (other, size)))
     return done
 
@@ -109,39 +117,41 @@ class _Search:
     def __init__(self, row_tokens: int) -> None:
         self.row_tokens, self.work = row_tokens, WORK
 
-    def rows(self, left: Lengths) -> list[Pattern] | None:
-        number = int(left @ np.arange(len(left))) // self.row_tokens
+    def rows(self, remaining: Lengths) -> list[Pattern] | None:
+        number = int(remaining @ np.arange(len(remaining))) // self.row_tokens
         attempts = itertools.count()
-        if number > LAST_ROWS and (found := self._begun(left, number, attempts, ATTEMPTS[0])):
-            return found
+        if number > LAST_ROWS and (
+            patterns := self._begun(remaining, number, attempts, ATTEMPTS[0])
+        ):
+            return patterns
         if number <= 3 * LAST_ROWS:
-            most = MOST_IN_A_ROW if left.sum() <= FEW_RECORDS else LAST_RECORDS
+            most = MOST_IN_A_ROW if remaining.sum() <= FEW_RECORDS else LAST_RECORDS
             for dives, examples in itertools.product(DIVES, range(4, most + 1)):
-                if (found := self._covered(left, examples, dives)) is not None:
-                    return found
+                if (patterns := self._covered(remaining, examples, dives)) is not None:
+                    return patterns
         if number > LAST_ROWS:
-            return self._begun(left, number, attempts, ATTEMPTS[1])
+            return self._begun(remaining, number, attempts, ATTEMPTS[1])
         return None
 
     def _begun(
-        self, left: Lengths, number: int, attempts: itertools.count[int], most: int
+        self, remaining: Lengths, number: int, attempts: itertools.count[int], most: int
     ) -> list[Pattern] | None:
         """Rows begun one by one and covered at the end."""
         for attempt in itertools.islice(attempts, most):
-            rest = left.copy()
-            begun = self._beginning(rest, number - LAST_ROWS, attempt)
-            last = begun and self._covered(rest, LAST_RECORDS, LAST_DIVES)
+            trial_counts = remaining.copy()
+            begun = self._beginning(trial_counts, number - LAST_ROWS, attempt)
+            last = begun and self._covered(trial_counts, LAST_RECORDS, LAST_DIVES)
             if begun and last:
                 return begun + last
             if self.work <= 0:
                 return None
         return None
 
-    def _beginning(self, left: Lengths, number: int, attempt: int) -> list[Pattern] | None:
-        """So many rows, taken out of ``left``; None where an example fills none."""
+    def _beginning(self, remaining: Lengths, number: int, attempt: int) -> list[Pattern] | None:
+        """So many rows, taken out of ``remaining``; None where an example fills none."""
         draw = random.Random(attempt) if attempt else None
-        sizes = np.flatnonzero(left).tolist()
-        counts = {size: int(left[size]) for size in sizes}
+        sizes = np.flatnonzero(remaining).tolist()
+        counts = {size: int(remaining[size]) for size in sizes}
         rows: list[Pattern] = []
         while len(rows) < number:
             self.work -= WORK_OF_A_ROW
@@ -149,7 +159,7 @@ class _Search:
             if row is None:
                 return None
             for size in row:
-                left[size] -= 1
+                remaining[size] -= 1
                 counts[size] -= 1
                 if not counts[size]:
                     del counts[size]
@@ -157,20 +167,22 @@ class _Search:
             rows.append(row)
         return rows
 
-    def _covered(self, left: Lengths, examples: int, dives: Sequence[int]) -> list[Pattern] | None:
+    def _covered(
+        self, remaining: Lengths, examples: int, dives: Sequence[int]
+    ) -> list[Pattern] | None:
         """All that is left in rows of at most so many examples."""
-        sizes = np.flatnonzero(left)[::-1]
-        listed, work = full_rows(sizes, left[sizes], self.row_tokens, examples)
+        sizes = np.flatnonzero(remaining)[::-1]
+        listed, work = full_rows(sizes, remaining[sizes], self.row_tokens, examples)
         self.work -= work
-        cover = RowSearch(listed, left[sizes])
+        cover = RowSearch(listed, remaining[sizes])
         for number, looks in enumerate(dives):
             if self.work <= 0:
                 return None
             before = cover.work
-            found = cover.found(looks, random.Random(number))
+            solution = cover.found(looks, random.Random(number))
             self.work -= cover.work - before
-            if found is not None:
-                return [tuple(sizes[row].tolist()) for row in found]
+            if solution is not None:
+                return [tuple(sizes[row].tolist()) for row in solution]
             if cover.exhausted:
                 return None
         return None
@@ -266,13 +278,13 @@ def _fewest(counts: NDArray[np.int64], row_tokens: int, examples: int) -> tuple[
     slack = GOOD_ENOUGH if examples > MANY else 1
     values = np.count_nonzero(counts)
     if _rows(classes) > bound * slack and values**2 * row_tokens <= PATTERN_WORK:
-        by_patterns, whole = whole_patterns(counts, row_tokens)
-        rest = counts.copy()
-        for times, pattern in whole:
-            np.subtract.at(rest, list(pattern), times)
+        by_patterns, full_classes = whole_patterns(counts, row_tokens)
+        remaining = counts.copy()
+        for times, pattern in full_classes:
+            np.subtract.at(remaining, list(pattern), times)
         bound = max(bound, by_patterns)
-        last = min(_best_fit(rest, row_tokens), exact_fit(rest, row_tokens), key=_rows)
-        classes = min(classes, whole + last, key=_rows)
+        last = min(_best_fit(remaining, row_tokens), exact_fit(remaining, row_tokens), key=_rows)
+        classes = min(classes, full_classes + last, key=_rows)
     attempts = min(FIT_ATTEMPTS, max(2, FIT_ATTEMPTS * FEW // max(examples, 1)))
     for attempt in range(attempts if examples <= MANY else 1):
         if _rows(classes) <= bound * slack:
@@ -287,11 +299,15 @@ def _fewest(counts: NDArray[np.int64], row_tokens: int, examples: int) -> tuple[
 
 
 def lower_bound(counts: NDArray[Any], row_tokens: int) -> int:
-    """Rows that no packing can do without, from ``counts[length]``.
+    """Returns the minimum number of rows of any packing, from ``counts[length]``.
 
-    All tokens have to lie somewhere; no row holds more examples than the shortest that fill one;
-    and no two examples of more than half a row share one, so that those between ``cut`` and half a
-    row only fit beside the shorter of them (Martello and Toth's L2, for 32 values of ``cut``).
+    Three bounds are used:
+
+    - All tokens need a position.
+    - No row holds more examples than the shortest that fill one.
+    - No two examples of more than half a row share one. So examples between ``cut`` and
+      half a row only fit next to the shorter of them (Martello and Toth's L2, for 32 values
+      of ``cut``).
     """
     sizes = np.arange(len(counts))
     tokens, number = np.cumsum(counts * sizes), np.cumsum(counts)
@@ -308,16 +324,19 @@ def lower_bound(counts: NDArray[Any], row_tokens: int) -> int:
     half = row_tokens // 2
     for cut in np.linspace(0, half, 32, dtype=int).tolist():
         large = upto(row_tokens, number) - upto(row_tokens - cut, number)
-        beside = upto(row_tokens - cut, number) - upto(half, number)
+        medium = upto(row_tokens - cut, number) - upto(half, number)
         middle = upto(row_tokens - cut, tokens) - (upto(cut - 1, tokens) if cut else 0)
-        more = max(0, -(-(middle - beside * row_tokens) // row_tokens))
-        best = max(best, large + beside + more)
+        more = max(0, -(-(middle - medium * row_tokens) // row_tokens))
+        best = max(best, large + medium + more)
     return best
 
 
 def _best_fit(counts: NDArray[np.int64], row_tokens: int) -> Classes:
-    """Best fit decreasing. A row that takes an example is the fullest that holds the next one too,
-    so ``room // length`` examples of one length go into each row at once."""
+    """Packs by best fit decreasing.
+
+    A row that takes an example is also the fullest with room for the next one. So
+    ``room // length`` examples of one length go into each row at once.
+    """
     open_rows: dict[int, list[tuple[int, Pattern]]] = {}  # by the room that is left
     rooms: list[int] = []  # the keys of open_rows, ascending
     closed: Classes = []
@@ -332,29 +351,29 @@ def _best_fit(counts: NDArray[np.int64], row_tokens: int) -> Classes:
             open_rows[room] = [(times, pattern)]
 
     for length in np.flatnonzero(counts)[::-1].tolist():
-        left = int(counts[length])
-        while left:
-            place = bisect.bisect_left(rooms, length)
+        remaining = int(counts[length])
+        while remaining:
+            index = bisect.bisect_left(rooms, length)
             pattern: Pattern = ()
-            if place == len(rooms):
-                room, times = row_tokens, left
+            if index == len(rooms):
+                room, times = row_tokens, remaining
             else:
-                room = rooms[place]
+                room = rooms[index]
                 times, pattern = open_rows[room].pop()
                 if not open_rows[room]:
-                    del open_rows[room], rooms[place]
-            each = min(room // length, left)
-            used = min(times, left // each)
+                    del open_rows[room], rooms[index]
+            each = min(room // length, remaining)
+            used = min(times, remaining // each)
             if used < times and pattern:
                 put(times - used, pattern, room)
             put(used, pattern + (length,) * each, room - each * length)
-            left -= used * each
+            remaining -= used * each
     return closed + [c for room in rooms for c in open_rows[room]]
 
 
 @dataclass(frozen=True)
 class PackingMethod:
-    """What to do about padding for a distribution of lengths, and the figures that decided."""
+    """Recommended handling of padding for a distribution of lengths, with its figures."""
 
     method: Literal["pack", "group", "both"]
     packed: float  # fullness of packed rows
@@ -363,10 +382,10 @@ class PackingMethod:
 
 
 def choose_method(lengths: LengthCounts, row_tokens: int, together: int = 16) -> PackingMethod:
-    """Pack rows of fixed length, or group examples of like length ``together`` at a time.
+    """Chooses packed rows of fixed length, or groups of ``together`` similar lengths.
 
-    Examples that don't add up to a row leave a packed row half empty, and still pad nothing when
-    they travel with examples of their own length. ``both``: either way fills as well.
+    Examples that don't add up to a row leave a packed row half empty. Grouped with examples
+    of their own length they pad nothing. ``both``: either method fills as well.
     """
     packed = plan_rows(lengths, row_tokens).efficiency.fullness
     sizes = np.sort(np.asarray(lengths, np.int64))

@@ -1,13 +1,15 @@
-"""A prefetcher reads batches in a thread while the step computes, as far ahead as the stall asks.
+"""Prefetching of batches in a thread while the step computes, as far ahead as needed.
 
-    caller's thread:  read batch 1 -> start the reader -> use 1 -> take 2, 3, ... from the queue
-    reader's thread:  next(loader) -> copy to the device (pinned, own stream) -> put into the queue
+    caller's thread:  read batch 1 -> start the reader -> use 1 -> take 2, 3, ... from queue
 
-The first batch is read by the caller, because loaders and samplers draw their seeds then: drawn in
-another thread, they would take turns with dropout by chance. In the first pass the second batch is
-too, and the global random states before and after it are compared; where reading moves them, order
-of draws is part of the result, and the loader is left as it is. So a run with a prefetcher has the
-bits of the run without it.
+    reader's thread:  next(loader) -> copy to device (pinned, own stream) -> put into queue
+
+The caller reads the first batch, because loaders and samplers draw their seeds then.
+Drawn in another thread, they would mix with dropout's draws at random. In the first
+pass the caller reads the second batch too. The global random states before and after it
+are compared. If reading changes them, the order of draws is part of the result, and the
+loader is left unchanged. So a run with a prefetcher has the same bits as a run without
+it.
 """
 
 from __future__ import annotations
@@ -62,10 +64,11 @@ class TakenItem(NamedTuple):
 
 
 class _Queue:
-    """What both threads see; each field has one writer, so none needs a lock.
+    """Fields that both threads read; each field has one writer, so none needs a lock.
 
-    What one thread reads of the other may be a moment old. That errs on the safe side: the reader
-    believes the queue fuller than it is, the taker believes that the reader still naps.
+    A value from the other thread may be a moment old. That errs on the safe side: to the
+    reader the queue seems fuller than it is, and to the taker the reader seems still
+    paused.
     """
 
     def __init__(self, room: int, bound: int) -> None:
@@ -81,7 +84,7 @@ class _Queue:
         self.closed = False
 
     def wait_for_room(self) -> bool:
-        """True when the next item may be read, False when nobody wants it any more."""
+        """Returns True when the next item may be read, False when the queue is closed."""
         while not self.closed and not self._has_room():
             self.napping = True
             with suppress(Empty):
@@ -165,7 +168,7 @@ class ReadingThread:
         self.close(PATIENCE_SECONDS)
 
     def set_room(self, room: int) -> None:
-        """Let so many items wait from now on; a reader that naps sees it when it wakes."""
+        """Sets the maximum number of waiting items; a paused reader applies it when it wakes."""
         self._queue.room = room
 
     def take(self) -> TakenItem | None:
@@ -175,24 +178,24 @@ class ReadingThread:
         """
         queue = self._queue
         depth = queue.depth()
-        asked = running_time()
-        found = queue.ready.get()  # doesn't even let go of the interpreter where something is there
-        given = running_time()
-        if found is None:
+        requested_at = running_time()
+        entry = queue.ready.get()  # doesn't even let go of the interpreter where something is there
+        received_at = running_time()
+        if entry is None:
             queue.ready.put(None)  # the end stays the end
             if queue.error is not None:
                 raise queue.error
             return None
-        item, size, seconds = found
+        item, size, seconds = entry
         queue.taken_bytes += size
-        queue.used_seconds, self._given = asked - self._given, given
+        queue.used_seconds, self._given = requested_at - self._given, received_at
         room = queue.by_memory()
         if queue.napping and queue.ready.qsize() <= room // 2:
             queue.bell.put(None)
-        return TakenItem(item, given - asked, depth, room, seconds)
+        return TakenItem(item, received_at - requested_at, depth, room, seconds)
 
     def close(self, patience: float) -> None:
-        """End the thread; what it read and nobody took is dropped."""
+        """Ends the thread and drops items that it read but were not taken."""
         self._queue.close()
         _open.discard(self)
         # The collector may run this in the reading thread itself, which can't wait for its own end.
@@ -366,12 +369,14 @@ def tensor_bytes(value: Any) -> int:
 
 
 def _is_accelerator(device: torch.device) -> bool:
-    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return here is not None and here.type == device.type
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
+    return accelerator is not None and accelerator.type == device.type
 
 
 def _stream(device: torch.device) -> Any:
-    """A stream beside the computing one, or None where the device has none."""
+    """Returns a second stream next to the computing one, or None if the device has none."""
     if device.type == "cpu" or not _is_accelerator(device):
         return None
     try:
@@ -389,7 +394,7 @@ NOTICEABLE_WAIT_SECONDS = 1e-4  # a shorter wait is the lock's, not the loader's
 
 @dataclass
 class PrefetchStatistics:
-    """What the prefetcher saw: waiting, and how full the queue was when a batch was asked for."""
+    """Measurements of the prefetcher: waiting, and the queue's fill level at each request."""
 
     batches: int = 0
     ready: int = 0  # batches that were there before they were asked for
@@ -403,17 +408,19 @@ class SmartPrefetcher:
     """Reads any iterable of batches ahead: same order, same bits, less waiting.
 
     Args:
-        lookahead: batches that may wait in the queue; grows to what the bursts of reading take
-            (``LookaheadController``) and while the caller has to wait, and goes back when the queue
-            stays full, never below this.
-        pattern_detection: merge the requests of a DataLoader in this process (``num_workers=0``)
-            whose data set has ``read_range``; see :mod:`hasten.parts.data.access_pattern`.
-        device: copy batches there on the way; None leaves them where they are.
+        lookahead: batches that may wait in the queue. It grows to the length of bursts of
+            reading (``LookaheadController``) and while the caller has to wait. It shrinks
+            when the queue stays full, but never below this.
+        pattern_detection: merge the requests of a DataLoader in this process
+            (``num_workers=0``) if its data set has ``read_range``; see
+            :mod:`hasten.parts.data.access_pattern`.
+        device: copy batches there on the way; None leaves them unchanged.
         max_lookahead: bound of the growth.
-        memory_bytes: bound of the tensors that wait; None: 1 GiB. One batch may always wait.
+        memory_bytes: bound of the waiting tensors; None: 1 GiB. One batch may always wait.
 
-    A data set that draws from torch's, numpy's or Python's global generator while it reads is
-    recognised by the second batch; one that does so only later has to bring a generator of its own.
+    A data set may draw from torch's, numpy's or Python's global generator while it reads.
+    This is detected by the second batch. A data set that does so only later needs a
+    generator of its own.
     """
 
     def __init__(
@@ -455,7 +462,7 @@ class SmartPrefetcher:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned of the loader's pace; the position is ``ReadAhead.state_dict``."""
+        """Returns the loader's measured pace; ``ReadAhead.state_dict`` has the position."""
         return asdict(self.statistics)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -465,30 +472,30 @@ class SmartPrefetcher:
         self.statistics.lookahead = within
 
     def note(self, taken: TakenItem, used_seconds: float) -> int:
-        """A batch was taken, ``used_seconds`` after the one before; the look-ahead from now on.
+        """Notes a taken batch, ``used_seconds`` after the last; returns the new look-ahead.
 
-        It follows the bursts of reading. A stall that could be measured adds at least half to it, a
-        queue that stayed full takes one away, but not from what a burst would need.
+        It follows the bursts of reading. A measurable stall adds at least half to it. A queue
+        that stayed full subtracts one, but never goes below the need of a burst.
         """
-        seen = self.statistics
-        seen.batches += 1
-        seen.ready += taken.depth > 0
-        seen.stall_seconds += taken.waited
-        seen.deepest = max(seen.deepest, taken.depth)
+        statistics = self.statistics
+        statistics.batches += 1
+        statistics.ready += taken.depth > 0
+        statistics.stall_seconds += taken.waited
+        statistics.deepest = max(statistics.deepest, taken.depth)
         self._pace.note(taken.read_seconds, used_seconds)
         self._full_in_a_row = self._full_in_a_row + 1 if taken.depth >= taken.room else 0
-        ahead = seen.lookahead
+        ahead = statistics.lookahead
         if taken.depth == 0 and taken.waited > NOTICEABLE_WAIT_SECONDS:
             ahead += max(1, ahead // 2)
         elif self._full_in_a_row == FULL_IN_A_ROW:
             self._full_in_a_row = 0
             ahead = max(ahead - 1, self.lookahead)
-        seen.lookahead = min(max(ahead, self._pace.wanted), self.max_lookahead)
-        return seen.lookahead
+        statistics.lookahead = min(max(ahead, self._pace.wanted), self.max_lookahead)
+        return statistics.lookahead
 
 
 class ReadAhead:
-    """A loader behind a prefetcher; knows how many of its batches the caller has taken."""
+    """A loader behind a prefetcher; counts the batches that the caller has taken."""
 
     def __init__(self, prefetcher: SmartPrefetcher, loader: Iterable[Any]) -> None:
         self.prefetcher, self.loader = prefetcher, loader
@@ -549,9 +556,9 @@ class ReadAhead:
             if batch is _END:
                 return
             sent = batch if copies is None else copies.send(batch)
-            seen = self.prefetcher.statistics
-            seen.batches += 1
-            seen.stall_seconds += running_time() - began
+            statistics = self.prefetcher.statistics
+            statistics.batches += 1
+            statistics.stall_seconds += running_time() - began
             count = None if count is None else count - 1
             yield sent
 
@@ -564,15 +571,15 @@ class ReadAhead:
         bound = MEMORY_BYTES if prefetcher.memory_bytes is None else prefetcher.memory_bytes
         send = None if copies is None else copies.send
         with ReadingThread(source, send, tensor_bytes, room, bound) as reader:
-            given = running_time()
+            yielded_at = running_time()
             yield from read
             while True:
-                used = running_time() - given
+                used = running_time() - yielded_at
                 taken = reader.take()
                 if taken is None:
                     return
                 reader.set_room(prefetcher.note(taken, used))
-                given = running_time()
+                yielded_at = running_time()
                 yield taken.item
                 del taken  # the caller's alone, also while it waits for the next
 

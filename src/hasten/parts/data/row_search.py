@@ -1,13 +1,13 @@
-"""Searches for rows without a gap: one row at a time, a cover by full rows, patterns of lengths.
+"""Searches for rows without a gap: single rows, covers by full rows, length patterns.
 
-A row without a gap costs nothing that could have been saved, so each row is searched for examples
-that fill it to the last token (after the minimum bin slack of Gupta and Ho, A New Heuristic
-Algorithm for the One-Dimensional Bin-Packing Problem, 1999), from the longest example that is left.
-Two ways to choose among such rows:
+A row without a gap wastes nothing. So for each row the search looks for examples that
+fill it to the last token, from the longest remaining example. This follows the minimum
+bin slack of Gupta and Ho, A New Heuristic Algorithm for the One-Dimensional Bin-Packing
+Problem, 1999. There are two orders:
 
-    longest first   the fullest row found, trying longer examples first
-    fewest first    a row of as few examples as can fill it; short ones, which fit anywhere, are
-                    left for the last rows, where little choice remains
+- longest first: the fullest row, trying longer examples first
+- fewest first: a row with the fewest examples that can fill it. Short ones, which fit
+  anywhere, remain for the last rows, where little choice remains.
 """
 
 from __future__ import annotations
@@ -39,13 +39,15 @@ Table = NDArray[np.int64]
 def full_rows(
     sizes: Table, counts: Table, row_tokens: int, most: int = MOST_IN_A_ROW
 ) -> tuple[Table, int]:
-    """Full rows of three to ``most`` examples, as places in ``sizes``, (rows, 7); and the work.
+    """Full rows of three to ``most`` examples, as positions in ``sizes``, (rows, 7).
 
-    ``sizes`` descend; places in a row ascend, and ``len(sizes)`` stands where there is no example.
+    The second value is the work of the search.
+
+    ``sizes`` descend and positions in a row ascend. ``len(sizes)`` marks an empty position.
     Lists that would become too long end with rows of fewer examples.
     """
-    place = np.full(row_tokens + 1, -1, np.int64)
-    place[sizes] = np.arange(len(sizes))
+    size_index = np.full(row_tokens + 1, -1, np.int64)
+    size_index[sizes] = np.arange(len(sizes))
     listed = [np.zeros((0, MOST_IN_A_ROW), np.int64)]
     work = 0
     for examples in range(3, most + 1):
@@ -53,10 +55,10 @@ def full_rows(
         work += WORK_TO_LIST * (MOST_BEGINNINGS if begun is None else len(begun) + 500)
         if begun is None:
             break
-        last = place[row_tokens - sizes[begun].sum(axis=1)]
-        kept = last >= begun[:, -1]
-        rows = np.full((int(kept.sum()), MOST_IN_A_ROW), len(sizes), np.int64)
-        rows[:, : examples - 1], rows[:, examples - 1] = begun[kept], last[kept]
+        last = size_index[row_tokens - sizes[begun].sum(axis=1)]
+        valid = last >= begun[:, -1]
+        rows = np.full((int(valid.sum()), MOST_IN_A_ROW), len(sizes), np.int64)
+        rows[:, : examples - 1], rows[:, examples - 1] = begun[valid], last[valid]
         rows = rows[(np.append(counts, 1)[rows] >= _copies(rows, len(sizes))).all(axis=1)]
         if sum(map(len, listed)) + len(rows) > LONGEST_LIST:
             break
@@ -106,61 +108,61 @@ class RowSearch:
     """
 
     def __init__(self, rows: Table, counts: Table) -> None:
-        self.rows = [[place for place in row if place < len(counts)] for row in rows.tolist()]
+        self.rows = [[index for index in row if index < len(counts)] for row in rows.tolist()]
         self.counts: list[int] = counts.tolist()
         self.needing = _needing(rows, len(counts))
         self.work, self.exhausted = 0, False
 
     def found(self, looks: int, draw: random.Random) -> list[list[int]] | None:
-        """Chosen rows, as places of lengths; None after so many looks, or where there are none.
+        """Chosen rows, as positions of lengths; None after ``looks`` tries or if none exist.
 
-        ``exhausted`` tells that there are none.
+        ``exhausted`` is True if there are none.
         """
         self._draw, self._looks = draw, looks
         chosen = self._search((1 << len(self.rows)) - 1, self.counts)
         self.exhausted = chosen is None and self._looks > 0
         return None if chosen is None else [self.rows[at] for at in chosen]
 
-    def _search(self, alive: int, left: list[int]) -> list[int] | None:
-        """Rows of ``alive`` that hold all that is ``left``."""
+    def _search(self, alive: int, remaining: list[int]) -> list[int] | None:
+        """Rows of ``alive`` that hold all that is ``remaining``."""
         hardest, fewest = -1, len(self.rows) + 1
-        for place, count in enumerate(left):
-            if count and (ways := (alive & self.needing[place][0]).bit_count()) < fewest:
-                hardest, fewest = place, ways
+        for index, count in enumerate(remaining):
+            if count and (ways := (alive & self.needing[index][0]).bit_count()) < fewest:
+                hardest, fewest = index, ways
                 if ways < 2:
                     break
         if hardest < 0:
             return []
         if not fewest:
             return None
-        for _, at, rest, then in self._choices(alive, left, hardest):
+        for _, at, compatible, then in self._choices(alive, remaining, hardest):
             self._looks -= 1
             if self._looks <= 0:
                 return None
-            chosen = self._search(rest, then)
+            chosen = self._search(compatible, then)
             if chosen is not None:
                 return [at, *chosen]
         return None
 
     def _choices(
-        self, alive: int, left: list[int], place: int
+        self, alive: int, remaining: list[int], index: int
     ) -> list[tuple[float, int, int, list[int]]]:
         """The rows that hold a length, with what stays of rows and examples; most rows first."""
-        found = []
-        mine = alive & self.needing[place][0]
-        while mine:
-            lowest = mine & -mine
-            mine ^= lowest
-            at, rest, then = lowest.bit_length() - 1, alive, left.copy()
+        choices = []
+        candidates = alive & self.needing[index][0]
+        while candidates:
+            lowest = candidates & -candidates
+            candidates ^= lowest
+            at, compatible, then = lowest.bit_length() - 1, alive, remaining.copy()
             for each, copies in Counter(self.rows[at]).items():
                 then[each] -= copies
                 if then[each] < len(self.needing[each]):
-                    rest &= ~self.needing[each][then[each]]
-            lost = -(rest.bit_count() + 1) * (1 + NOISE * self._draw.random())
-            found.append((lost, at, rest, then))
-        self.work += len(left) * (WORK_TO_LOOK + len(self.rows) // 200)
-        self.work += len(found) * (WORK_TO_CHOOSE + len(self.rows) // 8)
-        return sorted(found)
+                    compatible &= ~self.needing[each][then[each]]
+            lost = -(compatible.bit_count() + 1) * (1 + NOISE * self._draw.random())
+            choices.append((lost, at, compatible, then))
+        self.work += len(remaining) * (WORK_TO_LOOK + len(self.rows) // 200)
+        self.work += len(choices) * (WORK_TO_CHOOSE + len(self.rows) // 8)
+        return sorted(choices)
 
 
 def _needing(rows: Table, lengths: int) -> list[list[int]]:
@@ -172,11 +174,11 @@ def _needing(rows: Table, lengths: int) -> list[list[int]]:
         places = rows[at, column]
         order = np.argsort(places, kind="stable")
         at, ends = at[order], np.searchsorted(places[order], np.arange(lengths + 1))
-        for place in range(lengths):
+        for index in range(lengths):
             bits = np.zeros(len(rows), np.uint8)
-            bits[at[ends[place] : ends[place + 1]]] = 1
+            bits[at[ends[index] : ends[index + 1]]] = 1
             packed = np.packbits(bits, bitorder="little").tobytes()
-            needing[place].append(int.from_bytes(packed, "little"))
+            needing[index].append(int.from_bytes(packed, "little"))
     return needing
 
 
@@ -237,23 +239,23 @@ def _knapsack(
     """The row worth most, as a count per size, and its worth; copies come in powers of two."""
     worth = np.zeros(room + 1)
     bundles: list[tuple[int, int, NDArray[np.bool_]]] = []  # (place of size, copies, taken at room)
-    for place, size in enumerate(sizes.tolist()):
-        left, copies = int(min(room // size, need[place])), 1
-        while left and prices[place] > 0:
-            copies = min(copies, left)
-            left -= copies
-            moved = worth[: room + 1 - copies * size] + copies * prices[place]
+    for index, size in enumerate(sizes.tolist()):
+        remaining, copies = int(min(room // size, need[index])), 1
+        while remaining and prices[index] > 0:
+            copies = min(copies, remaining)
+            remaining -= copies
+            moved = worth[: room + 1 - copies * size] + copies * prices[index]
             taken = np.zeros(room + 1, np.bool_)
             np.greater(moved, worth[copies * size :], out=taken[copies * size :])
             worth[copies * size :] = np.maximum(worth[copies * size :], moved)
-            bundles.append((place, copies, taken))
+            bundles.append((index, copies, taken))
             copies *= 2
-    found = np.zeros(len(sizes))
-    for place, copies, taken in reversed(bundles):
+    copy_counts = np.zeros(len(sizes))
+    for index, copies, taken in reversed(bundles):
         if taken[room]:
-            found[place] += copies
-            room -= copies * int(sizes[place])
-    return found, float(worth[-1])
+            copy_counts[index] += copies
+            room -= copies * int(sizes[index])
+    return copy_counts, float(worth[-1])
 
 
 def _rounded(
@@ -263,14 +265,14 @@ def _rounded(
     uses: NDArray[np.float64],
 ) -> Classes:
     """Whole uses of the basis' patterns that need no example twice."""
-    left = need.astype(np.int64)
+    remaining = need.astype(np.int64)
     classes: Classes = []
     for column in np.argsort(-uses, kind="stable").tolist():
         pattern = np.rint(basis[:, column]).astype(np.int64)
-        within = left[pattern > 0] // pattern[pattern > 0]
+        within = remaining[pattern > 0] // pattern[pattern > 0]
         times = min(int(np.floor(uses[column] + EXACT)), int(within.min()))
         if times > 0:
-            left -= times * pattern
+            remaining -= times * pattern
             classes.append((times, tuple(np.repeat(sizes, pattern).tolist())))
     return classes
 
@@ -290,24 +292,24 @@ def exact_fit(
     Attempts after number 0 pass over some lengths at random, always the same for the same number.
     """
     draw = random.Random(attempt) if attempt else None
-    left = {n: int(counts[n]) for n in np.flatnonzero(counts).tolist()}
-    sizes = sorted(left)  # ascending; lengths that are used up leave
+    remaining = {n: int(counts[n]) for n in np.flatnonzero(counts).tolist()}
+    sizes = sorted(remaining)  # ascending; lengths that are used up leave
     classes: Classes = []
     while sizes:
-        pattern = of_fewest(sizes, left, row_tokens, draw) if fewest else None
-        pattern = pattern or _fullest(sizes, left, row_tokens, draw)
+        pattern = of_fewest(sizes, remaining, row_tokens, draw) if fewest else None
+        pattern = pattern or _fullest(sizes, remaining, row_tokens, draw)
         need = Counter(pattern)
-        times = min(left[n] // k for n, k in need.items())
+        times = min(remaining[n] // k for n, k in need.items())
         classes.append((times, pattern))
         for n, k in need.items():
-            left[n] -= times * k
-            if not left[n]:
-                del left[n], sizes[bisect.bisect_left(sizes, n)]
+            remaining[n] -= times * k
+            if not remaining[n]:
+                del remaining[n], sizes[bisect.bisect_left(sizes, n)]
     return classes
 
 
 def _fullest(
-    sizes: list[int], left: dict[int, int], row_tokens: int, draw: random.Random | None
+    sizes: list[int], remaining: dict[int, int], row_tokens: int, draw: random.Random | None
 ) -> Pattern:
     """The fullest row that begins with the longest example; longer examples are tried first."""
     taken = [sizes[-1]]
@@ -318,22 +320,22 @@ def _fullest(
         nonlocal best, looks
         if room < best[0]:
             best = (room, tuple(taken))
-        place = min(top, bisect.bisect_right(sizes, room) - 1)
-        while place >= 0 and looks > 0 and best[0]:
+        index = min(top, bisect.bisect_right(sizes, room) - 1)
+        while index >= 0 and looks > 0 and best[0]:
             looks -= 1
-            size = sizes[place]
-            if taken.count(size) < left[size] and (draw is None or draw.random() > SKIPPED):
+            size = sizes[index]
+            if taken.count(size) < remaining[size] and (draw is None or draw.random() > SKIPPED):
                 taken.append(size)
-                search(room - size, place)
+                search(room - size, index)
                 taken.pop()
-            place -= 1
+            index -= 1
 
     search(row_tokens - sizes[-1], len(sizes) - 1)
     return best[1]
 
 
 def of_fewest(
-    sizes: list[int], left: dict[int, int], row_tokens: int, draw: random.Random | None
+    sizes: list[int], remaining: dict[int, int], row_tokens: int, draw: random.Random | None
 ) -> Pattern | None:
     """A full row of as few examples as possible with the longest among them, or None."""
     taken = [sizes[-1]]
@@ -345,24 +347,24 @@ def of_fewest(
         """
         nonlocal looks
         if more == 1:  # the last example's length is known
-            if room > top or taken.count(room) >= left.get(room, 0):
+            if room > top or taken.count(room) >= remaining.get(room, 0):
                 return False
             taken.append(room)
             return True
-        place = bisect.bisect_right(sizes, min(top, room - (more - 1) * sizes[0])) - 1
-        while place >= 0 and looks > 0 and sizes[place] * more >= room:
+        index = bisect.bisect_right(sizes, min(top, room - (more - 1) * sizes[0])) - 1
+        while index >= 0 and looks > 0 and sizes[index] * more >= room:
             looks -= 1
-            size = sizes[place]
-            if taken.count(size) < left[size] and (draw is None or draw.random() > SKIPPED):
+            size = sizes[index]
+            if taken.count(size) < remaining[size] and (draw is None or draw.random() > SKIPPED):
                 taken.append(size)
                 if search(room - size, size, more - 1):
                     return True
                 taken.pop()
-            place -= 1
+            index -= 1
         return False
 
     room = row_tokens - sizes[-1]
     if not room:
         return tuple(taken)
-    found = any(search(room, sizes[-1], more) for more in range(1, MOST_RECORDS))
-    return tuple(taken) if found else None
+    success = any(search(room, sizes[-1], more) for more in range(1, MOST_RECORDS))
+    return tuple(taken) if success else None

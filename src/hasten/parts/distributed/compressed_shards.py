@@ -1,16 +1,18 @@
-"""Gradients of a sharded model in fewer bytes: in FSDP2's reduce-scatter, and between copies.
+"""Gradients of a sharded model in fewer bytes: reduce-scatter, and between copies.
 
-Copies of a sharded model average their shards' gradients once a step:
+Copies of a sharded model average their shards' gradients once per step:
 
-    (1) within a copy FSDP2 reduces and scatters a group's gradients in full, in each backward pass
-    (2) a rank adds up what its shards get in the passes of a step
-    (3) in the last one the ranks with the same shards, one of each copy, average them by a
-        compressor's way, and remember what their messages left out
+(1) Within a copy FSDP2 reduces and scatters a group's gradients in full, in each
+    backward pass.
+(2) A rank sums the gradients of its shards over the passes of a step.
+(3) In the last pass the ranks with the same shards, one of each copy, average them.
+    They use a compressor's method and store the errors of their messages.
 
-Copies on hosts of their own are where this pays: between hosts a rank sends its shards alone, and
-within a host nothing is compressed. FSDP2's own hybrid sharding would add copies up in full, so a
-module is sharded within a copy alone (its mesh has no axis of copies), and this works on the result
-of its reduce-scatter. All copies read the same bytes, so that they keep the same bits.
+This is useful if copies are on separate hosts. Between hosts a rank sends its shards
+alone, and within a host nothing is compressed. FSDP2's own hybrid sharding would sum
+copies in full. So a module is sharded within a copy alone (its mesh has no axis of
+copies), and this works on the result of its reduce-scatter. All copies read the same
+bytes, so they keep the same bits.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ FEEDBACK = ("int8", "int4", "topk")
 
 
 def row_codec(settings: CompressionSettings) -> Codec:
-    """What encodes a row by the settings' method.
+    """Returns the codec that encodes a row by the settings' method.
 
     Raises:
         ValueError: the method needs more than rows of numbers.
@@ -74,15 +76,16 @@ def row_codec(settings: CompressionSettings) -> Codec:
 
 
 class ShardedGradients:
-    """A codec in a sharded module's reduce-scatter; every rank attaches one, and says ``passes``
-    before each backward.
+    """A codec in a sharded module's reduce-scatter.
+
+    Every rank attaches one, and sets ``passes`` before each backward.
 
     Args:
-        settings: ``scope`` and ``rank`` aren't looked at.
-        loss_scale: what the loss is multiplied by now; memory is kept without it.
+        settings: ``scope`` and ``rank`` are ignored.
+        loss_scale: current factor of the loss; memory is stored without it.
 
     Raises:
-        ValueError: a method that rows of numbers don't suffice for.
+        ValueError: a method that needs more than rows of numbers.
     """
 
     def __init__(
@@ -111,7 +114,7 @@ class ShardedGradients:
 
     @property
     def compresses(self) -> bool:
-        """Whether the step under way, or the last one, is past the dense start."""
+        """Returns True if the current or last step is past the dense start."""
         return self.steps > self._settings.dense_steps
 
     def passes(self, last: bool) -> None:
@@ -139,10 +142,10 @@ class ShardedGradients:
 
     def state(self) -> dict[str, Any]:
         """This rank's memory by parameter, in the form in which GradientCompressor has it."""
-        kept, residual = self._memory.state(), dict[str, Tensor]()
+        memory, residual = self._memory.state(), dict[str, Tensor]()
         for group in self.groups:
-            if group.name in kept:
-                residual |= values_of(kept[group.name].view(group.ranks, -1), group)
+            if group.name in memory:
+                residual |= values_of(memory[group.name].view(group.ranks, -1), group)
         return {
             "method": self._settings.method,
             "steps": self.steps,
@@ -160,7 +163,7 @@ class ShardedGradients:
             raise ValueError(
                 f"the memory is of {state['method']} and the method is {self._settings.method}"
             )
-        kept: dict[str, Tensor] = {}
+        memory: dict[str, Tensor] = {}
         for group in self.groups:
             sizes = {w.name: w.numbers for w in group.weights if w.name in state["residual"]}
             values = {name: state["residual"][name] for name in sizes}
@@ -171,19 +174,19 @@ class ShardedGradients:
                         f"has {numbers}: the memory is of another model or layout"
                     )
             if values:
-                kept[group.name] = rows_of(values, group, torch.device("cpu"))
-        self._memory.load(kept)
+                memory[group.name] = rows_of(values, group, torch.device("cpu"))
+        self._memory.load(memory)
         self.steps = int(state["steps"])
 
     def _takes(self, group: ShardGroup) -> bool:
-        """Whether a group is encoded once compression has begun: small ones aren't worth it."""
+        """Returns True if a group is encoded after the dense start; small ones stay dense."""
         return group.ranks > 1 and group.row * group.ranks >= self._settings.minimum
 
     def _of(self, group: ShardGroup) -> Callable[[Tensor, Tensor, Any, Any], None]:
         def reduce(output: Tensor, rows: Tensor, ranks: Any, op: Any) -> None:
             # A weight that had no gradient in this pass isn't in the message.
-            whole = rows.numel() == group.ranks * group.row
-            if self.compresses and self._takes(group) and (whole or not self._feedback):
+            is_complete = rows.numel() == group.ranks * group.row
+            if self.compresses and self._takes(group) and (is_complete or not self._feedback):
                 self._encoded(group, output, rows, ranks, op)
                 return
             self.sent_bytes += rows.nbytes // group.ranks * (group.ranks - 1)
@@ -195,15 +198,15 @@ class ShardedGradients:
         self, group: ShardGroup, output: Tensor, rows: Tensor, ranks: Any, op: Any
     ) -> None:
         scale = self._scale() if self._feedback else 1.0
-        given = rows.view(group.ranks, -1).float()
-        given = given if scale == 1.0 else given / scale
-        row = given.shape[1]
+        gradients = rows.view(group.ranks, -1).float()
+        gradients = gradients if scale == 1.0 else gradients / scale
+        row = gradients.shape[1]
         size = self._codec.message_bytes(row)
         messages = torch.empty(group.ranks, size, dtype=torch.uint8, device=rows.device)
         if self._feedback:
-            self._memory.encode(self._codec, given, group.ranks, group.name, messages)
+            self._memory.encode(self._codec, gradients, group.ranks, group.name, messages)
         else:
-            for numbers, message in zip(given, messages, strict=True):
+            for numbers, message in zip(gradients, messages, strict=True):
                 self._codec.encode(numbers, message)
         received = torch.empty_like(messages)
         full_duplex.all_to_all(received, messages, ranks).wait()
@@ -217,12 +220,13 @@ class ShardedGradients:
 
 
 class CopiedShards:
-    """An exchange between copies; every rank attaches one, and says ``passes`` before each
-    backward.
+    """An exchange between copies.
+
+    Every rank attaches one, and sets ``passes`` before each backward.
 
     Args:
-        members: for each shard its ranks, one of each copy; alike on all ranks.
-        loss_scale: what the loss is multiplied by now; memory is kept without it.
+        members: for each shard its ranks, one of each copy; equal on all ranks.
+        loss_scale: current factor of the loss; memory is stored without it.
 
     Raises:
         ValueError: a method that needs whole matrices.
@@ -269,7 +273,7 @@ class CopiedShards:
 
     @property
     def compresses(self) -> bool:
-        """Whether the step under way, or the last one, is past the dense start."""
+        """Returns True if the current or last step is past the dense start."""
         return self._travel.compresses
 
     def passes(self, last: bool) -> None:
@@ -294,7 +298,7 @@ class CopiedShards:
         wrong = self._ranks.differing(checksum(parameters))
         if wrong:
             alike = next(m for m in self._members if dist.get_rank() in m)
-            named = ", ".join(str(alike[place]) for place in wrong)
+            named = ", ".join(str(alike[index]) for index in wrong)
             raise CommunicationError(
                 f"copies have drifted apart: after step {self.steps} the shards of rank {named} "
                 f"are not those of rank {alike[0]}; go on from a checkpoint"
@@ -317,11 +321,11 @@ class CopiedShards:
         Raises:
             ValueError: it is of another method, or of other shards.
         """
-        sizes = {piece.name: piece.numbers for g in self.groups for piece in _pieces(g)}
-        for name, kept in state["residual"].items():
-            if sizes.get(name) != kept.numel():
+        sizes = {part.name: part.numbers for g in self.groups for part in _pieces(g)}
+        for name, residual in state["residual"].items():
+            if sizes.get(name) != residual.numel():
                 raise ValueError(
-                    f"the memory has {kept.numel()} numbers of {name} and this layout's shards "
+                    f"the memory has {residual.numel()} numbers of {name} and this layout's shards "
                     f"{sizes.get(name, 'none')}"
                 )
         self._travel.load(state)

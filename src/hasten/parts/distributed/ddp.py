@@ -1,15 +1,15 @@
-"""DistributedDataParallel: constant buffers not sent, a late reduction, how long sending took.
+"""DistributedDataParallel without constant buffers, with late reduction and timing.
 
-DDP broadcasts all buffers of rank 0 before a forward pass, since running means learn apart on each
-rank. In a language model they hardly ever do: tables of rotary angles are computed anew by each
-rank, and a quantised base is frozen, but is as large as the model. Construction made all ranks
-alike once; what can't change stays so.
+DDP broadcasts all buffers of rank 0 before a forward pass, because running means differ
+between ranks. In a language model such buffers are rare. Each rank computes tables of
+rotary angles itself. A quantised base is frozen, but is as large as the model.
+Construction made all ranks equal once, and constants stay equal.
 
     ddp = DistributedDataParallel(model)
     leave_constants(ddp)
 
-The switch is DDP's ``broadcast_buffers``, set after construction so that torch before 2.13, which
-has no ``forward_sync_buffers``, makes the ranks alike too.
+The option is DDP's ``broadcast_buffers``, set after construction. So torch before 2.13,
+which has no ``forward_sync_buffers``, makes the ranks equal too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def leave_constants(module: DistributedDataParallel) -> None:
 
 
 def may_learn(module: nn.Module) -> bool:
-    """Whether a buffer belongs to the model's state and to no frozen, quantised layer."""
+    """Returns True if a buffer is in the model's state, but in no frozen quantised layer."""
     return any(
         buffer is not None and name not in part._non_persistent_buffers_set
         for part in module.modules()
@@ -88,7 +88,7 @@ UNDER_WAY, HIDDEN = "backward_comm_time", "backward_compute_comm_overlap_time"
 
 @dataclass(frozen=True)
 class GradientSeconds:
-    """Seconds of a step's gradients: beside the computation, and after it."""
+    """Seconds of a step's gradients: in parallel with the computation, and after it."""
 
     hidden: float
     exposed: float
@@ -109,18 +109,21 @@ def watch_reducer(module: DistributedDataParallel) -> bool:
 
 
 def under_way(module: DistributedDataParallel) -> GradientSeconds | None:
-    """Of the backward pass that has just ended with an exchange; ``watch_reducer`` came before."""
+    """Returns the times of the backward pass that has just ended with an exchange.
+
+    Call ``watch_reducer`` first.
+    """
     logger: Any = module.logger
     logger.set_runtime_stats_and_log()
-    found = logger._get_ddp_logging_data().ints_map
-    if UNDER_WAY not in found or HIDDEN not in found:
+    stats = logger._get_ddp_logging_data().ints_map
+    if UNDER_WAY not in stats or HIDDEN not in stats:
         return None
-    whole, hidden = NANO * found[UNDER_WAY], NANO * found[HIDDEN]
-    return GradientSeconds(hidden=hidden, exposed=max(0.0, whole - hidden))
+    total_seconds, hidden = NANO * stats[UNDER_WAY], NANO * stats[HIDDEN]
+    return GradientSeconds(hidden=hidden, exposed=max(0.0, total_seconds - hidden))
 
 
 def ring_bytes(module: DistributedDataParallel) -> int:
-    """What a rank sends in a step where gradients are summed in a ring as they are."""
+    """Bytes that a rank sends in a step with uncompressed gradients summed in a ring."""
     world: int = dist.get_world_size(module.process_group)
     trained = [p for p in module.parameters() if p.requires_grad]
     size: int = sum(p.numel() * p.element_size() for p in trained)

@@ -1,10 +1,12 @@
-"""A DeepSpeed configuration (``ds_config.json``): read, checked, "auto" filled, and what it means.
+"""A DeepSpeed configuration (``ds_config.json``): reads and checks it, fills "auto".
 
-(1) every key is one that DeepSpeed knows, or an error with the nearest => (2) batch sizes agree
-with each other, the number of ranks and what the trainer was told => (3) each "auto" takes the
-trainer's value. DeepSpeed leaves "auto" to whoever calls it; sizes that follow from the model's
-width are those of Transformers' integration: buckets of hidden^2, prefetch of 0.9 hidden^2,
-parameters below 10 hidden elements kept on every rank
+(1) Every key must be a DeepSpeed key. Otherwise an error names the nearest one.
+(2) Batch sizes agree with each other, the number of ranks and the trainer's settings.
+(3) Each "auto" takes the trainer's value.
+
+DeepSpeed leaves "auto" to its caller. Sizes that follow from the model's width are
+those of Transformers' integration. These are buckets of hidden^2 and prefetch of 0.9
+hidden^2. Parameters below 10 hidden elements stay on every rank
 (https://huggingface.co/docs/transformers/deepspeed). Keys and rules:
 https://www.deepspeed.ai/docs/config-json/.
 """
@@ -18,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hasten.foreign_files import read_json_object
 from hasten.formatting import did_you_mean
 
 # The keys of a DeepSpeed configuration and what becomes of each where hasten trains by itself.
@@ -42,7 +45,7 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """What the trainer knows, for "auto"; None: it was told nothing."""
+    """Settings of the trainer, for "auto"; None: not set."""
 
     world: int = 1
     batch: int | None = None  # examples of one step over all ranks
@@ -61,7 +64,7 @@ class TrainerSettings:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Examples of a step over all ranks, of one pass on one rank, and passes; None: not said."""
+    """Examples of a step on all ranks, of a pass on one rank, and passes; None: not set."""
 
     train: int | None
     micro: int | None
@@ -69,49 +72,42 @@ class BatchSizes:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The file as a dictionary whose keys DeepSpeed knows.
+    """Returns the file as a dictionary, with valid DeepSpeed keys only.
 
     Raises:
         ValueError: no such file, not JSON, an unknown key.
     """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"can't read {path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} is not a DeepSpeed configuration: it must be a JSON object")
-    check_keys(found, str(path))
-    return found
+    config = read_json_object(path, "DeepSpeed configuration")
+    check_keys(config, str(path))
+    return config
 
 
-def check_keys(config: Mapping[str, Any], place: str = "ds_config") -> None:
+def check_keys(config: Mapping[str, Any], source: str = "ds_config") -> None:
     """Raise ValueError at a key that DeepSpeed doesn't know, with the nearest that it does."""
-    _check(config, TOP, place)
-    for name, known in INSIDE.items():
+    _check(config, TOP, source)
+    for name, allowed_keys in INSIDE.items():
         section = config.get(name)
         if section is None:
             continue
         if not isinstance(section, Mapping):
-            raise ValueError(f"{place}: {name} is {section!r}; it must be a JSON object")
-        _check(section, known, f"{place}: {name}")
+            raise ValueError(f"{source}: {name} is {section!r}; it must be a JSON object")
+        _check(section, allowed_keys, f"{source}: {name}")
     zero = config.get("zero_optimization") or {}
     for name in ("offload_optimizer", "offload_param"):
         if isinstance(zero.get(name), Mapping):
-            _check(zero[name], OFFLOAD, f"{place}: zero_optimization: {name}")
+            _check(zero[name], OFFLOAD, f"{source}: zero_optimization: {name}")
     stage = zero.get("stage", 0)
     if type(stage) is not int or not 0 <= stage <= 3:
-        raise ValueError(f"{place}: zero_optimization: stage is {stage!r}; it is 0, 1, 2 or 3")
+        raise ValueError(f"{source}: zero_optimization: stage is {stage!r}; it is 0, 1, 2 or 3")
     on = [section_enabled(config, name) for name in ("fp16", "bf16")]
     if on == [True, True]:
-        raise ValueError(f"{place}: fp16 and bf16 are both enabled; keep one of them")
+        raise ValueError(f"{source}: fp16 and bf16 are both enabled; keep one of them")
 
 
-def _check(section: Mapping[str, Any], known: Collection[str], place: str) -> None:
+def _check(section: Mapping[str, Any], allowed_keys: Collection[str], source: str) -> None:
     for key in section:
-        if key not in known and not is_comment(key):
-            raise ValueError(f"{place}: unknown key {key!r}{did_you_mean(key, known)}")
+        if key not in allowed_keys and not is_comment(key):
+            raise ValueError(f"{source}: unknown key {key!r}{did_you_mean(key, allowed_keys)}")
 
 
 def is_comment(key: str) -> bool:
@@ -140,23 +136,26 @@ def explicit(value: Any) -> Any:
 
 
 def batch_sizes(  # noqa: C901  # each size may be what is missing
-    config: Mapping[str, Any], known: TrainerSettings
+    config: Mapping[str, Any], trainer_settings: TrainerSettings
 ) -> BatchSizes:
-    """The three sizes made whole from each other and from what the trainer was told.
+    """Completes the three sizes from each other and from the trainer's settings.
 
     Raises:
         ValueError: two of them contradict each other, or the trainer.
     """
-    given = [_size(config, key) for key in BATCH_KEYS]
-    train, micro, steps = given
-    world = known.world
-    if train and known.batch and train != known.batch:
-        raise ValueError(f"train_batch_size is {train} and global_batch_size is {known.batch}")
-    if micro and known.micro_batch and micro != known.micro_batch:
+    sizes = [_size(config, key) for key in BATCH_KEYS]
+    train, micro, steps = sizes
+    world = trainer_settings.world
+    if train and trainer_settings.batch and train != trainer_settings.batch:
         raise ValueError(
-            f"train_micro_batch_size_per_gpu is {micro} and micro_batch_size is {known.micro_batch}"
+            f"train_batch_size is {train} and global_batch_size is {trainer_settings.batch}"
         )
-    micro, train = micro or known.micro_batch, train or known.batch
+    if micro and trainer_settings.micro_batch and micro != trainer_settings.micro_batch:
+        raise ValueError(
+            f"train_micro_batch_size_per_gpu is {micro} and micro_batch_size is "
+            f"{trainer_settings.micro_batch}"
+        )
+    micro, train = micro or trainer_settings.micro_batch, train or trainer_settings.batch
     if micro and steps and not train:
         train = micro * steps * world
     if train and steps and not micro:
@@ -168,20 +167,20 @@ def batch_sizes(  # noqa: C901  # each size may be what is missing
         micro = train // (steps * world)
     if train and micro and not steps:
         steps = -(-train // (micro * world))  # the last pass of a step may be smaller
-        if given[0] and given[1] and train % (micro * world):
+        if sizes[0] and sizes[1] and train % (micro * world):
             raise ValueError(
                 f"train_batch_size {train} can't be dealt to {world} rank(s) in passes of {micro} "
                 "(train_micro_batch_size_per_gpu) examples"
             )
     if train and not micro and not steps and train % world == 0:
         micro, steps = train // world, 1
-    if all(given) and train != (micro or 0) * (steps or 0) * world:
+    if all(sizes) and train != (micro or 0) * (steps or 0) * world:
         raise ValueError(
             f"train_batch_size is {train}, but train_micro_batch_size_per_gpu {micro} x "
             f"gradient_accumulation_steps {steps} x {world} rank(s) is "
             f"{(micro or 0) * (steps or 0) * world}"
         )
-    if given[1] and given[2] and train and train != (micro or 0) * (steps or 0) * world:
+    if sizes[1] and sizes[2] and train and train != (micro or 0) * (steps or 0) * world:
         raise ValueError(
             f"the step has {train} examples, but train_micro_batch_size_per_gpu {micro} x "
             f"gradient_accumulation_steps {steps} x {world} rank(s) is "
@@ -197,43 +196,46 @@ def _size(config: Mapping[str, Any], key: str) -> int | None:
     return value
 
 
-def fill_auto(config: Mapping[str, Any], known: TrainerSettings) -> dict[str, Any]:
+def fill_auto(config: Mapping[str, Any], trainer_settings: TrainerSettings) -> dict[str, Any]:
     """A copy without any "auto".
 
     Raises:
         ValueError: sizes that contradict, or an "auto" that nothing decides.
     """
-    found = copy.deepcopy(dict(config))
-    sizes = batch_sizes(config, known)
+    filled = copy.deepcopy(dict(config))
+    sizes = batch_sizes(config, trainer_settings)
     for key, value in zip(BATCH_KEYS, (sizes.train, sizes.micro, sizes.steps), strict=True):
-        if key in found and value is not None:
-            found[key] = value
-        elif explicit(found.get(key)) is None:
-            found.pop(key, None)  # two of the three are enough for DeepSpeed
+        if key in filled and value is not None:
+            filled[key] = value
+        elif explicit(filled.get(key)) is None:
+            filled.pop(key, None)  # two of the three are enough for DeepSpeed
     values: dict[tuple[str, ...], Any] = {
-        **{("zero_optimization", key): size for key, size in _by_width(known.hidden).items()},
-        ("gradient_clipping",): known.clipping or 0.0,
-        ("fp16", "enabled"): known.fp16,
-        ("bf16", "enabled"): known.bf16,
-        ("bfloat16", "enabled"): known.bf16,
-        ("optimizer", "params", "lr"): known.learning_rate,
-        ("optimizer", "params", "betas"): list(known.betas),
-        ("optimizer", "params", "eps"): known.eps,
-        ("optimizer", "params", "weight_decay"): known.weight_decay,
+        **{
+            ("zero_optimization", key): size
+            for key, size in _by_width(trainer_settings.hidden).items()
+        },
+        ("gradient_clipping",): trainer_settings.clipping or 0.0,
+        ("fp16", "enabled"): trainer_settings.fp16,
+        ("bf16", "enabled"): trainer_settings.bf16,
+        ("bfloat16", "enabled"): trainer_settings.bf16,
+        ("optimizer", "params", "lr"): trainer_settings.learning_rate,
+        ("optimizer", "params", "betas"): list(trainer_settings.betas),
+        ("optimizer", "params", "eps"): trainer_settings.eps,
+        ("optimizer", "params", "weight_decay"): trainer_settings.weight_decay,
         ("scheduler", "params", "warmup_min_lr"): 0,
-        ("scheduler", "params", "warmup_max_lr"): known.learning_rate,
-        ("scheduler", "params", "warmup_num_steps"): known.warmup_steps,
-        ("scheduler", "params", "total_num_steps"): known.total_steps,
+        ("scheduler", "params", "warmup_max_lr"): trainer_settings.learning_rate,
+        ("scheduler", "params", "warmup_num_steps"): trainer_settings.warmup_steps,
+        ("scheduler", "params", "total_num_steps"): trainer_settings.total_steps,
     }
-    left = [path for path in _autos(found) if path not in values]
-    if left:
-        raise ValueError(f"nothing decides {': '.join(left[0])}, which is auto: give a value")
-    for path in list(_autos(found)):
-        section = found
+    undecided = [path for path in _autos(filled) if path not in values]
+    if undecided:
+        raise ValueError(f"nothing decides {': '.join(undecided[0])}, which is auto: give a value")
+    for path in list(_autos(filled)):
+        section = filled
         for name in path[:-1]:
             section = section[name]
         section[path[-1]] = values[path]
-    return found
+    return filled
 
 
 def _by_width(hidden: int) -> dict[str, int]:
@@ -249,13 +251,13 @@ def _by_width(hidden: int) -> dict[str, int]:
 
 
 def _autos(section: Mapping[str, Any], above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    found: list[tuple[str, ...]] = []
+    paths: list[tuple[str, ...]] = []
     for key, value in section.items():
         if isinstance(value, Mapping):
-            found += _autos(value, (*above, key))
+            paths += _autos(value, (*above, key))
         elif value == AUTO:
-            found.append((*above, key))
-    return found
+            paths.append((*above, key))
+    return paths
 
 
 # What a DeepSpeed configuration means without DeepSpeed: settings, and a row for each of its keys.
@@ -297,23 +299,23 @@ class MappedConfig:
         return tuple(row for row in self.rows if row.fate == REFUSED)
 
 
-def read_settings(config: Mapping[str, Any], known: TrainerSettings) -> MappedConfig:
+def read_settings(config: Mapping[str, Any], trainer_settings: TrainerSettings) -> MappedConfig:
     """Read a configuration as settings.
 
     Raises:
         ValueError: an unknown key, or sizes that contradict each other.
     """
     check_keys(config)
-    sizes = batch_sizes(config, known)
+    sizes = batch_sizes(config, trainer_settings)
     zero = _section(config, "zero_optimization")
-    given = _given(config)
-    if config.get("train_batch_size") is not None or given.get("micro"):
-        given["batch"] = sizes.train if sizes.train != known.batch else None
+    settings = _given(config)
+    if config.get("train_batch_size") is not None or settings.get("micro"):
+        settings["batch"] = sizes.train if sizes.train != trainer_settings.batch else None
     fp16 = _section(config, "fp16")
     power, window = _number(fp16, "initial_scale_power"), _number(fp16, "loss_scale_window")
     precision = [name for name in ("bf16", "fp16") if section_enabled(config, name) is True]
     activations = _section(config, "activation_checkpointing")
-    micro = sizes.micro if given.pop("micro", None) else None
+    micro = sizes.micro if settings.pop("micro", None) else None
     return MappedConfig(
         stage=zero.get("stage", 0),
         offload=any(_offloads(zero, name) for name in ("optimizer", "param")),
@@ -324,28 +326,28 @@ def read_settings(config: Mapping[str, Any], known: TrainerSettings) -> MappedCo
             activations.get("partition_activations") or activations.get("number_checkpoints")
         ),
         micro_batch=micro,
-        settings={key: value for key, value in given.items() if value is not None},
+        settings={key: value for key, value in settings.items() if value is not None},
         rows=tuple(_rows(config)),
     )
 
 
 def _offloads(zero: Mapping[str, Any], what: str) -> bool:
-    place = zero.get(f"offload_{what}")
-    device = place.get("device", "none") if isinstance(place, Mapping) else "none"
+    section = zero.get(f"offload_{what}")
+    device = section.get("device", "none") if isinstance(section, Mapping) else "none"
     old = "cpu_offload" if what == "optimizer" else "cpu_offload_param"
     return device == "cpu" or zero.get(old) is True
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """What a key holds, nothing where it is left out or null.
+    """Returns the mapping under a key, empty if it is missing or null.
 
     Raises:
         ValueError: it is something else.
     """
-    found = config.get(name)
-    if found is not None and not isinstance(found, Mapping):
-        raise ValueError(f"{name} is {found!r}; it must be a JSON object")
-    return found or {}
+    section = config.get(name)
+    if section is not None and not isinstance(section, Mapping):
+        raise ValueError(f"{name} is {section!r}; it must be a JSON object")
+    return section or {}
 
 
 def _number(section: Mapping[str, Any], name: str) -> float | None:
@@ -400,15 +402,15 @@ def _rows(config: Mapping[str, Any]) -> Iterator[DeepSpeedKey]:
                 continue
             yield _row(f"{key}.{name}", name, item, inside[name])
             if name in ("offload_optimizer", "offload_param") and isinstance(item, Mapping):
-                for part, given in item.items():
+                for part, setting in item.items():
                     if is_comment(part):
                         continue
-                    yield _row(f"{key}.{name}.{part}", part, given, OFFLOAD[part])
+                    yield _row(f"{key}.{name}.{part}", part, setting, OFFLOAD[part])
 
 
 def _row(key: str, name: str, value: Any, fate: Sequence[str]) -> DeepSpeedKey:
     """The table's word, unless the value changes it."""
-    kind, words = fate
+    kind, explanation = fate
     if isinstance(value, Mapping):
         is_on = bool(value.get("enabled", bool(value)))
     else:  # a partition or pipeline of one is none; true isn't that one, though it equals it
@@ -423,7 +425,7 @@ def _row(key: str, name: str, value: Any, fate: Sequence[str]) -> DeepSpeedKey:
         return DeepSpeedKey(key, IGNORED, "FSDP2 and DDP always overlap")
     if name == "pin_memory" and value is False:
         return DeepSpeedKey(key, IGNORED, "memory that a GPU copies from is always pinned")
-    return DeepSpeedKey(key, kind, words)
+    return DeepSpeedKey(key, kind, explanation)
 
 
 def _wrong_offload(value: Any) -> str | None:
@@ -432,11 +434,11 @@ def _wrong_offload(value: Any) -> str | None:
 
 
 def _wrong_parameters(value: Any) -> str | None:
-    found = value if isinstance(value, Mapping) else {}
-    eps = explicit(found.get("eps"))
+    parameters = value if isinstance(value, Mapping) else {}
+    eps = explicit(parameters.get("eps"))
     if eps is not None and eps != EPS:
         return f"eps is {eps}; a recipe's AdamW has {EPS}: say auto"
-    if found.get("adam_w_mode") is False:
+    if parameters.get("adam_w_mode") is False:
         return "adam_w_mode is false: L2 decay has no counterpart, AdamW's has"
     return None
 

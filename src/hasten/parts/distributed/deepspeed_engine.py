@@ -1,10 +1,11 @@
-"""DeepSpeed's ZeRO as four plain calls: pass gradients on, the norm, the update, whole weights.
+"""DeepSpeed's ZeRO as four calls: send gradients, norm, update, full weights.
 
-The caller owns the loop: it says which backward pass is a step's last, looks at the norm of the
-whole gradient before anything moves, and then lets the weights move or gives the step up. ZeRO
-(Rajbhandari et al., arXiv:1910.02054) deals out optimizer state (1), gradients too (2), weights too
-(3); offload keeps optimizer state in host memory (Ren et al., arXiv:2101.06840). Made for DeepSpeed
-0.19: norm and giving up use methods of its optimizers that its documentation doesn't list.
+The caller controls the loop. It marks which backward pass is a step's last and reads
+the norm of the whole gradient before anything moves. Then it moves the weights or skips
+the step. ZeRO (Rajbhandari et al., arXiv:1910.02054) shards optimizer state (1),
+gradients too (2), weights too (3). Offload keeps optimizer state in host memory (Ren et
+al., arXiv:2101.06840). This is made for DeepSpeed 0.19: norm and skipping use methods
+of its optimizers that its documentation doesn't list.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ class ZeroTrainer:
         self.stage = int(self.engine.zero_optimization_stage())
 
     def held(self) -> int:
-        """Trained weights whose optimizer state lies on this rank, padding of pieces included."""
+        """Number of trained weights with optimizer state on this rank, padding included."""
         if self.stage < 3:
             pieces = self.engine.optimizer.single_partition_of_fp32_groups
-            return sum(piece.numel() for piece in pieces)
+            return sum(partition.numel() for partition in pieces)
         learned: list[Any] = [p for p in self.module.parameters() if p.requires_grad]
         return sum(weight.ds_tensor.numel() for weight in learned)
 
@@ -81,7 +82,7 @@ class ZeroTrainer:
         return math.hypot(*norms) / float(zero.loss_scale)
 
     def update(self) -> None:
-        """Clip, move the weights, forget the gradients."""
+        """Clips, moves the weights, clears the gradients."""
         self.engine.step()
 
     def give_up(self) -> None:
@@ -101,36 +102,36 @@ class ZeroTrainer:
         from deepspeed import zero
         from deepspeed.utils import safe_get_full_fp32_param
 
-        found: Tensor | None = None
+        full_weight: Tensor | None = None
         if weight.requires_grad:
-            found = safe_get_full_fp32_param(weight)
-        if found is not None:
-            return found.detach().to("cpu", copy=True)
+            full_weight = safe_get_full_fp32_param(weight)
+        if full_weight is not None:
+            return full_weight.detach().to("cpu", copy=True)
         if not hasattr(weight, "ds_id"):
             return weight.detach().to("cpu", copy=True)
         with zero.GatheredParameters([weight]):
             return weight.detach().to("cpu", copy=True)
 
     @contextlib.contextmanager
-    def plain(self, model: nn.Module, mine: bool) -> Iterator[bool]:
-        """On the rank where ``mine`` holds, ``model`` has whole plain weights and runs alone.
+    def plain(self, model: nn.Module, is_first: bool) -> Iterator[bool]:
+        """On the rank where ``is_first`` holds, ``model`` has whole plain weights and runs alone.
 
         Every rank enters and leaves; the others hold one whole weight at a time.
         """
-        found: dict[int, nn.Parameter] = {}
+        full_weights: dict[int, nn.Parameter] = {}
         for weight in model.parameters():
             value = self.whole(weight)
-            if mine:
+            if is_first:
                 value = value.to(weight.device, torch.float32)
-                found[id(weight)] = nn.Parameter(value, weight.requires_grad)
-        if not mine:
+                full_weights[id(weight)] = nn.Parameter(value, weight.requires_grad)
+        if not is_first:
             yield False
             return
-        kept = [(m, dict(m.__dict__)) for m in model.modules()]
+        saved_fields = [(m, dict(m.__dict__)) for m in model.modules()]
         try:
-            for module, fields in kept:
+            for module, fields in saved_fields:
                 module.__dict__["_parameters"] = {
-                    name: None if weight is None else found[id(weight)]
+                    name: None if weight is None else full_weights[id(weight)]
                     for name, weight in _parameters(fields).items()
                 }
                 module.__dict__.update(
@@ -138,7 +139,7 @@ class ZeroTrainer:
                 )
             yield True
         finally:
-            for module, fields in kept:
+            for module, fields in saved_fields:
                 module.__dict__.update({k: fields[k] for k in ("_parameters", *HOOKS)})
 
 
@@ -148,10 +149,10 @@ def _parameters(fields: Mapping[str, Any]) -> dict[str, nn.Parameter | None]:
 
 
 def _settings(config: Mapping[str, Any], max_norm: float | None) -> dict[str, Any]:
-    """What the caller owns is left out or made neutral."""
+    """Removes or neutralises the settings that belong to the caller."""
     owned = ("train_batch_size", "optimizer", "scheduler")
-    found = {key: value for key, value in config.items() if key not in owned}
-    found |= {
+    settings = {key: value for key, value in config.items() if key not in owned}
+    settings |= {
         "train_micro_batch_size_per_gpu": 1,  # of use for its logs alone
         "gradient_accumulation_steps": 1,
         "gradient_clipping": max_norm or 0.0,
@@ -159,9 +160,9 @@ def _settings(config: Mapping[str, Any], max_norm: float | None) -> dict[str, An
         "zero_force_ds_cpu_optimizer": False,  # torch's own updates what is offloaded: no compiler
     }
     for name in ("bf16", "bfloat16"):
-        if name in found:
-            found[name] = {**found[name], "check_grad_overflow": True}
-    return found
+        if name in settings:
+            settings[name] = {**settings[name], "check_grad_overflow": True}
+    return settings
 
 
 def why_not(on_cpu: bool, folder: Path) -> str | None:
@@ -184,14 +185,14 @@ def why_not(on_cpu: bool, folder: Path) -> str | None:
 
 
 def stale_locks(folder: Path, seconds: float = OLD_LOCK_SECONDS) -> list[Path]:
-    """Locks of builds that nothing has been written beside for so long.
+    """Locks of builds without any write in their folder for ``seconds``.
 
     torch.utils.cpp_extension makes one per operator and waits while it exists.
     """
-    found = []
+    locks = []
     for lock in sorted(folder.glob("**/lock")):
         with contextlib.suppress(OSError):  # files come and go where somebody is at work
             newest = max((p.lstat().st_mtime for p in lock.parent.iterdir()), default=math.inf)
             if time.time() - newest > seconds:
-                found.append(lock)
-    return found
+                locks.append(lock)
+    return locks

@@ -1,17 +1,21 @@
-"""Expert parallelism: a layer's experts lie on several ranks, each rank's tokens travel to them.
+"""Expert parallelism: a layer's experts are on several ranks; tokens are sent to them.
 
     experts, replicas = expert_groups(size=2)               # on 4 ranks: (0, 1), (2, 3)
-    shared = share_experts(model, experts)                  # this rank keeps half of each layer's
-    ddp = replicated(model, shared)                         # the rest is on every rank
-    gradients = ExpertGradients(shared.parameters(), replicas, divisor=4)
-    loss_of(ddp, my_examples).backward()                     # every rank, the same number of times
-    optimizer.step()                                        # as if one process had seen it all
+    shared = share_experts(model, experts)                  # keeps half of each layer's experts
 
-Ranks keep different examples. Router, shared experts and attention are replicas, whose gradients
-DistributedDataParallel averages. An expert's gradient is complete on the rank that holds it, since
-its tokens came there; it is summed over the other groups' copies of it alone and divided like the
-rest (Lepikhin et al., GShard, arXiv:2006.16668; Rajbhandari et al., DeepSpeed-MoE,
-arXiv:2201.05596). What it is computed with stays the module's own code: Transformers' or fused.
+    ddp = replicated(model, shared)                         # the others are on every rank
+    gradients = ExpertGradients(shared.parameters(), replicas, divisor=4)
+
+    loss_of(ddp, my_examples).backward()                    # every rank, equally often
+    optimizer.step()                                        # as with one process and all data
+
+Ranks have different examples. Router, shared experts and attention are replicas, and
+DistributedDataParallel averages their gradients. An expert's gradient is complete on
+the rank that holds it, because its tokens came there. Only the other groups' copies of
+it are added, and the sum is divided like the other gradients. Sources: Lepikhin et al.,
+GShard, arXiv:2006.16668; Rajbhandari et al., DeepSpeed-MoE, arXiv:2201.05596.
+
+The computation remains the module's own code: Transformers' or fused.
 """
 
 from __future__ import annotations
@@ -52,7 +56,7 @@ ELSEWHERE = -1  # the place of an expert that another rank holds
 
 @dataclass
 class TokenTraffic:
-    """What this rank sent to others since it was built; what it kept for itself isn't counted."""
+    """Counts the data that this rank has sent to others; data for itself isn't counted."""
 
     passes: int = 0  # forward passes, recomputed ones included
     rows: int = 0  # tokens that left in them, once for each rank that they went to
@@ -85,26 +89,26 @@ def depart(
     x: Tensor,
     index: Tensor,
     weights: Tensor,
-    here: int,
+    local_experts: int,
     group: dist.ProcessGroup,
     traffic: TokenTraffic,
 ) -> tuple[RowRoutes, Pairs]:
-    """Steps 1 and 2: what this rank's experts have to compute, for tokens of all ranks.
+    """Steps 1 and 2: returns the work of this rank's experts, for tokens of all ranks.
 
-    There is always a pair to compute: without a token it is a row of zeros that weighs nothing, so
-    that the experts' weights have a gradient on every rank.
+    There is always a pair to compute. Without a token it is a row of zeros with weight 0.
+    So the experts' weights have a gradient on every rank.
 
     Args:
         x: (T, H), this rank's tokens.
-        index: (T, K), the experts of each token, of all there are.
-        weights: (T, K), what each of them weighs.
-        here: experts of a rank; expert e lies on rank e // here of the group.
+        index: (T, K), the experts of each token, numbered over all ranks.
+        weights: (T, K), the weight of each of them.
+        local_experts: experts of a rank; expert e is on rank e // here of the group.
     """
-    tokens, where, leaving, coming, pairs_here = _addresses(index, here, group, traffic)
-    local = index.index_select(0, tokens) - here * where.unsqueeze(1)
-    local = local.masked_fill((local < 0) | (local >= here), ELSEWHERE)
-    given = (x.index_select(0, tokens), weights.index_select(0, tokens))
-    rows, shares = _Exchange.apply(group, traffic, leaving, coming, *given)
+    tokens, where, leaving, coming, pairs_here = _addresses(index, local_experts, group, traffic)
+    local = index.index_select(0, tokens) - local_experts * where.unsqueeze(1)
+    local = local.masked_fill((local < 0) | (local >= local_experts), ELSEWHERE)
+    inputs = (x.index_select(0, tokens), weights.index_select(0, tokens))
+    rows, shares = _Exchange.apply(group, traffic, leaving, coming, *inputs)
     places = _travel(local.int(), leaving, coming, group, traffic)
     # As many as the ranks they came from have said: nobody has to count, so the host doesn't wait.
     chosen = torch.nonzero_static((places != ELSEWHERE).flatten(), size=pairs_here)[:, 0]
@@ -140,18 +144,18 @@ def come_home(routes: RowRoutes, results: Tensor) -> Tensor:
         rows = results[:0]
     back = (routes.group, routes.traffic, routes.coming, routes.leaving)
     (returned,) = _Exchange.apply(*back, rows)
-    found = results.new_zeros(routes.count, results.shape[1], dtype=wide)
-    return found.index_add(0, routes.tokens, returned.to(wide)).to(results.dtype)
+    combined = results.new_zeros(routes.count, results.shape[1], dtype=wide)
+    return combined.index_add(0, routes.tokens, returned.to(wide)).to(results.dtype)
 
 
 @torch.no_grad()
 def _addresses(
-    index: Tensor, here: int, group: dist.ProcessGroup, traffic: TokenTraffic
+    index: Tensor, local_experts: int, group: dist.ProcessGroup, traffic: TokenTraffic
 ) -> tuple[Tensor, Tensor, list[int], list[int], int]:
     """Token and rank of each row that leaves; how many leave for, and come from, each rank; and how
     many pairs there will be here."""
     ranks = torch.arange(dist.get_world_size(group), device=index.device)
-    owners = index.div(here, rounding_mode="floor")  # (T, K)
+    owners = index.div(local_experts, rounding_mode="floor")  # (T, K)
     meant = owners.unsqueeze(0) == ranks.view(-1, 1, 1)  # (ranks, T, K)
     goes = meant.any(dim=2)  # (ranks, T)
     leaving = torch.stack([goes.sum(dim=1), meant.sum(dim=(1, 2))], dim=1)  # rows and pairs
@@ -173,12 +177,12 @@ def _travel(
     traffic: TokenTraffic,
 ) -> Tensor:
     """Rows to each rank of the group, by their numbers, and what came instead."""
-    found = x.new_empty(sum(coming), *x.shape[1:])
-    dist.all_to_all_single(found, x.contiguous(), coming, leaving, group=group)
+    received = x.new_empty(sum(coming), *x.shape[1:])
+    dist.all_to_all_single(received, x.contiguous(), coming, leaving, group=group)
     others = len(x) - leaving[dist.get_rank(group)]
     traffic.messages += 1
     traffic.bytes += others * x[:1].nbytes if len(x) else 0
-    return found
+    return received
 
 
 class _Exchange(torch.autograd.Function):
@@ -264,9 +268,9 @@ class ExpertLayer:
         self._routes: RowRoutes | None = None  # of the pass that is under way
         for name, weight in list(module.named_parameters(recurse=False)):
             part = weight.detach()[self.first : self.first + self.here].clone()
-            kept = nn.Parameter(part, requires_grad=weight.requires_grad)
-            setattr(kept, MARK, self)
-            setattr(module, name, kept)
+            parameter = nn.Parameter(part, requires_grad=weight.requires_grad)
+            setattr(parameter, MARK, self)
+            setattr(module, name, parameter)
         module.num_experts = self.here
         module.register_forward_pre_hook(self._leave)
         module.register_forward_hook(self._return)
@@ -291,18 +295,18 @@ class ExpertLayer:
         if 0 not in dist.get_process_group_ranks(self.group):
             return None
         part = part.detach().contiguous()
-        found = part.new_empty(self.total, *part.shape[1:]) if dist.get_rank() == 0 else None
-        pieces = list(found.split(self.here)) if found is not None else None
+        full_weight = part.new_empty(self.total, *part.shape[1:]) if dist.get_rank() == 0 else None
+        pieces = list(full_weight.split(self.here)) if full_weight is not None else None
         dist.gather(part, pieces, group=self.group, group_dst=0)
-        return found
+        return full_weight
 
-    def own(self, whole: Tensor) -> Tensor:
+    def own(self, full_weight: Tensor) -> Tensor:
         """This rank's part of a weight, or of what belongs to it."""
-        return whole[self.first : self.first + self.here]
+        return full_weight[self.first : self.first + self.here]
 
 
 class SharedExperts:
-    """The layers of a model whose experts were shared out."""
+    """The layers of a model with experts that were spread over ranks."""
 
     def __init__(self, layers: dict[str, ExpertLayer], group: Group) -> None:
         self.layers, self.group = layers, group
@@ -318,27 +322,28 @@ class SharedExperts:
 
     @property
     def traffic(self) -> TokenTraffic:
-        """What this rank sent, over all layers."""
-        found = TokenTraffic()
+        """Returns the data that this rank sent, over all layers."""
+        total = TokenTraffic()
         for layer in self.layers.values():
-            found += layer.traffic
-        return found
+            total += layer.traffic
+        return total
 
     @contextmanager
     def gathered(self) -> Iterator[bool]:
-        """Inside, the first rank of all has every expert and needs no other rank; True there.
+        """Context in which rank 0 has every expert and needs no other rank; True on rank 0.
 
-        All ranks enter it, between two steps. It takes the first rank the memory of all experts,
-        the others none; where a device has no room for that, they lie on the host, to be saved.
-        What is written into weights meanwhile is lost.
+        All ranks enter it, between two steps. It takes the first rank the memory of all
+        experts, the others none. If a device has no room for that, the experts are on the host,
+        only for saving. Values written into weights inside are lost.
         """
         first, parts = dist.get_rank() == 0, [weight.data for weight in self.parameters()]
         needed = sum(part.nbytes for part in parts) * dist.get_world_size(self.group)
         fits = not first or has_room(parts[0].device, needed)
         for weight in self.parameters():
-            whole = layer_of(weight).whole(weight)  # one after the other: others need no memory
-            if whole is not None:
-                weight.data = whole if fits else whole.cpu()
+            # one after the other: others need no memory
+            full_weight = layer_of(weight).whole(weight)
+            if full_weight is not None:
+                weight.data = full_weight if fits else full_weight.cpu()
         self._stand_alone(first)
         try:
             yield first
@@ -354,10 +359,10 @@ class SharedExperts:
 
 
 class ExpertGradients:
-    """Experts' gradients, summed over their copies while backward still runs, and divided.
+    """Sums experts' gradients over their copies while backward runs, and divides them.
 
-    The sum over a group's tokens is there already; ``divisor`` is what the rest of the gradients is
-    divided by, the ranks that DistributedDataParallel averages over.
+    The sum over a group's tokens is already complete. ``divisor`` is the divisor of the
+    other gradients: the number of ranks that DistributedDataParallel averages over.
     """
 
     def __init__(self, weights: Sequence[nn.Parameter], replicas: Group, divisor: int) -> None:
@@ -392,15 +397,15 @@ def replicated(module: nn.Module, shared: SharedExperts, **settings: Any) -> nn.
 
     ``settings`` are those of DistributedDataParallel.
     """
-    held = {id(weight) for weight in shared.parameters()}
-    names = [name for name, weight in module.named_parameters() if id(weight) in held]
+    expert_ids = {id(weight) for weight in shared.parameters()}
+    names = [name for name, weight in module.named_parameters() if id(weight) in expert_ids]
     # Torch has no public way to say so; TorchRec uses this one.
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
     return DistributedDataParallel(module, **settings)
 
 
 def layer_of(weight: Tensor) -> ExpertLayer:
-    """The layer whose experts a weight holds a part of; ValueError for any other weight."""
+    """Returns the layer with the experts that a weight belongs to; else ValueError."""
     layer: ExpertLayer | None = getattr(weight, MARK, None)
     if layer is None:
         raise ValueError("this weight is no rank's part of a layer's experts")
@@ -408,12 +413,12 @@ def layer_of(weight: Tensor) -> ExpertLayer:
 
 
 def holds_part(weight: Tensor) -> bool:
-    """Whether a weight, or a copy that took its marks over, is this rank's part of the experts."""
+    """Returns True if a weight, or a copy with its attributes, is a part of the experts."""
     return hasattr(weight, MARK)
 
 
 def has_room(device: torch.device, needed: int) -> bool:
-    """Whether so many bytes are half of what is free there at most."""
+    """Returns True if ``needed`` bytes are at most half of the device's free memory."""
     if device.type == "cpu":
         return True
     free, _ = torch.get_device_module(device).mem_get_info(device)

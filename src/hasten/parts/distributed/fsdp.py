@@ -1,10 +1,11 @@
-"""FSDP2: each rank keeps a piece of every weight; also beside experts, and in a pipeline's stages.
+"""FSDP2: each rank keeps a shard of every weight; also for experts and pipelines.
 
-A decoder block's weights are brought together (all-gather) when its pass begins and let go when it
-is over; its gradients are added up and cut (reduce-scatter) as soon as they are there, while the
-blocks before it still compute. What lies outside the blocks (embedding, last norm, head) forms the
-outermost group, which stays together from the forward to the backward pass. The idea is ZeRO's
-(Rajbhandari et al., arXiv:1910.02054), the engine ``torch.distributed.fsdp.fully_shard``.
+A decoder block's weights are gathered (all-gather) when its pass begins and released
+when it ends. Its gradients are summed and sharded (reduce-scatter) as soon as they are
+complete, while earlier blocks still compute. Modules outside the blocks (embedding,
+last norm, head) form the outermost group. It stays gathered from the forward to the
+backward pass. The method is ZeRO (Rajbhandari et al., arXiv:1910.02054), the engine
+``torch.distributed.fsdp.fully_shard``.
 
     shard(module, mesh)                     # in place; the optimizer comes after it
     send_gradients(module, last)            # before each backward pass of a step
@@ -94,16 +95,16 @@ def groups(module: nn.Module) -> int:
 
 
 def send_gradients(module: nn.Module, send: bool) -> None:
-    """Whether the next backward pass reduces its gradients, or each rank keeps whole ones."""
+    """Selects if the next backward pass reduces gradients or each rank keeps full ones."""
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(send)
 
 
 def let_go(module: nn.Module) -> None:
     """Back to shards everywhere: after a pass without gradients the outermost group is whole."""
-    for found in module.modules():
-        if isinstance(found, FSDPModule):
-            found.reshard()
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            submodule.reshard()
 
 
 # The groups of weights that FSDP2 reduces at once, and how they lie in its messages.
@@ -168,7 +169,7 @@ def shard_groups(module: nn.Module) -> list[ShardGroup]:
         ValueError: this torch keeps its groups elsewhere.
     """
     names = {id(p): name for name, p in module.named_parameters()}
-    found = []
+    weight_groups = []
     for member in module.modules():
         if not isinstance(member, FSDPModule):
             continue
@@ -177,8 +178,8 @@ def shard_groups(module: nn.Module) -> list[ShardGroup]:
             weights = [Weight(names[id(p.sharded_param)], tuple(p._orig_size)) for p in learn]
             if weights:
                 ranks = int(group.mesh_info.shard_mesh_size)
-                found.append(ShardGroup(member, tuple(weights), ranks))
-    return found
+                weight_groups.append(ShardGroup(member, tuple(weights), ranks))
+    return weight_groups
 
 
 def _parameter_groups(member: Any) -> Sequence[Any]:
@@ -186,8 +187,8 @@ def _parameter_groups(member: Any) -> Sequence[Any]:
     state = member._get_fsdp_state()
     several = getattr(state, "_fsdp_param_groups", None)
     if several is not None:
-        found: Sequence[Any] = several
-        return found
+        parameter_groups: Sequence[Any] = several
+        return parameter_groups
     if not hasattr(state, "_fsdp_param_group"):
         raise ValueError(
             f"torch {torch.__version__} keeps the groups of FSDP2 where hasten doesn't look for "
@@ -198,7 +199,7 @@ def _parameter_groups(member: Any) -> Sequence[Any]:
 
 
 class RowReduceScatter:
-    """What FSDP2 calls in the place of its reduce-scatter, by the shape of torch's own class."""
+    """Replaces FSDP2's reduce-scatter, with the interface of torch's own class."""
 
     def __init__(self, reduce: Callable[[Tensor, Tensor, Any, Any], None]) -> None:
         self._reduce = reduce
@@ -223,8 +224,8 @@ def rows_of(values: Mapping[str, Tensor], group: ShardGroup, device: torch.devic
     for weight, part in _parts(rows, group):
         if weight.name in values:
             flat = torch.zeros(part.numel(), device=device)
-            given = values[weight.name].flatten()
-            flat[: given.numel()] = given.to(device, torch.float32)
+            source = values[weight.name].flatten()
+            flat[: source.numel()] = source.to(device, torch.float32)
             part.copy_(flat.view(part.shape))
     return rows
 
@@ -266,9 +267,9 @@ def shard_rest(
 
 def shard_stage(stage: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh) -> None:
     """Turn a stage's parameters into shards, in place; ``layers`` are those of all stages here."""
-    own = {id(layer) for layer in layers}
+    layer_ids = {id(layer) for layer in layers}
     for module in list(stage.modules()):
-        if id(module) in own:
+        if id(module) in layer_ids:
             fully_shard(module, mesh=mesh, reshard_after_forward=True)
     # Let go as well: after a pass without gradients it would be stale once the pieces move.
     fully_shard(stage, mesh=mesh, reshard_after_forward=True)

@@ -1,9 +1,9 @@
-"""What one rank holds of a model that is dealt out, as plain tensors: for optimizer, norm, saving.
+"""Local shards of a distributed model as plain tensors: optimizer, norm, saving.
 
-Parameters of a sharded or split module are ``DTensor``: a piece, and where it belongs. An update
-rule that treats each number by itself needs the piece alone. So the optimizer is given plain
-tensors over the same memory; kernels that know nothing of DTensor then work, pieces of different
-meshes go through one call, and no operator asks where anything belongs.
+Parameters of a sharded or split module are ``DTensor``: a shard and its placement. An
+update rule that treats each number by itself needs the shard alone. So the optimizer
+gets plain tensors over the same memory. Kernels without DTensor support then work.
+Shards of different meshes go through one call, and no operator needs the placement.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ENGINE = "torch.distributed"  # where the hooks of FSDP2 and of tensor paralleli
 
 
 class Format(Protocol):
-    """A number format whose weights are the module's own (as it came, or under autocast)."""
+    """A number format with the module's own weights (unchanged, or under autocast)."""
 
     def prepare(self, module: nn.Module) -> None: ...
 
@@ -60,7 +60,7 @@ class LocalShards:
     def region(self) -> AbstractContextManager[Any]:
         return self.inner.region()
 
-    def own(self, optimizer: Optimizer) -> None:
+    def attach_optimizer(self, optimizer: Optimizer) -> None:
         """Put the pieces where the optimizer had the parameters.
 
         Raises:
@@ -74,13 +74,13 @@ class LocalShards:
             group["params"] = [self._piece(p) for p in group["params"]]
 
     def _piece(self, parameter: Tensor) -> Tensor:
-        piece = parameter
+        shard = parameter
         if isinstance(parameter, DTensor):
-            piece = nn.Parameter(parameter.detach().to_local(), parameter.requires_grad)
-        self._pairs.append((parameter, piece))
-        self._owners[id(piece)] = parameter
-        self._copies[id(piece)] = _pieces(parameter)
-        return piece
+            shard = nn.Parameter(parameter.detach().to_local(), parameter.requires_grad)
+        self._pairs.append((parameter, shard))
+        self._owners[id(shard)] = parameter
+        self._copies[id(shard)] = _pieces(parameter)
+        return shard
 
     def parameter_of(self, weight: Tensor) -> Tensor:
         """The parameter that a piece is of; any other weight is its own."""
@@ -89,16 +89,16 @@ class LocalShards:
     def before_backward(self, reduces: bool) -> None:
         return None
 
-    def collect(self) -> None:
+    def accumulate_gradients(self) -> None:
         """Hand the gradients that are there over to the pieces, in the pieces' own cut."""
-        for parameter, piece in self._pairs:
-            if piece is not parameter and isinstance(parameter.grad, DTensor):
-                piece.grad = _as_cut(parameter.grad, parameter)
+        for parameter, shard in self._pairs:
+            if shard is not parameter and isinstance(parameter.grad, DTensor):
+                shard.grad = _as_cut(parameter.grad, parameter)
 
     def parameters(self) -> list[Tensor]:
-        return [piece for _, piece in self._pairs]
+        return [shard for _, shard in self._pairs]
 
-    def publish(self) -> None:
+    def update_model_weights(self) -> None:
         """The pieces have changed: whatever is still together from a pass before is let go."""
         let_go(self._module)
 
@@ -113,19 +113,21 @@ class LocalShards:
             total: the sum over all ranks.
         """
         squares = torch.zeros((), dtype=torch.float64)
-        known = [p for p in parameters if p.grad is not None and p.grad.numel()]
-        if known:
-            norms = torch._foreach_norm([p.grad for p in known], 2, dtype=_wide(known))
-            holders = [world_size // self._copies[id(p)] for p in known]
+        with_gradients = [p for p in parameters if p.grad is not None and p.grad.numel()]
+        if with_gradients:
+            norms = torch._foreach_norm(
+                [p.grad for p in with_gradients], 2, dtype=_wide(with_gradients)
+            )
+            holders = [world_size // self._copies[id(p)] for p in with_gradients]
             weights = self._shares(holders, norms[0].device)
             squares = (torch.stack(norms).double().square() * weights).sum().cpu()
-        found = total(squares.reshape(1)).sqrt()[0]
-        device = known[0].device if known else squares.device
+        total_norm = total(squares.reshape(1)).sqrt()[0]
+        device = with_gradients[0].device if with_gradients else squares.device
         # Not waited for: the copy is out of pageable memory, which is read before it returns.
-        return found.to(device, _wide(known), non_blocking=True)
+        return total_norm.to(device, _wide(with_gradients), non_blocking=True)
 
     def _shares(self, holders: list[int], device: torch.device) -> Tensor:
-        """What each piece counts for; sent to the device again only where the holders change."""
+        """Returns each shard's weight; sent to the device again only if the holders change."""
         if self._counted is None or self._counted[0] != holders:
             shares = torch.tensor([1 / h for h in holders], dtype=torch.float64, device=device)
             self._counted = holders, shares
@@ -133,21 +135,21 @@ class LocalShards:
 
 
 def _wide(parameters: Sequence[Tensor]) -> torch.dtype:
-    found = torch.float32
+    dtype = torch.float32
     for parameter in parameters:
         if parameter.grad is not None:
-            found = torch.promote_types(found, parameter.grad.dtype)
-    return found
+            dtype = torch.promote_types(dtype, parameter.grad.dtype)
+    return dtype
 
 
 def _pieces(parameter: Tensor) -> int:
     """Into how many pieces a parameter is cut; the ranks beyond them hold copies."""
-    found = 1
+    shard_count = 1
     if isinstance(parameter, DTensor):
         for axis, placement in enumerate(parameter.placements):
             if not placement.is_replicate():
-                found *= parameter.device_mesh.size(axis)
-    return found
+                shard_count *= parameter.device_mesh.size(axis)
+    return shard_count
 
 
 def _as_cut(gradient: DTensor, parameter: Tensor) -> Tensor:
@@ -164,11 +166,12 @@ def _as_cut(gradient: DTensor, parameter: Tensor) -> Tensor:
 
 @contextmanager
 def whole_on_first(module: nn.Module, model: nn.Module, first: bool) -> Iterator[bool]:  # noqa: C901  # all is put back as it was
-    """A context in which the first rank's ``model`` is whole and runs by itself; all ranks enter.
+    """Context in which rank 0's ``model`` is complete and runs alone; all ranks enter it.
 
-    Weight by weight the pieces are brought together, kept on the first rank and dropped on the
-    others. There the engines' hooks are taken off the modules, so that a forward pass asks no
-    other rank. On the way out pieces and hooks are put back; what was written inside is lost.
+    Weight by weight the shards are gathered, kept on the first rank and dropped on the
+    others. On the first rank the engines' hooks are removed from the modules, so a forward
+    pass needs no other rank. At the end shards and hooks are restored. Values written
+    inside are lost.
     """
     let_go(module)
     places = [
@@ -178,25 +181,25 @@ def whole_on_first(module: nn.Module, model: nn.Module, first: bool) -> Iterator
         if isinstance(parameter, DTensor)
     ]
     needed = sum(p.numel() * p.element_size() for p in {id(p): p for *_, p in places}.values())
-    whole: dict[int, nn.Parameter] = {}
+    full_parameters: dict[int, nn.Parameter] = {}
     for _, _, parameter in places:
-        if id(parameter) not in whole:
+        if id(parameter) not in full_parameters:
             with torch.no_grad():  # pieces in host memory travel by way of the mesh's device
                 full = parameter.to(parameter.device_mesh.device_type).full_tensor()
             if first and not has_room(full.device, needed):
                 full = full.cpu()
             full = full if first else full.new_empty(0)
-            whole[id(parameter)] = nn.Parameter(full, parameter.requires_grad)
+            full_parameters[id(parameter)] = nn.Parameter(full, parameter.requires_grad)
     if not first:
         yield False
         return
     marked: list[Any] = [m for m in model.modules() if vars(m).get(FSDP_MARK)]
-    for found in marked:  # Hugging Face's generate asks the other ranks where it sees the mark
-        setattr(found, FSDP_MARK, False)
+    for submodule in marked:  # Hugging Face's generate asks the other ranks where it sees the mark
+        setattr(submodule, FSDP_MARK, False)
     tables = _engine_hooks(model)
     before = [dict(table) for table, _ in tables]
     for owner, name, parameter in places:
-        owner._parameters[name] = whole[id(parameter)]
+        owner._parameters[name] = full_parameters[id(parameter)]
     for table, keys in tables:
         for key in keys:
             del table[key]
@@ -205,8 +208,8 @@ def whole_on_first(module: nn.Module, model: nn.Module, first: bool) -> Iterator
     finally:
         for owner, name, parameter in places:
             owner._parameters[name] = parameter
-        for found in marked:
-            setattr(found, FSDP_MARK, True)
+        for submodule in marked:
+            setattr(submodule, FSDP_MARK, True)
         for (table, _), hooks in zip(tables, before, strict=True):
             table.update(hooks)
             for key in hooks:  # in the order they had
@@ -215,15 +218,15 @@ def whole_on_first(module: nn.Module, model: nn.Module, first: bool) -> Iterator
 
 def _engine_hooks(model: nn.Module) -> list[tuple[Any, list[int]]]:
     """Forward hooks of torch's engines: the tables that hold them, and their keys there."""
-    found = []
+    hook_tables = []
     for module in model.modules():
         tables: tuple[Any, Any] = (module._forward_pre_hooks, module._forward_hooks)
         for table in tables:
             origins = {key: getattr(hook, "__module__", "") for key, hook in table.items()}
             ours = [key for key, origin in origins.items() if (origin or "").startswith(ENGINE)]
             if ours:
-                found.append((table, ours))
-    return found
+                hook_tables.append((table, ours))
+    return hook_tables
 
 
 # A state of pieces brought together, tensor by tensor, and dealt out again: for checkpoints.
@@ -236,13 +239,13 @@ def _engine_hooks(model: nn.Module) -> list[tuple[Any, list[int]]]:
 
 @torch.no_grad()
 def full_tensor(value: Tensor, parameter: DTensor, first: bool) -> Tensor:
-    """The whole of ``value``, a DTensor or the piece of one that is laid out like ``parameter``.
+    """Full tensor of ``value``: a DTensor, or a shard laid out like ``parameter``.
 
-    Every rank of the mesh calls it; those that aren't ``first`` get an empty tensor, and no rank
-    holds more than this one tensor beside its own.
+    Every rank of the mesh calls it. Ranks that aren't ``first`` get an empty tensor. No
+    rank holds more than this one tensor in addition to its own.
 
     Raises:
-        ValueError: the value isn't laid out like the parameter's piece.
+        ValueError: the value isn't laid out like the parameter's shard.
     """
     mesh = parameter.device_mesh
     if not isinstance(value, DTensor):
@@ -264,10 +267,10 @@ def full_tensor(value: Tensor, parameter: DTensor, first: bool) -> Tensor:
 
 
 @torch.no_grad()
-def local_shard(whole: Tensor, parameter: DTensor) -> DTensor:
+def local_shard(full: Tensor, parameter: DTensor) -> DTensor:
     """This rank's piece of a whole tensor of the parameter's shape, with its place."""
     mesh, home = parameter.device_mesh, parameter.to_local().device
     dealt: DTensor = distribute_tensor(
-        whole.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None
+        full.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None
     )
     return dealt.to(home)

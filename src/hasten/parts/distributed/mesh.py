@@ -1,11 +1,12 @@
-"""The mesh of ranks: how many copies of a model, in how many shards, its layers cut how often.
+"""Mesh of ranks: copies of a model, shards of each copy, and the split of its layers.
 
-    dp     copies that average their gradients
-    shard  pieces of each weight, brought together for a block's pass (FSDP2)
-    tp     pieces of each layer, each computed where it lies (tensor parallel)
+- dp: copies that average their gradients
+- shard: pieces of each weight, gathered for a block's pass (FSDP2)
+- tp: pieces of each layer, each computed on its rank (tensor parallel)
 
-Ranks are numbered with ``tp`` innermost and ``dp`` outermost, so that those that talk most are
-neighbours, on one machine where its ranks are numbered in a row.
+Ranks are numbered with ``tp`` innermost and ``dp`` outermost. So the ranks that
+communicate most are neighbours: on one machine, if its ranks are numbered
+consecutively.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class MeshSizes:
 
 
 def data_mesh(mesh: DeviceMesh, copies: bool = True) -> DeviceMesh:
-    """What FSDP2 takes: one axis of shards, or copies x shards where there are copies and FSDP2 is
-    to average their gradients."""
+    """Returns the mesh for FSDP2: one axis of shards, or copies x shards.
+
+    The second form is used if there are copies and FSDP2 averages their gradients.
+    """
     return mesh["dp", "shard"] if copies and mesh["dp"].size() > 1 else mesh["shard"]

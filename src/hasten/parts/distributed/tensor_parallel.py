@@ -1,12 +1,16 @@
-"""Tensor parallelism: each rank computes its piece of every layer, on DTensor's own styles.
+"""Tensor parallelism: each rank computes a piece of every layer (DTensor's styles).
 
-    q, k, v, gate, up   cut by output (column): a rank has some heads, some of the MLP's width
-    o, down             cut by input (row): the ranks' results are added up
-    embedding, head     cut by vocabulary; see :mod:`hasten.parts.distributed.vocabulary_parallel`
-    norms, residuals    the same everywhere, or with ``sequence`` cut along the sequence:
-                        layer = norm -> gather -> attention -> scatter -> norm -> gather -> ...
+- q, k, v, gate, up: cut by output (column). A rank has some heads, some of the MLP's
+  width.
+- o, down: cut by input (row). The ranks' results are summed.
+- embedding, head: cut by vocabulary; see
+  :mod:`hasten.parts.distributed.vocabulary_parallel`
+- norms, residuals: the same on all ranks. With ``sequence`` they are cut along the
+  sequence:
 
-What a plan doesn't name stays whole on every rank, and its gradient comes out whole too.
+      layer = norm -> gather -> attention -> scatter -> norm -> gather -> ...
+
+Modules outside the plan stay whole on every rank, and so do their gradients.
 """
 
 from __future__ import annotations
@@ -102,11 +106,14 @@ def cut_beside_row(layer: nn.Module, mesh: DeviceMesh, between: Placement) -> No
 
 
 def _adapters(layer: nn.Module) -> list[tuple[Any, Any, Any]]:
-    """(A, B, dropout) of each; none where the layer has no adapter. The dropout now lets all
-    through: A's own code drops, since it knows which columns it has."""
+    """Returns (A, B, dropout) of each adapter; none if the layer has no adapter.
+
+    The dropout module becomes the identity. A's own code applies dropout, because it has
+    the column range.
+    """
     if base_of(layer) is layer:
         return []
-    found: list[tuple[Any, Any, Any]] = []
+    adapters: list[tuple[Any, Any, Any]] = []
     firsts, seconds, dropouts = (
         layer._modules[name] for name in ("lora_A", "lora_B", "lora_dropout")
     )
@@ -114,14 +121,14 @@ def _adapters(layer: nn.Module) -> list[tuple[Any, Any, Any]]:
         dropout: Any = dropouts.get_submodule(name)
         if isinstance(dropout, nn.Dropout):
             dropout.forward = _through
-        found.append((first, seconds.get_submodule(name), dropout))
-    return found
+        adapters.append((first, seconds.get_submodule(name), dropout))
+    return adapters
 
 
 def _linears(layer: nn.Module, name: str) -> list[nn.Linear]:
-    held = layer._modules.get(name)
-    found = [] if held is None else list(held.children())
-    return [m for m in found if plain_class(m) is nn.Linear]
+    submodule = layer._modules.get(name)
+    children = [] if submodule is None else list(submodule.children())
+    return [m for m in children if plain_class(m) is nn.Linear]
 
 
 def _place(linear: nn.Linear, mesh: DeviceMesh, placement: Placement) -> None:
@@ -135,38 +142,41 @@ def _through(x: Tensor) -> Tensor:
 
 
 def _whole_input(self: Any, dropout: Any, x: Tensor) -> Tensor:
-    """A beside a column cut."""
+    """A of an adapter on a column-cut layer."""
     weight = self.weight
     if not isinstance(weight, DTensor):
         return F.linear(_dropped(x, dropout), weight)
     if isinstance(x, DTensor):  # gradients of all who read it are added up over ranks together
-        here = _dropped(x.to_local(grad_placements=[Partial()]), dropout)
-        return F.linear(here, weight.to_local(grad_placements=[Partial()]))
-    found = F.linear(_dropped(x, dropout), weight.to_local())
-    shared = DTensor.from_local(found, weight.device_mesh, [Replicate()], run_check=False)
+        local_input = _dropped(x.to_local(grad_placements=[Partial()]), dropout)
+        return F.linear(local_input, weight.to_local(grad_placements=[Partial()]))
+    projected = F.linear(_dropped(x, dropout), weight.to_local())
+    shared = DTensor.from_local(projected, weight.device_mesh, [Replicate()], run_check=False)
     return shared.to_local(grad_placements=[Partial()])
 
 
 def _piece(self: Any, x: Tensor) -> Tensor:
-    """B beside a column cut."""
+    """B of an adapter on a column-cut layer."""
     weight = self.weight
     return F.linear(x, weight.to_local() if isinstance(weight, DTensor) else weight)
 
 
 def _own_columns(self: Any, dropout: Any, between: Placement, width: int, x: Tensor) -> Tensor:
-    """A beside a row cut: its columns times this rank's part of the input, added up over ranks."""
+    """A of an adapter on a row-cut layer: its columns times this rank's input, summed.
+
+    The sum is over ranks.
+    """
     weight = self.weight
     if not isinstance(weight, DTensor):
         return F.linear(_dropped(x, dropout), weight)
-    mesh, here = weight.device_mesh, x.to_local() if isinstance(x, DTensor) else x
+    mesh, local_input = weight.device_mesh, x.to_local() if isinstance(x, DTensor) else x
     start = -(-width // mesh.size()) * mesh.get_local_rank()  # as Shard cuts: the last is smaller
-    found = F.linear(_dropped(here, dropout, start, width), weight.to_local())
-    part = DTensor.from_local(found, mesh, [Partial()], run_check=False)
+    projected = F.linear(_dropped(local_input, dropout, start, width), weight.to_local())
+    part = DTensor.from_local(projected, mesh, [Partial()], run_check=False)
     return part.redistribute(placements=[between]).to_local()
 
 
 def _whole_rank(self: Any, between: Placement, x: Tensor) -> Tensor:
-    """B beside a row cut, on a piece of the sequence or on all of it."""
+    """B of an adapter on a row-cut layer, on a piece of the sequence or on all of it."""
     weight = self.weight
     if not isinstance(weight, DTensor):
         return F.linear(x, weight)
@@ -284,8 +294,11 @@ def _by_rows(parameter: Tensor, mesh: DeviceMesh) -> nn.Parameter:
 
 
 def _enter(module: nn.Module, mesh: DeviceMesh, between: Any, keep: bool) -> None:
-    """The region's input is made whole; ``keep``: it stays a DTensor, so that the gradients of all
-    its readers are added up before they travel, once."""
+    """Makes the region's input whole.
+
+    With ``keep`` it stays a DTensor. Then the gradients of all its readers are summed
+    before they are sent, once.
+    """
     # Hugging Face's blocks call attention with names, and the MLP without.
     named = "hidden_states" if "Attention" in type(module).__name__ else None
     made: dict[str, Any] = {"use_local_output": not keep}
@@ -300,7 +313,7 @@ def _enter(module: nn.Module, mesh: DeviceMesh, between: Any, keep: bool) -> Non
 
 
 def _cut_sequence(inner: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:
-    between, whole = Shard(SEQUENCE), Replicate()
+    between, replicated = Shard(SEQUENCE), Replicate()
     for name in _matches(inner, plan.norms):
         style = SequenceParallel(use_local_output=True)
         parallelize_module(inner.get_submodule(name), mesh, style)
@@ -308,16 +321,18 @@ def _cut_sequence(inner: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:
         _enter(inner.get_submodule(name), mesh, between, keep=False)
     for name in _matches(inner, plan.scattered):
         style_: ParallelStyle = PrepareModuleOutput(
-            output_layouts=whole, desired_output_layouts=between
+            output_layouts=replicated, desired_output_layouts=between
         )
         parallelize_module(inner.get_submodule(name), mesh, style_)
     first = decoder_blocks(inner)[0]
     into: ParallelStyle = PrepareModuleInput(
-        input_layouts=(whole,), desired_input_layouts=(between,), use_local_output=True
+        input_layouts=(replicated,), desired_input_layouts=(between,), use_local_output=True
     )
     parallelize_module(first, mesh, into)
     last = inner.get_submodule("norm")
-    out: ParallelStyle = PrepareModuleOutput(output_layouts=between, desired_output_layouts=whole)
+    out: ParallelStyle = PrepareModuleOutput(
+        output_layouts=between, desired_output_layouts=replicated
+    )
     parallelize_module(last, mesh, out)
 
 
@@ -336,13 +351,13 @@ class _Tail:
 
 def _matches(inner: nn.Module, patterns: tuple[str, ...]) -> list[str]:
     """Modules that a pattern names, ``*`` being a number."""
-    found = []
+    names = []
     for name, _ in inner.named_modules():
         for pattern in patterns:
             same = name.count(".") == pattern.count(".")
             if same and fnmatch.fnmatchcase(name, pattern):
-                found.append(name)
-    return found
+                names.append(name)
+    return names
 
 
 def _check_plain(inner: nn.Module, patterns: tuple[str, ...]) -> None:

@@ -15,17 +15,18 @@ BLOCK_NORMS = ("layers.*.input_layernorm", "layers.*.post_attention_layernorm", 
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """What becomes of which module.
+    """Plan of the cut of each module.
 
     Args:
         column: linear layers cut by output; their input is whole, their output a piece.
-        row: linear layers cut by input; their outputs are added up.
+        row: linear layers cut by input; their outputs are summed.
         regions: modules from whole inputs to a row cut, every linear layer in them cut.
-        mixed: modules some of whose layers are whole on every rank.
-        scattered: of these, those that end in something whole instead of a row cut.
-        norms: norms over pieces of a sequence, where it is cut between the regions.
+        mixed: modules in which some layers are whole on every rank.
+        scattered: of these, those with a whole result instead of a row cut at the end.
+        norms: norms over pieces of a sequence, if it is cut between the regions.
         head_norms: norms of each head by itself, over pieces of the heads.
-        tails: layers whole on every rank, the last numbers of whose output go to every head.
+        tails: layers whole on every rank; the last numbers of their output go to every
+            head.
         tail_size: the config's name for how many numbers those are.
         embedding: the embedding, cut by rows of the vocabulary together with the head.
     """

@@ -1,10 +1,13 @@
-"""Cross-entropy with the vocabulary dealt out: each rank scores its own tokens, no logits travel.
+"""Cross-entropy with a sharded vocabulary: each rank scores its tokens.
 
-A rank multiplies the hidden states with its rows of the head. Of a chunk's logits (rows, V / n) it
-needs from the others the largest one, the sum of exponentials and the label's score, three numbers
-a row; then it turns its logits into gradients and drops them, as
-:mod:`hasten.parts.nn.losses` does on one rank. Only the gradient of the hidden states is
-added up over ranks, once (Shoeybi et al., arXiv:1909.08053, section 3).
+No logits are sent.
+
+A rank multiplies the hidden states with its rows of the head. For a chunk's logits
+(rows, V / n) it needs three numbers per row from the others. These are the largest
+logit, the sum of exponentials and the label's score. Then it turns its logits into
+gradients and drops them, as :mod:`hasten.parts.nn.losses` does on one rank. Only the
+gradient of the hidden states is summed over ranks, once (Shoeybi et al.,
+arXiv:1909.08053, section 3).
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from hasten.parts.nn.losses import (
 
 
 class VocabularyParallelHead(nn.Module):
-    """A linear head whose weight is a ``DTensor`` cut by rows; labels in, summed loss out.
+    """A linear head with a ``DTensor`` weight cut by rows; labels in, summed loss out.
 
     Args:
         weight: (vocabulary, hidden), ``Shard(0)`` over ``mesh``; may be the embedding's.
@@ -68,9 +71,9 @@ class VocabularyParallelHead(nn.Module):
         if not isinstance(self.weight, DTensor):
             return label_only_cross_entropy(hidden, weight, labels, chunk, bias, terms)
         # By the largest piece: ranks with fewer rows have to take as many chunks as the others.
-        piece = -(-self.out_features // self._mesh.size())
-        rows = chunk_rows(chunk, piece)
-        first = min(piece * self._mesh.get_local_rank(), self.out_features)
+        shard_rows = -(-self.out_features // self._mesh.size())
+        rows = chunk_rows(chunk, shard_rows)
+        first = min(shard_rows * self._mesh.get_local_rank(), self.out_features)
         group = self._mesh.get_group()
         return vocabulary_parallel_cross_entropy(
             hidden, weight, labels, first, group, rows, bias, terms, self.out_features
@@ -88,20 +91,20 @@ def vocabulary_parallel_cross_entropy(
     terms: LossTerms = PLAIN,
     vocabulary: int = 0,
 ) -> Tensor:
-    """The summed loss of ``hidden`` (rows, hidden) against ``labels`` (rows,), -100: no loss.
+    """Summed loss of ``hidden`` (rows, hidden) against ``labels`` (rows,); -100: no loss.
 
     Args:
-        weight: this rank's rows of the head, from row ``first`` on; ``bias`` alike.
-        group: the ranks that hold the others; each is given the same hidden states and labels.
-        chunk: rows whose logits exist at once.
+        weight: this rank's rows of the head, starting at row ``first``; ``bias`` alike.
+        group: the ranks that hold the others. Each gets the same hidden states and labels.
+        chunk: rows with logits in memory at one time.
         vocabulary: rows of all ranks together, for label smoothing.
     """
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    place = first, group, chunk, terms, vocabulary
-    loss: Tensor = _VocabularyLoss.apply(hidden, weight, bias, labels, place)
+    options = first, group, chunk, terms, vocabulary
+    loss: Tensor = _VocabularyLoss.apply(hidden, weight, bias, labels, options)
     return loss
 
 
@@ -110,9 +113,9 @@ class _VocabularyLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, place: Any
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: Any
     ) -> Tensor:
-        first, group, chunk, terms, vocabulary = place
+        first, group, chunk, terms, vocabulary = options
         wide = at_least_float32(weight.dtype)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden, dtype=wide) if wants_hidden else None
@@ -141,9 +144,9 @@ class _VocabularyLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, *parameters = ctx.saved_tensors
         of_hidden, of_weight = ctx.formats
-        found = None if hidden is None else (hidden * grads[0]).to(of_hidden)
-        rest = (None if g is None else (g * grads[0]).to(of_weight) for g in parameters)
-        return found, *rest, None, None
+        grad_hidden = None if hidden is None else (hidden * grads[0]).to(of_hidden)
+        parameter_grads = (None if g is None else (g * grads[0]).to(of_weight) for g in parameters)
+        return grad_hidden, *parameter_grads, None, None
 
 
 def _loss_and_gradient(
@@ -154,15 +157,19 @@ def _loss_and_gradient(
     The formulas are those at the head of :mod:`hasten.parts.nn.losses`.
     """
     scores, slope = scores_of(logits, terms)
-    kept = (labels != IGNORED).unsqueeze(1)
-    here = kept & (labels >= first).unsqueeze(1) & (labels < first + scores.shape[1]).unsqueeze(1)
-    wanted = (labels.unsqueeze(1) - first).masked_fill(~here, 0)
+    label_mask = (labels != IGNORED).unsqueeze(1)
+    local_mask = (
+        label_mask
+        & (labels >= first).unsqueeze(1)
+        & (labels < first + scores.shape[1]).unsqueeze(1)
+    )
+    wanted = (labels.unsqueeze(1) - first).masked_fill(~local_mask, 0)
     largest = scores.amax(dim=1, keepdim=True)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     exponentials = (scores - largest).exp()
-    own = scores.gather(1, wanted).masked_fill(~here, 0.0)
+    local_scores = scores.gather(1, wanted).masked_fill(~local_mask, 0.0)
     # One message: sum of exponentials, the label's score, the sum of scores.
-    sums = torch.stack([exponentials.sum(1), own.squeeze(1), scores.sum(1)])
+    sums = torch.stack([exponentials.sum(1), local_scores.squeeze(1), scores.sum(1)])
     dist.all_reduce(sums, group=group)
     total, of_label, all_scores = (s.unsqueeze(1) for s in sums)
     log_sum = total.log() + largest
@@ -176,9 +183,9 @@ def _loss_and_gradient(
         grad = grad * (1 + 2 * terms.z_loss * log_sum)
     if smoothing:
         grad = grad - smoothing / vocabulary
-    grad = grad.scatter_add(1, wanted, here.to(grad.dtype) * (smoothing - 1))
+    grad = grad.scatter_add(1, wanted, local_mask.to(grad.dtype) * (smoothing - 1))
     grad = grad * slope
-    return losses.masked_fill(~kept, 0.0).sum(), grad.masked_fill(~kept, 0.0)
+    return losses.masked_fill(~label_mask, 0.0).sum(), grad.masked_fill(~label_mask, 0.0)
 
 
 def _local(parameter: nn.Parameter | None) -> Tensor | None:

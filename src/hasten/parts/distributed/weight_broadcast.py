@@ -1,15 +1,16 @@
-"""Weights on their way from the one rank of a host that has built the model to the others.
+"""Broadcast of weights from the rank of a host that has built the model to the others.
 
-The others have its skeleton: the same modules with tensors on the meta device, which have shapes
-and no memory. For one module after the other they get memory for its tensors, are sent the values
-and cut them into their pieces. So a host holds one whole model and its pieces, where it held one
-whole model for each rank, and files are read once.
+The others have its skeleton: the same modules with tensors on the meta device, which
+have shapes and no memory. One module after the other, they allocate memory for its
+tensors, receive the values and cut them into their shards. So a host holds one whole
+model and its shards, instead of one whole model for each rank. Files are read once.
 
     arrival = WeightBroadcast(reads=local_rank == 0)  # every rank, at the same moment
+
     for block in blocks:
         arrival(block)                            # every rank
-        fully_shard(block)                        # lets go of what was whole
-    arrival(model)                                # what lies outside the blocks
+        fully_shard(block)                        # releases the full weights
+    arrival(model)                                # modules outside the blocks
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ class WeightBroadcast:
     """
 
     def __init__(self, reads: bool) -> None:
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, (host_name(), reads))
+        reports: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(reports, (host_name(), reads))
         self.sent_bytes = 0  # handed over, or received
         self._buffers: dict[int, Any] = {}  # that have arrived; parameters are cut after it
         self._group: Any = None
         self._sender = 0
-        for members in senders([host for host, _ in told], [reading for _, reading in told]):
+        for members in senders([host for host, _ in reports], [reading for _, reading in reports]):
             # gloo carries what lies in host memory. A default group that has it passes it on; all
             # ranks then split NCCL's communicator together, where those outside would wait for it.
             backend = None if "gloo" in dist.get_backend() else "gloo"
@@ -52,16 +53,17 @@ class WeightBroadcast:
 
     @torch.no_grad()
     def __call__(self, module: nn.Module) -> None:
-        """Of the module and all in it: what isn't cut into pieces yet. Every rank of a host calls
-        it with the same module.
+        """Sends the tensors of the module and its children that aren't sharded yet.
+
+        Every rank of a host calls it with the same module.
 
         Raises:
             ValueError: ranks have different modules.
         """
-        found = [one for one in _tensors(module) if id(one[2]) not in self._buffers]
-        self._agree(module, found)
+        tensors = [one for one in _tensors(module) if id(one[2]) not in self._buffers]
+        self._agree(module, tensors)
         arrived: dict[int, Any] = {}
-        for table, name, old in found:
+        for table, name, old in tensors:
             if id(old) not in arrived:  # tied weights are one
                 arrived[id(old)] = self._sent(old)
             table[name] = arrived[id(old)]
@@ -69,30 +71,30 @@ class WeightBroadcast:
                 self._buffers[id(table[name])] = table[name]
 
     def _sent(self, tensor: Any) -> Any:
-        """The tensor itself where it has values, else one in its place that has."""
+        """Returns the tensor itself if it has values, else a replacement that has values."""
         if not tensor.is_meta:
-            values, kept = tensor.detach(), tensor
+            values, materialized = tensor.detach(), tensor
         elif isinstance(tensor, nn.Parameter):
             values = torch.empty_like(tensor, device="cpu")
-            kept = nn.Parameter(values, tensor.requires_grad)
+            materialized = nn.Parameter(values, tensor.requires_grad)
         else:
-            values = kept = torch.empty_like(tensor, device="cpu")
+            values = materialized = torch.empty_like(tensor, device="cpu")
         plain = values.contiguous()
         dist.broadcast(plain, self._sender, group=self._group)
         if plain is not values:  # one with gaps
             values.copy_(plain)
         self.sent_bytes += plain.nbytes
-        return kept
+        return materialized
 
-    def _agree(self, module: nn.Module, found: Sequence[tuple[Table, str, Any]]) -> None:
+    def _agree(self, module: nn.Module, tensors: Sequence[tuple[Table, str, Any]]) -> None:
         """All have what the sender has, or all raise: with a tensor missing on one rank every later
         one would take another's place."""
-        mine = [(name, tuple(t.shape), str(t.dtype)) for _, name, t in found]
-        told: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(told, mine, group=self._group)
-        for other in told[1:]:
-            if other != told[0]:
-                pairs = zip(told[0], other, strict=False)
+        local_description = [(name, tuple(t.shape), str(t.dtype)) for _, name, t in tensors]
+        descriptions: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(descriptions, local_description, group=self._group)
+        for other in descriptions[1:]:
+            if other != descriptions[0]:
+                pairs = zip(descriptions[0], other, strict=False)
                 wrong = next((f"{b} for {a}" for a, b in pairs if a != b), "more tensors, or fewer")
                 raise ValueError(
                     f"the skeleton of {type(module).__name__} isn't that of the model which was "
@@ -123,7 +125,7 @@ def senders(hosts: Sequence[str], reads: Sequence[bool]) -> list[tuple[int, ...]
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[Table, str, Tensor]]:
-    """Whole parameters and buffers with the tables they stand in, alike ordered on all ranks."""
+    """Yields whole parameters and buffers with their tables, in one order on all ranks."""
     for owner in module.modules():
         for table in (owner._parameters, owner._buffers):
             for name, tensor in list(table.items()):

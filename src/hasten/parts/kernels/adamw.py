@@ -1,12 +1,14 @@
-"""AdamW on a GPU: all tensors of one format in one launch, as the torch operator ``adamw_``.
+"""AdamW on a GPU: one launch for all tensors of a format, torch operator ``adamw_``.
 
-Gradients are divided, moments widened, moved and rounded, weights moved and rounded, and a copy of
-float32 weights in bf16 is written: each number is read once and written once. Weights in bf16 are
-rounded up or down at random, so that updates smaller than a step of bf16 are right in the mean
-(Gupta et al., arXiv:1502.02551). The launch needs no number on the host.
+In one pass the kernel divides gradients, widens, updates and rounds moments, and
+updates and rounds weights. It also writes a bf16 copy of float32 weights. Each number
+is read once and written once. Weights in bf16 are rounded up or down at random. So
+updates smaller than a step of bf16 are right in the mean (Gupta et al.,
+arXiv:1502.02551). The launch needs no number on the host.
 
-``adamw_reference.py`` has the rule in torch's operators, ``adamw_triton.py`` the kernel. Where
-either of its two forms doesn't work on a GPU it is refused by name, and torch's operators run.
+``adamw_reference.py`` has the rule in torch's operators, ``adamw_triton.py`` the
+kernel. If either of its two forms doesn't work on a GPU, it is refused by name. Then
+torch's operators run.
 """
 
 from __future__ import annotations
@@ -78,10 +80,10 @@ def rule_of(group: Mapping[str, Any], step: int) -> AdamWRule:
     )
 
 
-def dice_key(seed: int, place: int, step: int) -> int:
+def dice_key(seed: int, index: int, step: int) -> int:
     """64 mixed bits: whoever has the same seed, place of the tensor and step throws the same."""
-    told = (seed * 1_000_003 + place) * 0x9E3779B97F4A7C15 + step
-    return key_of(told % 2**64) | key_of(~told % 2**64) << 32
+    mixed = (seed * 1_000_003 + index) * 0x9E3779B97F4A7C15 + step
+    return key_of(mixed % 2**64) | key_of(~mixed % 2**64) << 32
 
 
 def why_not(device: str | torch.device) -> str:
@@ -98,35 +100,38 @@ def _why_no_triton(device: torch.device) -> str:
     if importlib.util.find_spec("triton") is None:
         return "the update in one launch takes Triton, which isn't installed: pip install triton"
     if torch.cuda.is_available():
-        found = torch.cuda.get_device_capability(device)
-        if found < LEAST_CAPABILITY:
-            have, need = (".".join(map(str, c)) for c in (found, LEAST_CAPABILITY))
+        capability = torch.cuda.get_device_capability(device)
+        if capability < LEAST_CAPABILITY:
+            have, need = (".".join(map(str, c)) for c in (capability, LEAST_CAPABILITY))
             return f"Triton takes compute capability {need} or later, and this GPU has {have}"
     return ""
 
 
 def takes(weight: Tensor, form: str = PLAIN) -> bool:
-    """Whether the kernel moves a weight: float32 or bf16, on a GPU that has it and not refused.
+    """Returns True if the kernel can update a weight: float32 or bf16, on a supported GPU.
 
-    Its gradient has to be in one of these formats, too. A tensor that only stands for its parts (a
-    DTensor) has no memory of its own.
+    A refused form returns False. The gradient must be in one of these formats, too. A
+    tensor that only represents its parts (a DTensor) has no memory of its own.
     """
     grad = weight if weight.grad is None else weight.grad
-    known = {weight.dtype, grad.dtype} <= KINDS and not is_traceable_wrapper_subclass(weight)
-    return known and not why_not(weight.device) and not is_refused(form)
+    supported = {weight.dtype, grad.dtype} <= KINDS and not is_traceable_wrapper_subclass(weight)
+    return supported and not why_not(weight.device) and not is_refused(form)
 
 
 def writes(copy: Tensor, weight: Tensor) -> bool:
-    """Whether an update of ``weight`` can write ``copy``: bf16 of float32, in the same order."""
+    """Returns True if an update of ``weight`` can write ``copy``.
+
+    ``copy`` must be bf16 of float32, in the same order.
+    """
     return (copy.dtype, weight.dtype) == (torch.bfloat16, torch.float32) and is_alike(weight, copy)
 
 
 def update(updates: Iterable[TensorUpdate], divisor: Tensor | None = None) -> None:
-    """Move tensors of one device, in place; a launch for each combination of formats.
+    """Updates tensors of one device, in place; one launch per combination of formats.
 
     Args:
-        divisor: one number; all gradients are divided by it on the way. The host waits for nothing
-            where it is float32 and lies on the device.
+        divisor: one number that divides all gradients. If it is float32 and on the device,
+            the host doesn't wait.
     """
     alike: dict[Any, list[TensorUpdate]] = {}
     for one in updates:
@@ -183,12 +188,12 @@ def adamw_(
         if chosen:
             table = [[column[i] for i in chosen] for column in (sizes, keys, *addresses)]
             numbers = [rules[7 * i + k] for i in chosen for k in range(7)]
-            given = weights[0].dtype, grads[0].dtype, firsts[0].dtype
-            _launch(table, numbers, weights[0], given, bool(copies), step, divisor)
+            formats = weights[0].dtype, grads[0].dtype, firsts[0].dtype
+            _launch(table, numbers, weights[0], formats, bool(copies), step, divisor)
 
 
 @adamw_.register_fake
-def _(*given: Any) -> None:
+def _(*args: Any) -> None:
     return None
 
 
@@ -206,13 +211,13 @@ def _launch(
     programs = [-(-size // kernels.CHUNK) for size in table[0]]
     starts = list(accumulate(programs, initial=0))
     tensors = len(programs)
-    words = torch.tensor([starts[:-1], *table], dtype=torch.int64, device="cpu").view(-1)
+    table_tensor = torch.tensor([starts[:-1], *table], dtype=torch.int64, device="cpu").view(-1)
     rules = torch.tensor(numbers, dtype=torch.float32, device="cpu")
-    words, rules = _sent(words, device), _sent(rules, device)
+    table_tensor, rules = _sent(table_tensor, device), _sent(rules, device)
     moments = {torch.float32: kernels.FLOAT32, torch.bfloat16: kernels.BF16}
     with torch.cuda.device_of(weight):  # Triton launches on the current device
         kernels.adamw_kernel[(starts[-1],)](
-            words,
+            table_tensor,
             rules,
             rules if divisor is None else divisor,
             *tables(device),

@@ -1,9 +1,10 @@
-"""AdamW for many tensors in one launch, in Triton: the rule of ``adamw_reference.py``, bit by bit.
+"""AdamW for many tensors in one launch, in Triton: ``adamw_reference.py`` bit by bit.
 
-Imported only where Triton is installed. A program moves ``CHUNK`` numbers of one tensor, a tile at
-a time. The rows of a tile are 256 numbers, which share a scale where moments have 8 bits. A table
-on the device says where each tensor lies. Products are never fused with sums, and quotients and
-roots are rounded as on a processor: so moments have the same bits everywhere.
+Imported only if Triton is installed. A program updates ``CHUNK`` numbers of one tensor,
+a tile at a time. The rows of a tile are 256 numbers, which share a scale if moments
+have 8 bits. A table on the device has the address of each tensor. Products are never
+fused with sums, and quotients and roots are rounded as on a processor. So moments have
+the same bits on all devices.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -65,8 +66,8 @@ def squared_places(shares, table, starts, dice):
     other = tl.load(table + tl.where(more, start + 1, start - 1))
     low, high = tl.where(more, middle, other), tl.where(more, other, middle)
     chance = tl.math.div_rn(shares - low, high - low) * 65536.0
-    place = tl.where(more, start, start - 1) + (dice.to(tl.float32) < chance).to(tl.int32)
-    return tl.maximum(place, (shares > 0).to(tl.int32))
+    index = tl.where(more, start, start - 1) + (dice.to(tl.float32) < chance).to(tl.int32)
+    return tl.maximum(index, (shares > 0).to(tl.int32))
 
 
 @triton.jit
@@ -79,8 +80,8 @@ def shares_of(values):
     # One correction of the product rounds it as the quotient (Markstein, IBM J. R&D 34, 1990);
     # what is divided by infinity is 0 without.
     rough = values * inverse
-    rest = tl.fma(-tl.where(divisor < float("inf"), divisor, 0.0), rough, values)
-    return tl.fma(rest, inverse, rough), scale
+    remainder = tl.fma(-tl.where(divisor < float("inf"), divisor, 0.0), rough, values)
+    return tl.fma(remainder, inverse, rough), scale
 
 
 @triton.jit
@@ -91,11 +92,11 @@ def column(table, number, tensors, tensor):
 
 @triton.jit
 def at_address(table, number, tensors, tensor, KIND: tl.constexpr, STEP: tl.constexpr):
-    """The memory that a column of the table tells of."""
-    place = column(table, number, tensors, tensor).to(tl.pointer_type(KIND))
+    """Returns the memory at the address in a column of the table."""
+    pointer = column(table, number, tensors, tensor).to(tl.pointer_type(KIND))
     if STEP > 1:
-        place = tl.multiple_of(place, 16)
-    return place
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
 
 
 @triton.jit
@@ -119,16 +120,18 @@ def adamw_kernel(  # noqa: C901, PLR0915  # Triton compiles it as one function
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """A chunk of one tensor.
+    """Updates a chunk of one tensor.
 
     Args:
-        table: columns of int64, one entry a tensor: its first program; its numbers; the dice's key;
-            and the addresses of weight, gradient, moments, their scales, the copy in bf16.
+        table: columns of int64, one entry per tensor: its first program, its numbers and
+            the key of its random bits. Then the addresses of weight, gradient, moments,
+            their scales, and the copy in bf16.
         rules: numbers of the update, for each tensor.
-        divisor: of all gradients.
-        signed, borders, signed_starts, squared, squared_starts: of 8 bits (``low_bit.Tables``).
-        depth: halvings that find a tensor.
-        STEP: all addresses and sizes are multiples of so many numbers.
+        divisor: divides all gradients.
+        signed, borders, signed_starts, squared, squared_starts: tables of 8-bit moments
+            (``low_bit.Tables``).
+        depth: steps of the binary search for a tensor.
+        STEP: all addresses and sizes are multiples of this count of numbers.
     """
     program = tl.program_id(0).to(tl.int64)
     tensor, beyond = tensors * 0, tensors
@@ -142,9 +145,9 @@ def adamw_kernel(  # noqa: C901, PLR0915  # Triton compiles it as one function
     key = column(table, 2, tensors, tensor)
     weight = at_address(table, 3, tensors, tensor, WEIGHT, STEP)
     grad = at_address(table, 4, tensors, tensor, GRAD, STEP)
-    kept = tl.float32 if MOMENTS == 0 else tl.bfloat16 if MOMENTS == 1 else tl.uint8
-    first = at_address(table, 5, tensors, tensor, kept, STEP)
-    second = at_address(table, 6, tensors, tensor, kept, STEP)
+    moment_dtype = tl.float32 if MOMENTS == 0 else tl.bfloat16 if MOMENTS == 1 else tl.uint8
+    first = at_address(table, 5, tensors, tensor, moment_dtype, STEP)
+    second = at_address(table, 6, tensors, tensor, moment_dtype, STEP)
     first_scale = at_address(table, 7, tensors, tensor, tl.float32, 1)
     second_scale = at_address(table, 8, tensors, tensor, tl.float32, 1)
     copy = at_address(table, 9, tensors, tensor, tl.bfloat16, STEP)
@@ -160,20 +163,20 @@ def adamw_kernel(  # noqa: C901, PLR0915  # Triton compiles it as one function
     tiles = (tl.minimum(count - begin, CHUNK) + ROWS * WIDTH - 1) // (ROWS * WIDTH)
     for tile in range(tiles.to(tl.int32)):
         base = begin + tile * (ROWS * WIDTH)
-        left = tl.minimum(count - base, ROWS * WIDTH).to(tl.int32)
+        remaining = tl.minimum(count - base, ROWS * WIDTH).to(tl.int32)
         at = base + offset
-        inside = offset // STEP * STEP < left
+        inside = offset // STEP * STEP < remaining
         g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
         if DIVIDED:
             g *= factor
         w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
         block = base // WIDTH + row
-        used = row * WIDTH < left  # blocks are kept whole
+        used = row * WIDTH < remaining  # blocks are kept whole
         if MOMENTS == 2:
-            whole = offset // WIDTH * WIDTH < left
-            m = tl.load(signed + tl.load(first + at, mask=whole, other=0).to(tl.int32))
+            in_block = offset // WIDTH * WIDTH < remaining
+            m = tl.load(signed + tl.load(first + at, mask=in_block, other=0).to(tl.int32))
             m *= tl.load(first_scale + block, mask=used, other=0.0)
-            v = tl.load(squared + tl.load(second + at, mask=whole, other=0).to(tl.int32))
+            v = tl.load(squared + tl.load(second + at, mask=in_block, other=0).to(tl.int32))
             v *= tl.load(second_scale + block, mask=used, other=0.0)
         else:
             m = tl.load(first + at, mask=inside, other=0.0).to(tl.float32)
@@ -186,8 +189,8 @@ def adamw_kernel(  # noqa: C901, PLR0915  # Triton compiles it as one function
             dice = mixed(offset.to(tl.uint32) + (base + key).to(tl.uint32))
             dice = mixed(dice ^ ((key >> 32) ^ (base >> 32)).to(tl.uint32))
         if at_random:
-            own = (mixed(dice + 0x9E3779B9) & 0xFFFF).to(tl.int32)
-            tl.store(weight + at, to_bf16(w, own), mask=inside)
+            weight_dice = (mixed(dice + 0x9E3779B9) & 0xFFFF).to(tl.int32)
+            tl.store(weight + at, to_bf16(w, weight_dice), mask=inside)
         else:
             tl.store(weight + at, w, mask=inside)
             if COPY:
@@ -195,13 +198,15 @@ def adamw_kernel(  # noqa: C901, PLR0915  # Triton compiles it as one function
         if MOMENTS == 2:
             shares, scale = shares_of(m)
             tl.store(
-                first + at, signed_places(shares, borders, signed_starts).to(tl.uint8), mask=whole
+                first + at,
+                signed_places(shares, borders, signed_starts).to(tl.uint8),
+                mask=in_block,
             )
             tl.store(first_scale + block, scale, mask=used)
             shares, scale = shares_of(v)
             dice = (dice >> 16).to(tl.int32)
             places = squared_places(shares, squared, squared_starts, dice)
-            tl.store(second + at, places.to(tl.uint8), mask=whole)
+            tl.store(second + at, places.to(tl.uint8), mask=in_block)
             tl.store(second_scale + block, scale, mask=used)
         elif MOMENTS == 1:
             tl.store(first + at, to_bf16(m, (dice & 0xFFFF).to(tl.int32)), mask=inside)

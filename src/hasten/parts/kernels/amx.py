@@ -1,7 +1,8 @@
 """bf16 matrix products and attention on AMX, as torch operators on the processor.
 
-Both work for any shape and keep nothing per shape, where a library that compiles a kernel for each
-shape it meets grows with every new length. ``gemm.cpp`` and ``attention.cpp`` hold the kernels.
+Both work for any shape and store nothing per shape. A library that compiles a kernel
+for each shape grows with every new length. ``gemm.cpp`` and ``attention.cpp`` contain
+the kernels.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ def library() -> LoadedLibrary:
     missing = [name for name in NEEDED if name not in processor_flags()]
     if missing:
         return LoadedLibrary(None, f"this processor has no {missing[0]}")
-    found = build_library("gemm", "attention")
-    if found.library is not None and not found.library.amx_ready():
+    loaded = build_library("gemm", "attention")
+    if loaded.library is not None and not loaded.library.amx_ready():
         return LoadedLibrary(None, "the system does not let this process use AMX")
-    return found
+    return loaded
 
 
 def fits(*tensors: Tensor) -> bool:
-    """Whether these kernels take the tensors: bfloat16, on a processor with AMX."""
+    """Returns True if these kernels take the tensors: bfloat16, on a processor with AMX."""
     return all(t.dtype == torch.bfloat16 and t.device.type == "cpu" for t in tensors) and (
         library().library is not None
     )
@@ -128,8 +129,8 @@ def attention(
     lse = query.new_empty(heads, tokens, dtype=torch.float32)
     strides, shape = _layout(query, key, value, len(starts) - 1)
     flops, tensors = _flops(query, value, starts), [_at(t) for t in (query, key, value)]
-    rest = (strides, shape, c_float(scale), _int64(starts), _at(out), _at(lse))
-    _call("amx_attention_forward", flops, *tensors, *rest)
+    arguments = (strides, shape, c_float(scale), _int64(starts), _at(out), _at(lse))
+    _call("amx_attention_forward", flops, *tensors, *arguments)
     return out, lse
 
 
@@ -157,12 +158,18 @@ def attention_backward(
     grad, query, key, value = (
         t if t.stride(-1) == 1 else t.contiguous() for t in (grad, query, key, value)
     )
-    found = tuple(t.new_empty(t.shape) for t in (query, key, value))
+    gradients = tuple(t.new_empty(t.shape) for t in (query, key, value))
     strides, shape = _layout(query, key, value, len(starts) - 1, grad)
     flops, tensors = _flops(query, value, starts), [_at(t) for t in (query, key, value, out, grad)]
-    rest = (strides, shape, c_float(scale), _int64(starts), *(_at(t) for t in (lse, *found)))
-    _call("amx_attention_backward", flops, *tensors, *rest)
-    return found[0], found[1], found[2]
+    arguments = (
+        strides,
+        shape,
+        c_float(scale),
+        _int64(starts),
+        *(_at(t) for t in (lse, *gradients)),
+    )
+    _call("amx_attention_backward", flops, *tensors, *arguments)
+    return gradients[0], gradients[1], gradients[2]
 
 
 @attention_backward.register_fake

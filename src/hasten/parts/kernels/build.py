@@ -1,11 +1,13 @@
-"""Compiles hasten's C++ kernels on first use, for this very processor, and keeps the result.
+"""Compiles hasten's C++ kernels on first use, for this processor, and stores them.
 
-A kernel file has plain C functions over pointers and no header of torch or Python, so that it
-compiles in a second or two and outlives either's next release. The library is built in a temporary
-folder and moved into place in one rename: a build that was killed leaves nothing that a
-later one would wait for, and two processes that build at once both end with a whole file. A file
-ends with its own checksum, because loading a damaged one can end the process without a word. A
-file or folder that other users may write to is not loaded from.
+A kernel file has plain C functions over pointers and no header of torch or Python. So
+it compiles in a second or two and survives new releases of both. The library is built
+in a temporary folder and moved to its path in one rename. So a killed build leaves
+nothing that a later one would wait for, and two simultaneous builds both end with a
+complete file.
+
+A file ends with its own checksum, because loading a damaged one can end the process
+without a message. A file or folder that other users may write to is not loaded.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class LoadedLibrary:
 
 @dataclass(frozen=True)
 class _Target:
-    """What a library is made of."""
+    """Inputs of a library build."""
 
     name: str
     sources: tuple[Path, ...]
@@ -71,25 +73,26 @@ class _Target:
 def build_library(
     *names: str, folder: Path | None = None, sources: Path | None = None
 ) -> LoadedLibrary:
-    """The library of the named files of ``sources``, compiled if it hasn't been before.
+    """Returns the library of the named files of ``sources``, compiled if it isn't yet.
 
-    ``folder`` keeps it for the next process: by default ``.cache/hasten/kernels`` in the user's
-    home, or a temporary folder of this process where that can't be written, or by others too.
+    ``folder`` stores it for the next process. The default is ``.cache/hasten/kernels`` in
+    the user's home. If that can't be written, or others can write it, a temporary folder of
+    this process is used.
     """
-    return _built(_kernels(*names, place=sources), folder or FOLDER)
+    return _built(_kernels(*names, folder=sources), folder or FOLDER)
 
 
-def _kernels(*names: str, place: Path | None = None) -> _Target:
-    place = place or SOURCES
+def _kernels(*names: str, folder: Path | None = None) -> _Target:
+    folder = folder or SOURCES
     # Two OpenMP runtimes in one process would each keep threads and let them spin against each
     # other: link the one that torch has loaded.
     runtime = _loaded("libgomp")
     return _Target(
         name="-".join(names),
-        sources=tuple(place / f"{name}.cpp" for name in names),
+        sources=tuple(folder / f"{name}.cpp" for name in names),
         flags=(*FLAGS, WIDE) if "avx512f" in processor_flags() else FLAGS,
         libraries=(runtime or "-fopenmp",),
-        depends=(*(h.read_text() for h in sorted(place.glob("*.h"))), str(runtime)),
+        depends=(*(h.read_text() for h in sorted(folder.glob("*.h"))), str(runtime)),
     )
 
 
@@ -110,17 +113,17 @@ def built_against_torch(source: Path, folder: Path | None = None) -> LoadedLibra
 
 
 def _built(target: _Target, folder: Path) -> LoadedLibrary:
-    compiler = next((found for c in COMPILERS if (found := shutil.which(c))), None)
+    compiler = next((path for c in COMPILERS if (path := shutil.which(c))), None)
     if compiler is None:
         return LoadedLibrary(
             None, f"no C++ compiler was found ({', '.join(COMPILERS)}): install one"
         )
-    with _opened(folder) as place:
+    with _opened(folder) as folder_fd:
         name = f"{target.name}-{_key(compiler, target)}.so"
-        file = _whole(name, place)
+        file = _whole(name, folder_fd)
         if file is None:
-            complaint = _compile(compiler, target, name, place)
-            file = _whole(name, place)
+            complaint = _compile(compiler, target, name, folder_fd)
+            file = _whole(name, folder_fd)
             if complaint or file is None:
                 complaint = complaint or f"{name} is not what was written"
                 return LoadedLibrary(
@@ -133,7 +136,7 @@ def _built(target: _Target, folder: Path) -> LoadedLibrary:
         except OSError as error:
             os.close(file)
             return LoadedLibrary(None, f"the compiled kernels can't be loaded: {error}")
-        _keep_few(name, place)
+        _keep_few(name, folder_fd)
         return loaded
 
 
@@ -154,10 +157,12 @@ def _compile(compiler: str, target: _Target, name: str, folder: int) -> str:
         with tempfile.TemporaryDirectory(prefix="hasten-building-") as building:
             library = Path(building) / name
             for command in _commands(compiler, target, library):
-                found = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
-                if found.returncode:
-                    lines = [line for line in found.stderr.splitlines() if "error" in line]
-                    return (lines or found.stderr.splitlines() or ["no reason given"])[0].strip()
+                completed = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+                if completed.returncode:
+                    lines = [line for line in completed.stderr.splitlines() if "error" in line]
+                    return (lines or completed.stderr.splitlines() or ["no reason given"])[
+                        0
+                    ].strip()
             content = library.read_bytes()
         _put(content + CHECKSUM(content).digest(), name, folder)  # the loader ignores the end
     except subprocess.TimeoutExpired:
@@ -215,7 +220,10 @@ def _whole(name: str, folder: int) -> int | None:
 
 
 def _key(compiler: str, target: _Target) -> str:
-    """Of everything the machine code depends on: sources, compiler, flags, processor, libraries."""
+    """Key of everything that affects the machine code.
+
+    These are sources, compiler, flags, processor and libraries.
+    """
     digest = hashlib.sha256()
     for source in target.sources:
         digest.update(source.read_bytes())
@@ -227,7 +235,7 @@ def _key(compiler: str, target: _Target) -> str:
 
 @functools.cache
 def processor_flags() -> frozenset[str]:
-    """The instruction sets this processor says it has; empty where the system doesn't tell."""
+    """The processor's instruction sets; empty if the system doesn't report them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -250,41 +258,41 @@ def _loaded(name: str) -> str | None:
 
 @contextlib.contextmanager
 def _opened(folder: Path) -> Iterator[int]:
-    """The folder, open, if it can be written by this user and nobody else; else a temporary one.
+    """Opens the folder if only this user can write to it, else a temporary one.
 
-    Everything is done relative to what is opened here, so that it can't be exchanged meanwhile.
+    Everything is done relative to this open folder, so it can't be exchanged meanwhile.
     """
     try:
         folder = folder.expanduser()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
-            place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except (OSError, RuntimeError):  # the latter where the user has no home
-        place = os.open(_own_folder(), os.O_RDONLY | os.O_DIRECTORY)
-    if not is_private(os.fstat(place)):
-        os.close(place)
+        folder_fd = os.open(_own_folder(), os.O_RDONLY | os.O_DIRECTORY)
+    if not is_private(os.fstat(folder_fd)):
+        os.close(folder_fd)
         warnings.warn(
             f"{folder} belongs to another user or may be written by others, so kernels in it are "
             "not loaded but compiled for this process alone; make it your own, with mode 700",
             stacklevel=4,
         )
-        place = os.open(_own_folder(), os.O_RDONLY | os.O_DIRECTORY)
+        folder_fd = os.open(_own_folder(), os.O_RDONLY | os.O_DIRECTORY)
     try:
-        yield place
+        yield folder_fd
     finally:
-        os.close(place)
+        os.close(folder_fd)
 
 
-def is_private(found: os.stat_result) -> bool:
-    """Whether a file or folder is this user's and nobody else may write to it."""
-    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+def is_private(status: os.stat_result) -> bool:
+    """Returns True if a file or folder is this user's and only this user may write it."""
+    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 @functools.cache
 def _own_folder() -> Path:
-    own = tempfile.TemporaryDirectory(prefix="hasten-kernels-")
-    _KEPT.append(own)
-    return Path(own.name)
+    temporary = tempfile.TemporaryDirectory(prefix="hasten-kernels-")
+    _KEPT.append(temporary)
+    return Path(temporary.name)
 
 
 _KEPT: list[tempfile.TemporaryDirectory[str]] = []  # removed when the process ends

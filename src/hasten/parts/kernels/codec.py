@@ -62,25 +62,27 @@ def _half(tensor: Tensor) -> c_int:
 
 
 def finite(flat: Tensor, residual: Tensor | None, limit: int) -> bool:
-    """Whether all of ``flat + residual`` lie below ``limit`` in magnitude."""
+    """Returns True if all of ``flat + residual`` are below ``limit`` in magnitude."""
     n = len(flat)
-    rest = (c_int64(n), ctypes.c_int32(limit), _half(flat))
-    return bool(_call("codec_finite", n, _at(flat), _at(residual), *rest))
+    arguments = (c_int64(n), ctypes.c_int32(limit), _half(flat))
+    return bool(_call("codec_finite", n, _at(flat), _at(residual), *arguments))
 
 
 def encode(
     flat: Tensor,
     residual: Tensor | None,
-    kept: Tensor | None,
+    residual_out: Tensor | None,
     codes: Tensor,
     scales: Tensor,
     block: int,
     bits: int,
     seed: int | None,
 ) -> None:
-    """``flat + residual`` into codes and scales, what is left out into ``kept``, in one pass."""
+    """``flat + residual`` into codes and scales, what is left out into ``residual_out``, in one
+    pass.
+    """
     n = len(flat)
-    tensors = (_at(t) for t in (flat, residual, kept, codes, scales))
+    tensors = (_at(t) for t in (flat, residual, residual_out, codes, scales))
     sizes = (
         c_int64(n),
         c_int64(block),
@@ -102,11 +104,18 @@ def decode(
 
 
 def topk_encode(
-    flat: Tensor, residual: Tensor | None, kept: Tensor | None, places: Tensor, sent: Tensor, k: int
+    flat: Tensor,
+    residual: Tensor | None,
+    residual_out: Tensor | None,
+    places: Tensor,
+    sent: Tensor,
+    k: int,
 ) -> None:
-    """The k largest of each chunk into places and values, what is left out into ``kept``."""
+    """The k largest of each chunk into places and values, what is left out into
+    ``residual_out``.
+    """
     n = len(flat)
-    tensors = (_at(t) for t in (flat, residual, kept, places, sent))
+    tensors = (_at(t) for t in (flat, residual, residual_out, places, sent))
     _call("codec_topk_encode", n, *tensors, c_int64(n), c_int(k), _half(flat))
 
 
@@ -146,8 +155,8 @@ class FlatWeights:
         sizes = (c_int64(self.numbers), c_int64(block), c_int(bits))
         rule = ctypes.byref(rule_for(bits, None))
         tensors = (c_void_p(t.data_ptr()) for t in (anchor, codes, scales))
-        given = (*self._given, *tensors, *sizes, rule)
-        return bool(_call("drift_encode", self.numbers, *given, of=drift()))
+        arguments = (*self._given, *tensors, *sizes, rule)
+        return bool(_call("drift_encode", self.numbers, *arguments, of=drift()))
 
     def take(
         self,
@@ -155,15 +164,21 @@ class FlatWeights:
         codes: Tensor,
         scales: Tensor,
         shares: Sequence[float],
-        own: int,
+        own_rank: int,
         block: int,
         bits: int,
     ) -> None:
         """Anchor and weights move by the messages (ranks, ...) times shares; weights not by
-        ``own``, which they have done already.
+        ``own_rank``, which they have done already.
         """
         ranks = len(shares)
-        sizes = (c_int64(ranks), c_int64(own), c_int64(self.numbers), c_int64(block), c_int(bits))
+        sizes = (
+            c_int64(ranks),
+            c_int64(own_rank),
+            c_int64(self.numbers),
+            c_int64(block),
+            c_int(bits),
+        )
         _call(
             "drift_take",
             ranks * self.numbers,

@@ -15,35 +15,35 @@ from hasten.parts.kernels import codec_reference
 finite = codec_reference.finite  # one pass of torch's, which waits for its answer
 
 
-@custom_op("hasten_gpu::codec_encode", mutates_args=("kept", "codes", "scales"))
+@custom_op("hasten_gpu::codec_encode", mutates_args=("residual_out", "codes", "scales"))
 def encode(
     flat: Tensor,
     residual: Tensor | None,
-    kept: Tensor | None,
+    residual_out: Tensor | None,
     codes: Tensor,
     scales: Tensor,
     block: int,
     bits: int,
     seed: int | None,
 ) -> None:
-    """As :func:`hasten.parts.kernels.codec_reference.encode`."""
+    """Same as :func:`hasten.parts.kernels.codec_reference.encode`, on a GPU."""
     from hasten.parts.kernels import codec_triton
 
-    codec_triton.encode(flat, residual, kept, codes, scales, block, bits, seed)
+    codec_triton.encode(flat, residual, residual_out, codes, scales, block, bits, seed)
 
 
 @custom_op("hasten_gpu::codec_decode", mutates_args=("out",))
 def decode(
     codes: Tensor, scales: Tensor, out: Tensor, block: int, bits: int, factor: float, add: bool
 ) -> None:
-    """As :func:`hasten.parts.kernels.codec_reference.decode`."""
+    """Same as :func:`hasten.parts.kernels.codec_reference.decode`, on a GPU."""
     from hasten.parts.kernels import codec_triton
 
     codec_triton.decode(codes, scales, out, block, bits, factor, add)
 
 
-def _nothing(*given: Any) -> None:
-    """What the operators do with tensors that have no memory."""
+def _nothing(*args: Any) -> None:
+    """Does nothing: the operators' implementation for tensors without memory."""
 
 
 encode.register_fake(_nothing)

@@ -1,23 +1,24 @@
-"""The codecs' arithmetic in torch's operators: the bits that every kernel has to reproduce.
+"""The codecs' arithmetic in torch's operators: every kernel must give these bits.
 
-This is what runs where no compiler is, and what the C++ and Triton kernels are tested against.
-Numbers are cut into blocks; a block has one scale, its largest magnitude over the largest code,
-rounded up to bf16 so that no code overflows. A code times a scale has at most 15 bits, so that it
-is exact in float32 and every device decodes the same number, whether it fuses a product with a sum
-or not.
+This runs if there is no compiler, and is the reference in tests of the C++ and Triton
+kernels. Numbers are cut into blocks with one scale each. The scale is the block's
+largest magnitude over the largest code, rounded up to bf16 so that no code overflows. A
+code times a scale has at most 15 bits and is exact in float32. So every device decodes
+the same number, with or without fused products and sums.
 
-Two borders keep it so. A block whose numbers are all below 2^-100 or so is sent as zero, since one
-over its scale would overflow; a scale stops where the largest code times it would. A block with an
-infinity or a NaN gets NaN for its scale and codes of zero, and so decodes to NaN on every rank.
+Two limits ensure this. A block with all numbers below about 2^-100 is sent as zero,
+because one over its scale would overflow. A scale is limited where the largest code
+times it would overflow. A block with an infinity or a NaN gets NaN for its scale and
+codes of zero. So it decodes to NaN on every rank.
 
-Codes of one bit say which numbers are negative, and the scale is the mean magnitude, the nearest to
-all of them. Sums of magnitudes depend on their order, so it is given: ``LANES`` sums, each of every
-``LANES``-th number, then halves of these. Numbers from 2^115 on count as infinite there, so that no
-sum of a block is.
+Codes of one bit mark negative numbers. The scale is the mean magnitude, the nearest to
+all of them. Sums of magnitudes depend on their order, so it is fixed: ``LANES`` sums,
+each of every ``LANES``-th number, then halves of these. Numbers from 2^115 on count as
+infinite there, so no sum of a block overflows.
 
-Stochastic rounding adds 16 bits of noise to a code in 65536ths and rounds down, which is right in
-the mean. The noise is a hash of the number's place and the seed, the same on every device; it
-repeats after 2^32 numbers.
+Stochastic rounding adds 16 bits of noise to a code in 65536ths and rounds down, which
+is right in the mean. The noise is a hash of the number's position and the seed, the
+same on every device. It repeats after 2^32 numbers.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def _float32(number: float) -> float:
 
 
 def _bits(number: float) -> int:
-    """Of the float32 at or below a positive number."""
+    """Returns the bits of the float32 at or below a positive number."""
     bits = int(struct.unpack("i", struct.pack("f", number))[0])
     return bits - (_float32(number) > number)
 
@@ -83,9 +84,9 @@ def key_of(seed: int) -> int:
 
 
 def mixed(x: _Whole) -> _Whole:
-    """The hash "lowbias32" of Wellons, Prospecting for Hash Functions (nullprogram.com, 2018).
+    """Hash "lowbias32" (Wellons, Prospecting for Hash Functions, nullprogram.com, 2018).
 
-    A tensor is of int64, whose products wrap and whose lower 32 bits are then right.
+    A tensor is int64: its products wrap, and the lower 32 bits are then right.
     """
     x = x ^ x >> 16
     x = x * 0x7FEB352D & 0xFFFFFFFF
@@ -95,7 +96,10 @@ def mixed(x: _Whole) -> _Whole:
 
 
 def finite(flat: Tensor, residual: Tensor | None, limit: int) -> bool:
-    """Whether all of ``flat + residual`` lie below ``limit`` in magnitude. Waits for a GPU."""
+    """Returns True if all of ``flat + residual`` are below ``limit`` in magnitude.
+
+    Waits for a GPU.
+    """
     largest = _magnitudes(_sums(flat, residual)).amax()
     return int(largest) < limit  # a reading, hence the waiting
 
@@ -103,7 +107,7 @@ def finite(flat: Tensor, residual: Tensor | None, limit: int) -> bool:
 def encode(
     flat: Tensor,
     residual: Tensor | None,
-    kept: Tensor | None,
+    residual_out: Tensor | None,
     codes: Tensor,
     scales: Tensor,
     block: int,
@@ -112,8 +116,8 @@ def encode(
 ) -> None:
     """``flat + residual`` into ``codes`` (uint8) and ``scales`` (int16, the bits of a bf16).
 
-    ``kept`` gets what the message leaves out, or in a block that isn't finite the residual as it
-    is; it may be the residual itself.
+    ``residual_out`` gets what the message leaves out, or in a block that isn't finite the residual
+    as it is; it may be the residual itself.
     """
     sums, blocks = _sums(flat, residual), len(scales)
     rows = F.pad(sums, (0, blocks * block - len(flat))).view(blocks, block)
@@ -125,11 +129,13 @@ def encode(
     else:
         scale_bits, places = _codes(good, largest, bad, codes, bits, seed)
     scales.copy_(torch.where(bad, NOT_A_NUMBER, scale_bits))
-    if kept is not None:
+    if residual_out is not None:
         scale = (scale_bits << 16).view(torch.float32)[:, None]
-        rest = (good - places.to(torch.float32) * scale).view(-1)[: len(flat)]
+        remainder = (good - places.to(torch.float32) * scale).view(-1)[: len(flat)]
         before = sums if residual is None else residual
-        kept.copy_(torch.where(bad.repeat_interleave(block)[: len(flat)], before, rest))
+        residual_out.copy_(
+            torch.where(bad.repeat_interleave(block)[: len(flat)], before, remainder)
+        )
 
 
 def _signs(good: Tensor, bad: Tensor, numbers: int, codes: Tensor) -> tuple[Tensor, Tensor]:
@@ -203,7 +209,12 @@ def decode(
 
 
 def topk_encode(
-    flat: Tensor, residual: Tensor | None, kept: Tensor | None, places: Tensor, sent: Tensor, k: int
+    flat: Tensor,
+    residual: Tensor | None,
+    residual_out: Tensor | None,
+    places: Tensor,
+    sent: Tensor,
+    k: int,
 ) -> None:
     """The k largest of each chunk into ``places`` (uint8, ascending) and ``sent`` (int16).
 
@@ -218,11 +229,11 @@ def topk_encode(
     values = _bf16_bits(rows.gather(1, chosen))
     places.copy_(chosen.to(torch.uint8).view(-1))
     sent.copy_(values.view(-1))
-    if kept is not None:
+    if residual_out is not None:
         back = (values << 16).view(torch.float32)
-        rest = rows.scatter(1, chosen, rows.gather(1, chosen) - back).view(-1)[: len(flat)]
+        remainder = rows.scatter(1, chosen, rows.gather(1, chosen) - back).view(-1)[: len(flat)]
         bad = (sizes.amax(1) >= TOO_LARGE_FOR_BF16).repeat_interleave(CHUNK)[: len(flat)]
-        kept.copy_(torch.where(bad, sums if residual is None else residual, rest))
+        residual_out.copy_(torch.where(bad, sums if residual is None else residual, remainder))
 
 
 def topk_decode(
@@ -231,8 +242,8 @@ def topk_decode(
     """The messages (ranks, ...) summed in their order, times ``factor``, put into or added to."""
     chunks = -(-len(out) // CHUNK)
     total = out.new_zeros(chunks, CHUNK)
-    for place, value in zip(places, sent, strict=True):
-        at = place.view(chunks, k).to(torch.int64)
+    for chunk_places, value in zip(places, sent, strict=True):
+        at = chunk_places.view(chunks, k).to(torch.int64)
         values = (value.to(torch.int32) << 16).view(torch.float32).view(chunks, k)
         total.scatter_(1, at, total.gather(1, at) + values)  # no place is there twice
     _put(total.view(-1)[: len(out)], out, factor, add)

@@ -1,8 +1,8 @@
 """Codecs in Triton, for GPUs: the loops of ``codec.cpp`` again, bit by bit.
 
-Imported only where Triton is installed. One program has one block. A product is never fused with
-the sum that rounds it to a whole number, which would round differently where two codes are equally
-near; so the kernels are compiled without fusion.
+Imported only if Triton is installed. One program has one block. A product is never
+fused with the sum that rounds it to a whole number. A fused one would round differently
+if two codes are equally near. So the kernels are compiled without fusion.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -48,9 +48,9 @@ def rounded(values, inverse, at, most, key, DICE: tl.constexpr):
         share = fine - below
         odd = (below.to(tl.int32) & 1) == 1
         up = (share > 0.5) | ((share == 0.5) & odd)
-        whole = below.to(tl.int32) + tl.where(up, 1, 0)
+        integers = below.to(tl.int32) + tl.where(up, 1, 0)
         noise = mixed((at.to(tl.int32) + key).to(tl.uint32)) >> 16
-        codes = (whole + noise.to(tl.int32)) >> 16
+        codes = (integers + noise.to(tl.int32)) >> 16
     else:
         codes = ((values * inverse + 12582912.0) - 12582912.0).to(tl.int32)
     return tl.minimum(tl.maximum(codes, -most), most)
@@ -60,7 +60,7 @@ def rounded(values, inverse, at, most, key, DICE: tl.constexpr):
 def encode_kernel(
     flat,
     residual,
-    kept,
+    residual_out,
     codes,
     scales,
     numbers,
@@ -107,8 +107,8 @@ def encode_kernel(
         w = w - r.to(tl.float32) * scale
         before = tl.load(residual + first, mask=first < numbers, other=0.0)
         after = tl.load(residual + second, mask=second < numbers, other=0.0)
-        tl.store(kept + first, tl.where(bad, before, v), mask=first < numbers)
-        tl.store(kept + second, tl.where(bad, after, w), mask=second < numbers)
+        tl.store(residual_out + first, tl.where(bad, before, v), mask=first < numbers)
+        tl.store(residual_out + second, tl.where(bad, after, w), mask=second < numbers)
 
 
 @triton.jit
@@ -159,29 +159,31 @@ def decode_kernel(
 def encode(
     flat: Tensor,
     residual: Tensor | None,
-    kept: Tensor | None,
+    residual_out: Tensor | None,
     codes: Tensor,
     scales: Tensor,
     block: int,
     bits: int,
     seed: int | None,
 ) -> None:
-    """As :func:`hasten.parts.kernels.codec_reference.encode`, which runs where a block is no power
-    of two, and for signs, whose sum has an order that a program here can't keep.
+    """Same as :func:`hasten.parts.kernels.codec_reference.encode`, in Triton.
+
+    The reference runs if a block is no power of two. It also runs for signs, because a
+    program here can't reproduce the order of their sum.
     """
     if block & (block - 1) or bits == 1:
-        codec_reference.encode(flat, residual, kept, codes, scales, block, bits, seed)
+        codec_reference.encode(flat, residual, residual_out, codes, scales, block, bits, seed)
         return
     rule = rule_of(bits)
     unused = flat.new_empty(0, dtype=torch.float32)
-    given = [unused if t is None else t for t in (residual, kept)]
+    residuals = [unused if t is None else t for t in (residual, residual_out)]
     key = 0 if seed is None else key_of(seed)
     # Triton gives a number its narrowest format: as a signed one it is always an int32.
     signed = key - (key >> 31 << 32)
     with torch.cuda.device_of(flat):  # Triton launches on the current device
         encode_kernel[(len(scales),)](
             flat,
-            *given,
+            *residuals,
             codes.view(torch.int8),
             scales,
             len(flat),
@@ -193,7 +195,7 @@ def encode(
             BITS=bits,
             HALF=block // 2,
             REST=residual is not None,
-            KEEP=kept is not None,
+            KEEP=residual_out is not None,
             DICE=seed is not None,
             INFINITY=INFINITE,
             num_warps=1,
@@ -204,7 +206,7 @@ def encode(
 def decode(
     codes: Tensor, scales: Tensor, out: Tensor, block: int, bits: int, factor: float, add: bool
 ) -> None:
-    """As :func:`hasten.parts.kernels.codec_reference.decode`."""
+    """Same as :func:`hasten.parts.kernels.codec_reference.decode`, in Triton."""
     if block & (block - 1) or bits == 1:
         codec_reference.decode(codes, scales, out, block, bits, factor, add)
         return

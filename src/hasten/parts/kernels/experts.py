@@ -1,9 +1,9 @@
-"""Tokens through their experts on the processor, as torch operators: products by group, and sums.
+"""Expert layers on the processor, as torch operators: products by group, and sums.
 
-Rows lie sorted by expert; ``starts`` (experts + 1) says where each expert's begin. All products of
-a layer run in one call, however many tokens an expert got, and none compiles anything for its
-shape. ``gemm.cpp`` and ``experts.cpp`` hold the kernels; in float32, or without AMX, the products
-are torch's, one expert after the other.
+Rows are sorted by expert; ``starts`` (experts + 1) has each expert's first row. All
+products of a layer run in one call, for any number of tokens per expert. Nothing is
+compiled for a shape. ``gemm.cpp`` and ``experts.cpp`` contain the kernels. In float32,
+or without AMX, the products are torch's, one expert after the other.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from hasten.parts.kernels import amx, rowwise
 def products(x: Tensor, weights: Tensor, starts: Sequence[int], turned: bool) -> Tensor:
     """Each row of ``x`` (S, k) times its expert's matrix of ``weights``: (S, n).
 
-    ``weights`` (experts, k, n), or (experts, n, k) if ``turned``; both contiguous in the last side,
-    so that a part of the rows of every expert may be given.
+    ``weights`` is (experts, k, n), or (experts, n, k) if ``turned``. Both are contiguous in
+    the last dimension, so a part of the rows of every expert may be passed.
     """
     n, k = (weights.shape[1], weights.shape[2]) if turned else weights.shape[:0:-1]
     _check(x, starts, k, len(weights))
@@ -53,8 +53,8 @@ def gradients_(out: Tensor, grad: Tensor, x: Tensor, starts: Sequence[int]) -> N
     _check(x, starts, out.shape[2], len(out))
     _check(grad, starts, out.shape[1], len(out))
     if not amx.fits(grad, x) or out.stride(-1) != 1:
-        for found, (first, last) in zip(out, itertools.pairwise(starts), strict=True):
-            torch.mm(grad[first:last].t(), x[first:last], out=found)
+        for expert_out, (first, last) in zip(out, itertools.pairwise(starts), strict=True):
+            torch.mm(grad[first:last].t(), x[first:last], out=expert_out)
         return
     _, n, k = out.shape
     groups = [
@@ -118,8 +118,8 @@ def _at(tensor: Tensor | None) -> c_void_p:
 def _check(x: Tensor, starts: Sequence[int], width: int, experts: int) -> None:
     """Every row belongs to one expert: what the starts left out would come back as it lay."""
     ordered = list(starts) == sorted(starts) and len(starts) == experts + 1
-    whole = ordered and (starts[0], starts[-1]) == (0, x.shape[0])
-    if x.stride(1) != 1 or x.shape[1] != width or not whole:
+    covers_all = ordered and (starts[0], starts[-1]) == (0, x.shape[0])
+    if x.stride(1) != 1 or x.shape[1] != width or not covers_all:
         raise ValueError(
             f"rows {tuple(x.shape)} and starts {list(starts)} don't belong to {experts} experts of "
             f"{width} columns"

@@ -1,8 +1,8 @@
-"""Float8 rounding and widening of few bits in Triton, for GPUs: :mod:`hasten.parts.nn.quantised`.
+"""Float8 rounding and few-bit widening in Triton for :mod:`hasten.parts.nn.quantised`.
 
-Imported only where Triton is installed. Each kernel does in one pass what torch's operators do in
-several, and gives the same bits: quotients are those of IEEE 754, and a result is rounded once.
-What calls them is :mod:`hasten.parts.nn.quantised_gpu`.
+Imported only if Triton is installed. Each kernel does in one pass what torch's
+operators do in several, and gives the same bits. Quotients are those of IEEE 754, and a
+result is rounded once. :mod:`hasten.parts.nn.quantised_gpu` calls them.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -44,22 +44,22 @@ def float8_rows_kernel(
     at = tl.arange(0, BLOCK)
     if WHOLE:
         numbers = tl.load(source + at, mask=at < n, other=0.0).to(tl.float32)
-        own = scale_of(tl.max(size_bits(numbers), 0), limit, least)
-        rounded = tl.math.div_rn(numbers, own).to(data.dtype.element_ty)
+        row_scale = scale_of(tl.max(size_bits(numbers), 0), limit, least)
+        rounded = tl.math.div_rn(numbers, row_scale).to(data.dtype.element_ty)
         tl.store(target + at, rounded, mask=at < n)
     else:
         largest = tl.zeros([BLOCK], dtype=tl.int32)
         for start in range(0, n, BLOCK):
-            place = start + at
-            numbers = tl.load(source + place, mask=place < n, other=0.0)
+            columns = start + at
+            numbers = tl.load(source + columns, mask=columns < n, other=0.0)
             largest = tl.maximum(largest, size_bits(numbers))
-        own = scale_of(tl.max(largest, 0), limit, least)
+        row_scale = scale_of(tl.max(largest, 0), limit, least)
         for start in range(0, n, BLOCK):
-            place = start + at
-            numbers = tl.load(source + place, mask=place < n, other=0.0).to(tl.float32)
-            rounded = tl.math.div_rn(numbers, own).to(data.dtype.element_ty)
-            tl.store(target + place, rounded, mask=place < n)
-    tl.store(scale + row, own)
+            columns = start + at
+            numbers = tl.load(source + columns, mask=columns < n, other=0.0).to(tl.float32)
+            rounded = tl.math.div_rn(numbers, row_scale).to(data.dtype.element_ty)
+            tl.store(target + columns, rounded, mask=columns < n)
+    tl.store(scale + row, row_scale)
 
 
 @triton.jit
@@ -81,8 +81,8 @@ def largest_kernel(
     column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)  # neighbours read on in the same rows
     row = tl.program_id(1).to(tl.int64) * HIGH + tl.arange(0, HIGH)
     inside = (row < rows)[:, None] & (column < n)[None, :]
-    place = row[:, None] * by_row + column[None, :]
-    bits = size_bits(tl.load(x + place, mask=inside, other=0.0))
+    offset = row[:, None] * by_row + column[None, :]
+    bits = size_bits(tl.load(x + offset, mask=inside, other=0.0))
     tl.atomic_max(of_columns + column, tl.max(bits, 0), mask=column < n, sem="relaxed")
     if ROWS:
         tl.atomic_max(of_rows + row, tl.max(bits, 1), mask=row < rows, sem="relaxed")
@@ -114,22 +114,22 @@ def float8_tile_kernel(
     column = tl.program_id(0).to(tl.int64) * WIDE + tl.arange(0, WIDE)
     row = tl.program_id(1).to(tl.int64) * HIGH + tl.arange(0, HIGH)
     inside = (row < rows)[:, None] & (column < n)[None, :]
-    place = row[:, None] * by_row + column[None, :]
-    numbers = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    offset = row[:, None] * by_row + column[None, :]
+    numbers = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
     down = scale_of(tl.load(of_columns + column, mask=column < n, other=0), limit, least)
     by_columns = tl.math.div_rn(numbers, down[None, :])
     by_columns = tl.where(row[:, None] < rows, by_columns, 0.0)  # and not 0 / NaN
-    place = column[:, None] * filled + row[None, :]
+    offset = column[:, None] * filled + row[None, :]
     inside = (column < n)[:, None] & (row < filled)[None, :]
-    tl.store(turned + place, tl.trans(by_columns.to(turned.dtype.element_ty)), mask=inside)
+    tl.store(turned + offset, tl.trans(by_columns.to(turned.dtype.element_ty)), mask=inside)
     if tl.program_id(1) == 0:
         tl.store(turned_scale + column, down, mask=column < n)
     if ROWS:
         across = scale_of(tl.load(of_rows + row, mask=row < rows, other=0), limit, least)
         by_rows = tl.math.div_rn(numbers, across[:, None]).to(data.dtype.element_ty)
-        place = row[:, None] * n + column[None, :]
+        offset = row[:, None] * n + column[None, :]
         inside = (row < rows)[:, None] & (column < n)[None, :]
-        tl.store(data + place, by_rows, mask=inside)
+        tl.store(data + offset, by_rows, mask=inside)
         if tl.program_id(0) == 0:
             tl.store(scale + row, across, mask=row < rows)
 
@@ -143,12 +143,12 @@ def nf4_kernel(
     inside = (block < blocks)[:, None]
     byte = block[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
     both = tl.load(codes + byte, mask=inside, other=0).to(tl.int32)
-    own = tl.load(scale + block[:, None], mask=inside, other=0.0)
-    high = tl.load(levels + (both >> 4)) * own
-    low = tl.load(levels + (both & 15)) * own
+    block_scale = tl.load(scale + block[:, None], mask=inside, other=0.0)
+    high = tl.load(levels + (both >> 4)) * block_scale
+    low = tl.load(levels + (both & 15)) * block_scale
     at = block[:, None] * (2 * BYTES) + tl.arange(0, 2 * BYTES)[None, :]
-    found = tl.interleave(high, low).to(out.dtype.element_ty)
-    tl.store(out + at, found, mask=inside & (at < numbers))
+    weights = tl.interleave(high, low).to(out.dtype.element_ty)
+    tl.store(out + at, weights, mask=inside & (at < numbers))
 
 
 @triton.jit
@@ -157,5 +157,5 @@ def int8_kernel(codes, scale, out, n, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     numbers = tl.load(codes + row * n + at, mask=at < n, other=0).to(tl.float32)
-    found = numbers * tl.load(scale + row)
-    tl.store(out + row * n + at, found.to(out.dtype.element_ty), mask=at < n)
+    weights = numbers * tl.load(scale + row)
+    tl.store(out + row * n + at, weights.to(out.dtype.element_ty), mask=at < n)

@@ -1,18 +1,21 @@
 """Numbers in few bits: rounding that keeps the mean, and numbers of 8 bits in blocks.
 
-bf16 has 8 bits of mantissa, so a running mean that moves by less than 1/256 of itself per step
-stands still under rounding to the nearest. Rounded up or down at random, in proportion to the
-distance, it is right in the mean (Gupta et al., Deep Learning with Limited Numerical Precision,
-arXiv:1502.02551).
+bf16 has 8 bits of mantissa. So a running mean that moves by less than 1/256 of itself
+per step doesn't change under rounding to the nearest. Rounded up or down at random, in
+proportion to the distance, it is right in the mean. Source: Gupta et al., Deep Learning
+with Limited Numerical Precision, arXiv:1502.02551.
 
-8 bits follow Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861: 256
-values share one float32 scale, their largest, and each is the place in a fixed table whose steps
-are fine near 1 and coarse near 0. Two things differ from the paper. The table of second moments
-is squared, because they are squares: it reaches down to 1e-13 of the largest in place of 3e-7.
-And they are rounded at random, because at beta2 = 0.999 they move less per step than the table's
-steps.
+8 bits follow Dettmers et al., 8-bit Optimizers via Block-wise Quantization,
+arXiv:2110.02861. 256 values share one float32 scale, their largest. Each value is an
+index in a fixed table, with steps that are fine near 1 and coarse near 0. Two things
+differ from the paper:
 
-The noise comes from the caller, so that who knows seed and step knows every rounding.
+- The table of second moments is squared, because they are squares. It goes down to
+  1e-13 of the largest instead of 3e-7.
+- Second moments are rounded at random, because at beta2 = 0.999 they move less per step
+  than the table's steps.
+
+The noise comes from the caller, so seed and step determine every rounding.
 """
 
 from __future__ import annotations
@@ -31,9 +34,9 @@ DECADES = 7  # that a table covers below 1
 
 def noise(count: int, generator: torch.Generator) -> Tensor:
     """``count`` whole numbers from 0 to 65535 as int32, four from each word that is drawn."""
-    words = torch.empty((count + 3) // 4, dtype=torch.int64, device=generator.device)
-    words.random_(-(2**63), None, generator=generator)
-    return words.view(torch.int16)[:count].to(torch.int32) & 0xFFFF
+    drawn = torch.empty((count + 3) // 4, dtype=torch.int64, device=generator.device)
+    drawn.random_(-(2**63), None, generator=generator)
+    return drawn.view(torch.int16)[:count].to(torch.int32) & 0xFFFF
 
 
 def to_bf16(values: Tensor, dice: Tensor) -> Tensor:
@@ -105,10 +108,10 @@ def quantised_squares(values: Tensor, dice: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def borders_below(shares: Tensor, borders: Tensor, starts: Tensor) -> Tensor:
-    """How many of the sorted borders lie below each value, flat: a binary search, 20 times faster.
+    """Counts the sorted borders below each value, flat: a binary search, 20 times faster.
 
-    A number's upper 16 bits say how many lie below the smallest number with these bits; no two
-    borders of our tables share their upper bits, so one comparison settles the rest.
+    A number's upper 16 bits give the count below the smallest number with these bits. No
+    two borders of the tables share their upper bits, so one comparison completes the count.
     """
     flat = shares.flatten()
     start = starts.index_select(0, (flat.view(torch.int32) >> 16) & 0xFFFF)
@@ -123,12 +126,12 @@ def _starts(kind: str, device: torch.device) -> Tensor:
     borders = signed_borders(cpu) if kind == "signed" else squared_table(cpu)
     upper = torch.arange(-(2**15), 2**15, dtype=torch.int32).roll(2**15) << 16
     smallest = torch.where(upper < 0, upper | 0xFFFF, upper).view(torch.float32)
-    found = torch.searchsorted(borders, smallest.nan_to_num(2.0))
-    return found.to(torch.int32).to(device)
+    positions = torch.searchsorted(borders, smallest.nan_to_num(2.0))
+    return positions.to(torch.int32).to(device)
 
 
 class Tables(NamedTuple):
-    """What a kernel needs of 8 bits: values, borders, and the starts of :func:`borders_below`."""
+    """8-bit tables for a kernel: values, borders, and starts of :func:`borders_below`."""
 
     signed: Tensor  # (256,) float32
     borders: Tensor  # (256,), the last is infinite
@@ -150,9 +153,9 @@ def tables(device: torch.device) -> Tables:
 
 
 def values_of(places: Tensor, scales: Tensor, table: Tensor, count: int) -> Tensor:
-    """The first ``count`` values that places and scales stand for, flat, float32."""
-    found = table.index_select(0, places.to(torch.int32)).view(-1, BLOCK) * scales[:, None]
-    return found.flatten()[:count]
+    """Decodes the first ``count`` values from places and scales, flat, float32."""
+    scaled = table.index_select(0, places.to(torch.int32)).view(-1, BLOCK) * scales[:, None]
+    return scaled.flatten()[:count]
 
 
 def _in_whole_blocks(values: Tensor) -> Tensor:

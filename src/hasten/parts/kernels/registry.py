@@ -1,16 +1,19 @@
-"""Kernels that a machine may use: each with its reference, its bound, and why it can't be used.
+"""Kernels that a machine may use: each with reference, bound, and reason if unusable.
 
-  1. register: a variant of an operation, next to torch's variant that it replaces; or a GPU kernel
-     that is refused by name, and what runs instead of it
-  2. verify: each computes small inputs next to float64. On a GPU a child process does it, so that
-     a kernel that hangs or writes outside its memory is refused alone
-  3. time: the variants of an operation take turns, in rounds of shapes that no round before had,
-     since a library that compiles a kernel for every shape is slower in training than its products
-  4. one file keeps the results for this device, the versions and the sources of the kernels
+- (1) register: a variant of an operation, next to torch's variant that it replaces. Or
+  a GPU kernel that is refused by name, and the code that runs instead of it.
+- (2) verify: each computes small inputs, compared with float64. On a GPU a child
+  process does it. So only the kernel itself is refused if it hangs or writes outside
+  its memory.
+- (3) time: the variants of an operation take turns, in rounds of shapes that no earlier
+  round had. A library that compiles a kernel for every shape is slower in training than
+  its products.
+- (4) store: one file has the results for this device, the versions and the sources of
+  the kernels.
 
-On a processor all runs on one thread, and its seconds are those that this thread worked: time in
-which others had its core doesn't count. With several threads that wait for each other the same
-measurement took 2 to 18 s on a busy machine.
+On a processor everything runs on one thread. Its seconds are those in which this thread
+worked, so time in which others had its core doesn't count. With several threads that
+wait for each other the same measurement took 2 to 18 s on a busy machine.
 """
 
 from __future__ import annotations
@@ -94,16 +97,16 @@ TIMED = Sizes(hidden=256, between=688, heads=4, groups=4)
 
 @dataclass(frozen=True)
 class Operation:
-    """What several variants compute.
+    """An operation that several variants compute.
 
     Args:
-        name: as people read it in a table.
-        unit: what ``work`` counts: FLOP or byte.
-        inputs: in float32, of some sizes.
+        name: label in a table for people.
+        unit: unit of ``work``: FLOP or byte.
+        inputs: creates inputs in float32, of the given sizes.
         reference: the results by their definition, from inputs in float64.
-        work: of such inputs.
+        work: returns the work of such inputs.
         lengths: tokens of each document in the largest round; every round has other ones.
-        seconds: of work on all rounds together.
+        seconds: time for the work of all rounds together.
     """
 
     name: str
@@ -195,9 +198,9 @@ def register(*kernels: Kernel) -> None:
 
 def variants() -> tuple[KernelVariant, ...]:
     """All variants of the kernels that this process has imported, by operation."""
-    found = [kernel for kernel in _REGISTERED.values() if isinstance(kernel, KernelVariant)]
-    order = list(dict.fromkeys(variant.operation.name for variant in found))
-    return tuple(sorted(found, key=lambda variant: order.index(variant.operation.name)))
+    kernels = [kernel for kernel in _REGISTERED.values() if isinstance(kernel, KernelVariant)]
+    order = list(dict.fromkeys(variant.operation.name for variant in kernels))
+    return tuple(sorted(kernels, key=lambda variant: order.index(variant.operation.name)))
 
 
 def gpu_kernels() -> tuple[GpuKernel, ...]:
@@ -221,7 +224,7 @@ def allow_all() -> None:
 
 
 def is_refused(kernel: str) -> bool:
-    """Whether something else has to run instead of the kernel."""
+    """Returns True if other code must run instead of the kernel."""
     return kernel in _REFUSED
 
 
@@ -246,7 +249,7 @@ class Verdict:
 
     @property
     def fault(self) -> str:
-        """What is wrong with its result, in words; empty where nothing is."""
+        """Returns the fault of its result as text; empty if there is none."""
         if self.failed:
             return f"it can't run here: {self.failed}"
         if self.absent or self.error <= self.bound:
@@ -269,31 +272,31 @@ def verify(
     present = [kernel for kernel in kernels if kernel.key not in absent]
     if device == "cpu":
         with _alone(device):
-            found = {kernel.key: checked(kernel, sizes, device) for kernel in present}
+            verdicts = {kernel.key: checked(kernel, sizes, device) for kernel in present}
     else:
-        found = dict(_in_children([kernel.key for kernel in present], sizes, device))
-    found |= absent
-    return {kernel.key: found[kernel.key] for kernel in kernels if kernel.key in found}
+        verdicts = dict(_in_children([kernel.key for kernel in present], sizes, device))
+    verdicts |= absent
+    return {kernel.key: verdicts[kernel.key] for kernel in kernels if kernel.key in verdicts}
 
 
 def checked(kernel: Kernel, sizes: Sizes, device: str) -> Verdict:
     """Runs a kernel in each of its formats and compares; errors are verdicts, too."""
-    place, refusable = torch.device(device), isinstance(kernel, GpuKernel)
+    torch_device, refusable = torch.device(device), isinstance(kernel, GpuKernel)
     worst, repeats = 0.0, True
     for dtype, bound in kernel.bounds.items():
         name = str(dtype).removeprefix("torch.")
         try:
-            pairs = list(kernel.check(sizes, dtype, place))
-            again = list(kernel.check(sizes, dtype, place)) if refusable else pairs
+            pairs = list(kernel.check(sizes, dtype, torch_device))
+            again = list(kernel.check(sizes, dtype, torch_device)) if refusable else pairs
         except Exception as error:  # whatever a compiler, a driver or a kernel says
             kind, text = type(error).__name__, str(error).strip().partition("\n")[0]
             failed = f"{name}: {kind}: {text:.160}" if refusable else f"{text or kind:.120}"
             return Verdict(bound=bound, failed=failed)
-        for found, expected in pairs:
-            off, words = difference(found, expected, of_largest=refusable)
+        for output, expected in pairs:
+            off, fault = difference(output, expected, of_largest=refusable)
             if refusable and off > bound:
-                words = words or f"off by {off:.2g} of the largest number, at most {bound:.2g}"
-                return Verdict(bound=bound, failed=f"{name}: {words}")
+                fault = fault or f"off by {off:.2g} of the largest number, at most {bound:.2g}"
+                return Verdict(bound=bound, failed=f"{name}: {fault}")
             worst = max(worst, off)
         repeats &= all(
             torch.equal(one.nan_to_num(), other.nan_to_num())
@@ -302,18 +305,18 @@ def checked(kernel: Kernel, sizes: Sizes, device: str) -> Verdict:
     return Verdict(worst, max(kernel.bounds.values()), repeats=repeats)
 
 
-def difference(found: Tensor, expected: Tensor, of_largest: bool = False) -> tuple[float, str]:
+def difference(output: Tensor, expected: Tensor, of_largest: bool = False) -> tuple[float, str]:
     """The largest error, and what is wrong with a result where that is no matter of size.
 
     Over the sum of a number's size and the root mean square of all, or over the largest number.
     """
-    if found.shape != expected.shape:
-        shapes = f"{tuple(found.shape)} in the place of {tuple(expected.shape)}"
+    if output.shape != expected.shape:
+        shapes = f"{tuple(output.shape)} in the place of {tuple(expected.shape)}"
         return math.inf, f"a result of shape {shapes}"
-    one, other = found.detach().cpu().double(), expected.detach().cpu().double()
+    one, other = output.detach().cpu().double(), expected.detach().cpu().double()
     if count := int((one.isfinite() != other.isfinite()).sum()):
-        words = f"{count} of {one.numel()} numbers are infinite or NaN where they shouldn't be"
-        return math.inf, words
+        fault = f"{count} of {one.numel()} numbers are infinite or NaN where they shouldn't be"
+        return math.inf, fault
     one, other = (t.where(t.isfinite(), 0.0) for t in (one, other))
     if not other.numel():
         return 0.0, ""
@@ -332,9 +335,9 @@ def compare(
     device: torch.device,
 ) -> Pairs:
     """The results of a kernel and of its reference in float64, from the same rounded inputs."""
-    given = moved(inputs, "cpu", dtype)
-    expected = reference(*moved(given, "cpu", torch.float64))
-    return zip(run(*moved(given, device, dtype)), expected, strict=True)
+    rounded = moved(inputs, "cpu", dtype)
+    expected = reference(*moved(rounded, "cpu", torch.float64))
+    return zip(run(*moved(rounded, device, dtype)), expected, strict=True)
 
 
 def moved(values: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> Any:
@@ -370,15 +373,15 @@ _SILENT: set[str] = set()  # devices on which no child of this process begins
 
 def main(arguments: Sequence[str]) -> None:
     """Verifies the kernels that its argument names."""
-    asked = json.loads(arguments[0])
-    device, sizes = asked["device"], Sizes(**asked.get("sizes", {}))
+    request = json.loads(arguments[0])
+    device, sizes = request["device"], Sizes(**request.get("sizes", {}))
     if torch.device(device).type == "cuda":
         torch.cuda.set_device(device)
-    for name in asked["kernels"]:
+    for name in request["kernels"]:
         print(f"{MARK}{json.dumps([name, None])}", flush=True)
         kernel = _REGISTERED[name]
         allow_all()  # a refused kernel is tried itself; others run without those that are refused
-        _REFUSED.update({} if isinstance(kernel, GpuKernel) else asked.get("refused", {}))
+        _REFUSED.update({} if isinstance(kernel, GpuKernel) else request.get("refused", {}))
         with _alone(device):
             verdict = checked(kernel, sizes, device)
         print(f"{MARK}{json.dumps([name, asdict(verdict)])}", flush=True)
@@ -395,10 +398,10 @@ def _in_children(names: list[str], sizes: Sizes, device: str) -> Iterator[tuple[
 
 
 def _in_child(names: list[str], sizes: Sizes, device: str) -> Iterator[tuple[str, Verdict]]:
-    asked = {"kernels": names, "sizes": asdict(sizes), "device": device, "refused": _REFUSED}
+    request = {"kernels": names, "sizes": asdict(sizes), "device": device, "refused": _REFUSED}
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            [*COMMAND, json.dumps(asked)], stdout=subprocess.PIPE, stderr=errors, text=True
+            [*COMMAND, json.dumps(request)], stdout=subprocess.PIPE, stderr=errors, text=True
         )
         lines: queue.SimpleQueue[str] = queue.SimpleQueue()
 
@@ -462,15 +465,15 @@ def time_variants(
         verdict = verdicts.get(variant.key)
         if verdict is not None and not verdict.absent and not verdict.fault:
             by_operation.setdefault(variant.operation.name, []).append(variant)
-    found: dict[str, VariantTimes] = {}
+    times: dict[str, VariantTimes] = {}
     with _alone(device):
         for name, sound in by_operation.items():
             try:
-                found |= _in_turns(sound, device, seconds_of or _seconds_of(device))
+                times |= _in_turns(sound, device, seconds_of or _seconds_of(device))
             except RuntimeError as error:  # memory, or a driver; nothing is known of its variants
-                words = (str(error).splitlines() or [""])[0]
-                _LOG.warning("%s can't be timed on this machine: %.120s", name, words)
-    return found
+                reason = (str(error).splitlines() or [""])[0]
+                _LOG.warning("%s can't be timed on this machine: %.120s", name, reason)
+    return times
 
 
 def _in_turns(
@@ -479,19 +482,19 @@ def _in_turns(
     operation, generator = sound[0].operation, torch.Generator().manual_seed(0)
 
     def turn(variant: KernelVariant, inputs: Inputs) -> float:
-        given = moved(inputs, device, variant.dtype)
-        return max(seconds_of(lambda: variant.run(*given)), 1e-9)
+        arguments = moved(inputs, device, variant.dtype)
+        return max(seconds_of(lambda: variant.run(*arguments)), 1e-9)
 
     # The first of two passes starts libraries, and compiles where one compiles for a shape.
     small = operation.draw(SMALL_SHARE, 0, generator)
     passes = {variant.key: min(turn(variant, small) for _ in range(2)) for variant in sound}
     slowest = HOPELESS * passes[sound[0].key]
-    found = {
+    hopeless = {
         key: VariantTimes((seconds,), operation.work(*small) / seconds)
         for key, seconds in passes.items()
         if seconds > slowest
     }
-    raced = [variant for variant in sound if variant.key not in found]
+    raced = [variant for variant in sound if variant.key not in hopeless]
     expected = FEWEST * sum(passes[variant.key] for variant in raced) / SMALL_SHARE
     share = min(1.0, operation.seconds / expected)
     times: dict[str, list[float]] = {variant.key: [] for variant in raced}
@@ -507,7 +510,7 @@ def _in_turns(
             times[variant.key].append(seconds)
             rates[variant.key].append(operation.work(*inputs) / seconds)
             spent += seconds
-    return found | {
+    return hopeless | {
         key: VariantTimes(tuple(seconds), statistics.median(rates[key]))
         for key, seconds in times.items()
     }
@@ -542,7 +545,7 @@ class DeviceFigures:
     times: Mapping[str, VariantTimes] = field(default_factory=dict)
 
     def cover(self, kernels: Sequence[Kernel], times: bool) -> bool:
-        """Whether all that is asked of these kernels is known."""
+        """Returns True if all requested figures of these kernels are available."""
         tried = all(kernel.key in self.proofs for kernel in kernels)
         return tried and bool(self.measured_at or not times)
 
@@ -557,17 +560,17 @@ class DeviceFigures:
         return Gain.of(one.seconds, two.seconds)
 
     @classmethod
-    def from_dict(cls, found: Any) -> DeviceFigures:
+    def from_dict(cls, entry: Any) -> DeviceFigures:
         """Reads what ``asdict`` gave, by way of JSON; raises ValueError, TypeError or KeyError."""
-        proofs = {key: Verdict(**verdict) for key, verdict in found["proofs"].items()}
+        proofs = {key: Verdict(**verdict) for key, verdict in entry["proofs"].items()}
         times = {
-            key: VariantTimes(tuple(float(s) for s in told["seconds"]), float(told["rate"]))
-            for key, told in found["times"].items()
+            key: VariantTimes(tuple(float(s) for s in timing["seconds"]), float(timing["rate"]))
+            for key, timing in entry["times"].items()
         }
-        numbers = [n for told in times.values() for n in (*told.seconds, told.rate)]
+        numbers = [n for timing in times.values() for n in (*timing.seconds, timing.rate)]
         if not all(0 < n < math.inf for n in numbers):
             raise ValueError("a time in it is not a positive number")
-        return cls(**{**found, "proofs": proofs, "times": times})
+        return cls(**{**entry, "proofs": proofs, "times": times})
 
 
 _MEMORY: dict[Path, DeviceFigures] = {}  # of this process: its files may not be writable
@@ -580,13 +583,13 @@ def assume_right(kind: str) -> None:
 
 
 def is_here(device: str) -> bool:
-    """Whether this process has the device; a plan may be for another machine."""
+    """Returns True if this process has the device; a plan may be for another machine."""
     kind: str = torch.device(device).type
     return kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())
 
 
 def faults(device: str, *operations: Operation) -> tuple[str, ...]:
-    """What hasten's kernels for these operations compute wrong on a device, a sentence each."""
+    """Faults of hasten's kernels for these operations on a device, one sentence each."""
     if not is_here(device):
         return ()
     proofs, names = proofs_here(device), {operation.name for operation in operations}
@@ -611,9 +614,9 @@ def figures_here(device: str = "cpu", fresh: bool = False) -> DeviceFigures:
 
 
 def kept_figures(device: str = "cpu") -> DeviceFigures | None:
-    """What was timed before; None where nothing was."""
-    found = _kept(_path(device, Sizes()))
-    return found if found is not None and found.measured_at else None
+    """Returns earlier timings; None if there are none."""
+    figures = _kept(_path(device, Sizes()))
+    return figures if figures is not None and figures.measured_at else None
 
 
 def figures_of(
@@ -626,48 +629,48 @@ def figures_of(
     retry: bool = False,
     before: Callable[[int], None] = lambda count: None,
 ) -> DeviceFigures:
-    """What is kept of the kernels on a device; what isn't is found out, and kept.
+    """Returns the stored figures of kernels on a device; measures and stores missing ones.
 
-    Processes of a machine take turns: all but the first find its results.
+    Processes of a machine take turns: all but the first read the stored results.
 
     Args:
-        times: the variants among them have to be timed as well.
-        fresh: nothing that is kept counts.
-        retry: faults that are kept don't count.
-        before: is called with the number of kernels that are going to be tried.
+        times: the variants among them need timings as well.
+        fresh: ignore all stored results.
+        retry: ignore stored faults.
+        before: is called with the number of kernels that will be tested.
     """
     if torch.device(device).type in _PRETENDED:
         return DeviceFigures(_name(device), proofs={kernel.key: Verdict() for kernel in kernels})
     path = _path(device, sizes or Sizes())
-    known = _MEMORY.get(path)
-    if known is not None and not (fresh or retry) and known.cover(kernels, times):
-        return known
+    remembered = _MEMORY.get(path)
+    if remembered is not None and not (fresh or retry) and remembered.cover(kernels, times):
+        return remembered
     with contextlib.ExitStack() as turn:
         with contextlib.suppress(OSError):  # where nothing can be written, nothing is kept
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             turn.enter_context(one_writer(path.with_suffix(".lock")))
-        found = (None if fresh else _kept(path)) or DeviceFigures(_name(device))
+        figures = (None if fresh else _kept(path)) or DeviceFigures(_name(device))
         if retry:
-            right = {key: verdict for key, verdict in found.proofs.items() if not verdict.fault}
-            found = replace(found, proofs=right)
-        if not found.cover(kernels, times):
+            right = {key: verdict for key, verdict in figures.proofs.items() if not verdict.fault}
+            figures = replace(figures, proofs=right)
+        if not figures.cover(kernels, times):
             began = time.process_time()
-            missing = [kernel for kernel in kernels if kernel.key not in found.proofs]
+            missing = [kernel for kernel in kernels if kernel.key not in figures.proofs]
             if missing:
                 before(len(missing))
-            proofs = {**found.proofs, **verify(missing, device, sizes)}
-            found = replace(found, proofs=proofs)
+            proofs = {**figures.proofs, **verify(missing, device, sizes)}
+            figures = replace(figures, proofs=proofs)
             if times:
                 timed = [kernel for kernel in kernels if isinstance(kernel, KernelVariant)]
-                found = replace(
-                    found,
+                figures = replace(
+                    figures,
                     times=time_variants(timed, proofs, device),
                     cpu_seconds=round(time.process_time() - began, 2),
                     measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
                 )
-            cache.write(path, asdict(found))
-        _MEMORY[path] = found
-        return found
+            cache.write(path, asdict(figures))
+        _MEMORY[path] = figures
+        return figures
 
 
 def _kept(path: Path) -> DeviceFigures | None:
@@ -681,13 +684,13 @@ def _path(device: str, sizes: Sizes) -> Path:
 
 @functools.cache
 def _about(device: str) -> dict[str, Any]:
-    """What results depend on: this device, the versions and the sources of the kernels."""
-    here, versions = _machine(), {}
+    """Returns the inputs of the results: this device, and versions and sources of kernels."""
+    machine, versions = _machine(), {}
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     return {
-        "device": (_name(device), here.cpu, here.instruction_sets),
+        "device": (_name(device), machine.cpu, machine.instruction_sets),
         "driver": None if device.startswith("cpu") else Gpus().driver,
         "versions": versions,
         "sources": cache.source_digest(cache.PACKAGE, *SOURCES),

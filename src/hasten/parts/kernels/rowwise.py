@@ -24,14 +24,14 @@ WORTH_THREADS = 32_768  # numbers below which one thread is done before a second
 
 def library() -> LoadedLibrary:
     """The compiled loops, or why there are none."""
-    found = build_library("rows", "experts")
-    if found.library is not None:
-        found.library.rows_squares.restype = c_double
-    return found
+    loaded = build_library("rows", "experts")
+    if loaded.library is not None:
+        loaded.library.rows_squares.restype = c_double
+    return loaded
 
 
 def fits(*tensors: Tensor) -> bool:
-    """Whether these loops take the tensors: one format they know, on the processor."""
+    """Returns True if these loops take the tensors: a supported format, on the processor."""
     first = tensors[0].dtype
     return first in DTYPES and all(t.dtype == first and t.device.type == "cpu" for t in tensors)
 
@@ -128,10 +128,12 @@ def _(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 def rotate(
     x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool, back: bool
 ) -> Tensor:
-    """Rotary embedding of the last ``2 * m`` columns of ``x`` (T, heads, width); others are copied.
+    """Rotary embedding of the last ``2 * m`` columns of ``x`` (T, heads, width).
 
-    ``cos``, ``sin`` (T, m). The numbers of a pair lie side by side, or ``m`` columns apart, as said
-    for input and output. ``back`` turns the other way: the gradient, with input and output swapped.
+    The other columns are copied. ``cos``, ``sin`` (T, m). The numbers of a pair are
+    adjacent or ``m`` columns apart, as set by ``pairs_in`` and ``pairs_out``.
+
+    ``back`` rotates the other way: this is the gradient, with input and output swapped.
     """
     tables_fit = cos.shape == sin.shape and cos.dtype == sin.dtype and len(cos) == len(x)
     if not tables_fit or 2 * cos.shape[-1] > x.shape[-1]:
@@ -211,7 +213,7 @@ def check_alike(weight: Tensor, *others: Tensor) -> None:
 
 
 def is_alike(first: Tensor, *others: Tensor) -> bool:
-    """Whether tensors have one shape and their numbers one order in memory."""
+    """Returns True if tensors have one shape and one order of numbers in memory."""
     return all(t.shape == first.shape and _order(t) == _order(first) for t in others)
 
 

@@ -1,8 +1,8 @@
-"""Fused passes over the rows of a tensor in Triton, for GPUs: the loops of ``rows.cpp`` again.
+"""Fused passes over a tensor's rows in Triton, for GPUs: the loops of ``rows.cpp``.
 
-Imported only where Triton is installed, as it is beside torch for CUDA. Each kernel reads
-float32, bfloat16 or float16, sums in float32 and rounds its result once. What calls them is
-:mod:`hasten.parts.nn.fused_gpu`.
+Imported only if Triton is installed, as it is together with torch for CUDA. Each kernel
+reads float32, bfloat16 or float16, sums in float32 and rounds its result once.
+:mod:`hasten.parts.nn.fused_gpu` calls them.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -42,26 +42,32 @@ def norm_back_kernel(
     PAST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``each`` rows in turn: the gradient of x, with ``past`` added, and their share of w's.
+    """Computes the gradient of x for ``each`` rows, and their part of w's gradient.
 
-    With h = x * inverse and g = grad * w:  dx = inverse * (g - h * mean(g * h)),  dw = sum grad * h
+    ``past`` is added to the gradient of x.
+
+    With h = x * inverse and g = grad * w:
+
+        dx = inverse * (g - h * mean(g * h))
+
+        dw = sum grad * h
     """
     first = tl.program_id(0).to(tl.int64) * each
     at = tl.arange(0, BLOCK)
     inside = at < n
     share = tl.zeros([BLOCK], dtype=tl.float32)
     for row in range(first, tl.minimum(first + each, rows)):
-        place = row * n + at
-        g = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
+        offsets = row * n + at
+        g = tl.load(grad + offsets, mask=inside, other=0.0).to(tl.float32)
         one = tl.load(inverse + row)
-        h = tl.load(x + place, mask=inside, other=0.0).to(tl.float32) * one
+        h = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32) * one
         share += g * h
         # Read again for each row: from the nearest cache, and kept it would leave the registers.
         g *= tl.load(w + at, mask=inside, other=0.0).to(tl.float32)
-        found = one * (g - h * (tl.sum(g * h, 0) / n))
+        gradient = one * (g - h * (tl.sum(g * h, 0) / n))
         if PAST:
-            found += tl.load(past + place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(dx + place, found.to(dx.dtype.element_ty), mask=inside)
+            gradient += tl.load(past + offsets, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx + offsets, gradient.to(dx.dtype.element_ty), mask=inside)
     tl.store(dw + tl.program_id(0).to(tl.int64) * n + at, share, mask=inside)
 
 
@@ -106,10 +112,12 @@ def rotate_kernel(
     BLOCK: tl.constexpr,
     PLAIN: tl.constexpr,
 ):
-    """Some heads of one row: the last ``2 * m`` columns turned, those before them copied.
+    """Rotates the last ``2 * m`` columns of some heads of one row; copies those before.
 
-    A pair lies side by side or ``m`` columns apart, as said for input and output; ``way`` is 1, or
-    -1 for the way back. ``y`` has no gaps.
+    The numbers of a pair are adjacent or ``m`` columns apart, as set by ``PAIRS_IN`` and
+    ``PAIRS_OUT``.
+
+    ``way`` is 1, or -1 for the backward rotation. ``y`` has no gaps.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]

@@ -1,25 +1,29 @@
-"""Causal attention inside each document of a row, with no work spent between documents.
+"""Causal attention inside each document of a row, without work between documents.
 
-A packed row under plain SDPA needs a dense block mask: right, but it computes every pair of tokens
-of the row. Here each document attends to itself alone: one variable-length kernel call where the
-device has one (``torch.nn.attention.varlen``; on processors with AMX hasten's own, for bf16), else
-one causal SDPA call per document.
+A packed row under plain SDPA needs a dense block mask. That is right, but it computes
+every pair of tokens of the row. Here each document attends to itself alone. If the
+device has a variable-length kernel, this is one call of it
+(``torch.nn.attention.varlen``; on processors with AMX hasten's own, for bf16).
+Otherwise it is one causal SDPA call per document.
 
-The function is registered with Transformers under ``hasten_documents``, its public way to add an
-attention; a model instance that selects it stays the only one affected. What a call gets:
+The function is registered with Transformers under ``hasten_documents``, its public
+interface for attention. Only the model instance that selects it is affected. The steps
+of a call:
 
-1. the decoder's forward (`_by_documents`) finds out which documents the rows hold, as Transformers
-   itself would for ``sdpa`` and ``eager``, and hands ``document_lengths`` down; models hand unknown
-   keyword arguments to their attention. Rows of hasten's own collation bring them along
-   (:func:`hasten.parts.data.collate.packed`), so that nobody has to wait for a GPU;
-2. where it can't tell, or there is a cache, a mask that hides tokens, or no training, the call
-   has the model's former attention, with the mask that Transformers builds for that one;
-3. `attend` is called by each layer, and goes by ``document_lengths`` alone.
+1. The decoder's forward (`_by_documents`) detects the documents of the rows, as
+   Transformers itself would for ``sdpa`` and ``eager``. It passes ``document_lengths``
+   on, because models hand unknown keyword arguments to their attention. Rows of
+   hasten's own collation already have them (:func:`hasten.parts.data.collate.packed`),
+   so the host never waits for a GPU.
+2. In four cases the call uses the model's former attention, with the mask that
+   Transformers builds for it. The documents can't be detected, there is a cache, a mask
+   hides tokens, or it isn't training.
+3. Each layer calls `attend`, which uses ``document_lengths`` alone.
 
-DeepSeek-V3.2 attends to the ``index_topk`` keys that an indexer chooses for each query. Here the
-indexer sees one document at a time, so that it chooses among the keys of that document alone. A
-document of at most ``index_topk`` tokens has every key chosen: the indexer isn't run for it, and
-the kernels above take it.
+DeepSeek-V3.2 attends to the ``index_topk`` keys that an indexer chooses for each query.
+Here the indexer gets one document at a time, so it chooses among the keys of that
+document alone. In a document of at most ``index_topk`` tokens every key is chosen. Then
+the indexer isn't run, and the kernels above are used.
 """
 
 from __future__ import annotations
@@ -88,7 +92,7 @@ def why_not_over(usual: str) -> str:
 
 
 def by_documents(config: Any) -> bool:
-    """Whether a model with this config attends document by document."""
+    """Returns True if a model with this config attends document by document."""
     return str(config._attn_implementation).startswith(NAME)
 
 
@@ -120,23 +124,26 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of ``query`` (B, heads, T, d) over ``key``, ``value`` (B, kv heads, T, d).
 
-    ``document_lengths`` add up to T, and are those of every row, or to B T, of all rows end to end.
-    Without them it is the model's former attention, within ``attention_mask``. ``indices`` are what
-    the indexer of ``module`` reads (hidden states, the query's latent, rotary tables), or in the
-    former attention the keys that it chose. Returns (B, T, heads, d).
+    ``document_lengths`` add up to T and are those of every row. Or they add up to B T, for
+    all rows end to end. Without them it is the model's former attention, within
+    ``attention_mask``.
+
+    ``indices`` are the inputs of the indexer of ``module`` (hidden states, the query's
+    latent, rotary tables). In the former attention they are the keys that it chose. Returns
+    (B, T, heads, d).
 
     Raises:
-        ValueError: documents, but fewer queries than keys, or a sliding window.
+        ValueError: documents with fewer queries than keys, or with a sliding window.
     """
     if document_lengths is None:
         if indices is not None:
             assert attention_mask is not None  # such models always build one
             attention_mask = with_chosen_keys(attention_mask, indices, query.dtype)
         more = {"scaling": scaling, "dropout": dropout, **other}
-        found: tuple[Tensor, Tensor | None] = _usual(module)(
+        output: tuple[Tensor, Tensor | None] = _usual(module)(
             module, query, key, value, attention_mask, **more
         )
-        return found
+        return output
     if query.shape[2] != key.shape[2] or other.get("sliding_window") is not None:
         raise ValueError(
             "document attention has neither a cache nor a sliding window; leave document_lengths "
@@ -188,7 +195,7 @@ def _end_to_end(t: Tensor, side: int) -> Tensor:
 
 
 def has_indexer(module: nn.Module) -> bool:
-    """Whether it is an attention whose keys an indexer chooses."""
+    """Returns True if it is an attention with keys that an indexer chooses."""
     return type(module).__name__ == "DeepseekV32Attention"
 
 
@@ -208,59 +215,60 @@ def with_chosen_keys(mask: Tensor, indices: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def is_no_mask(mask: Tensor | None) -> bool:
-    """Whether a mask stands for none: documents are told by their lengths."""
+    """Returns True if a mask means none: documents are then separated by their lengths."""
     return mask is not None and mask.numel() == 0
 
 
 def _by_documents(decoder: Any, usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The decoder's forward, with the lengths of the documents where its attention is to use them.
+    """Runs the decoder's forward, with document lengths if its attention is to use them.
 
-    Transformers hands a mask of four dimensions on as it is, so that it neither builds one nor
+    Transformers passes a mask of four dimensions on unchanged. So it neither builds one nor
     reads the positions, for which the host would wait.
     """
     if not by_documents(decoder.config):
         return usual(*args, **kwargs)
-    given = kwargs
+    inputs = kwargs
     if args:
-        given = inspect.signature(usual).bind_partial(*args).arguments | kwargs
-    states = given.get("input_ids")
+        inputs = inspect.signature(usual).bind_partial(*args).arguments | kwargs
+    states = inputs.get("input_ids")
     if states is None:
-        states = given.get("inputs_embeds")
+        states = inputs.get("inputs_embeds")
     if states is None:
-        return usual(**given)
-    told = given.get("document_lengths") is not None
-    if told:
-        mask = given.get("attention_mask")
+        return usual(**inputs)
+    has_lengths = inputs.get("document_lengths") is not None
+    if has_lengths:
+        mask = inputs.get("attention_mask")
         if isinstance(mask, Tensor) and mask.numel() and not bool(mask.all()):
             raise ValueError(
                 "document_lengths say which tokens see each other, and an attention_mask that "
                 "hides some was given too; leave one of them out"
             )
     else:
-        given = {**given, **_found_documents(decoder, states, given)}
-        told = "document_lengths" in given
-    if told:
-        given["attention_mask"] = states.new_empty((1, 1, 0, 0), dtype=torch.bool)
-    return usual(**given)
+        inputs = {**inputs, **_found_documents(decoder, states, inputs)}
+        has_lengths = "document_lengths" in inputs
+    if has_lengths:
+        inputs["attention_mask"] = states.new_empty((1, 1, 0, 0), dtype=torch.bool)
+    return usual(**inputs)
 
 
-def _found_documents(decoder: Any, states: Tensor, given: Mapping[str, Any]) -> dict[str, Any]:
-    """``document_lengths`` and ``boundaries`` of a training pass that brings none, or nothing.
+def _found_documents(decoder: Any, states: Tensor, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns ``document_lengths`` and ``boundaries`` of a training pass without them.
 
-    The rule is that of Transformers for ``sdpa`` and ``eager``: without a mask and a cache, a
-    document begins where a position isn't the one before plus one; else each row is one document.
+    It returns nothing if they can't be detected. The rule is that of Transformers for
+    ``sdpa`` and ``eager``. Without a mask and a cache, a document begins where a position
+    isn't the one before plus one. Otherwise each row is one document.
     """
     config = decoder.config
-    weights = given.get("output_attentions", getattr(config, "output_attentions", False))
-    if not decoder.training or weights or holds_cache(given):
+    weights = inputs.get("output_attentions", getattr(config, "output_attentions", False))
+    if not decoder.training or weights or holds_cache(inputs):
         return {}
     batch, length = states.shape[:2]
-    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
     if mask is not None:
         if not isinstance(mask, Tensor) or mask.shape != (batch, length) or _is_traced():
             return {}
         return {"document_lengths": (length,)} if bool(mask.all()) else {}
-    use_cache = given.get("use_cache")
+    use_cache = inputs.get("use_cache")
     if positions is None or (config.use_cache if use_cache is None else use_cache):
         return {"document_lengths": (length,)}
     if positions.ndim != 2 or _is_traced():
@@ -276,7 +284,7 @@ def _found_documents(decoder: Any, states: Tensor, given: Mapping[str, Any]) -> 
 
 
 def _is_traced() -> bool:
-    """Whether a graph is made of the pass: what a tensor holds can't be asked then."""
+    """Returns True if the pass is traced to a graph: then tensor values can't be read."""
     return bool(torch.compiler.is_compiling())
 
 
@@ -290,7 +298,7 @@ def _later(
     *more: Any,
     **named: Any,
 ) -> Any:
-    """What an indexer reads, handed on to `attend`, which knows the documents."""
+    """Passes the indexer's inputs on to `attend`, which has the documents."""
     if is_no_mask(attention_mask):
         return hidden, latent, tables
     return usual(hidden, latent, tables, attention_mask, *more, **named)
@@ -304,7 +312,7 @@ DOCUMENTS = ("document_lengths", "boundaries")
 
 
 def lead_around(module: nn.Module, arguments: dict[str, Any]) -> None:
-    """Take what says the documents out of the arguments of an attention, for `apart`."""
+    """Moves the document arguments out of an attention's arguments, for `apart`."""
     _around[module] = {name: arguments.pop(name) for name in DOCUMENTS if name in arguments}
 
 
@@ -356,31 +364,32 @@ def _usual(module: Any) -> Callable[..., Any]:
 
     usual = usual_of(module.config)
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(usual, eager)
-    return found
+    function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(usual, eager)
+    return function
 
 
 @torch.no_grad()
 def _chosen(
     indexer: Any, read: tuple[Any, ...], lengths: Sequence[int]
 ) -> list[Tensor | None] | None:
-    """Of each document the keys that a query may see, (B, 1, n, n), or None: all before it.
+    """Returns for each document the keys that a query may use, (B, 1, n, n).
 
-    None in place of the list where that holds for every document.
+    An entry is None if these are all keys before it. The whole list is None if that holds
+    for every document.
     """
     if max(lengths) <= indexer.index_topk:
         return None
     hidden, latent, (cos, sin) = read
     pieces = zip(*(t.split(tuple(lengths), dim=1) for t in (hidden, latent, cos, sin)), strict=True)
-    found: list[Tensor | None] = []
+    masks: list[Tensor | None] = []
     for length, (states, query, *tables) in zip(lengths, pieces, strict=True):
         if length <= indexer.index_topk:
-            found.append(None)
+            masks.append(None)
             continue
         causal = torch.ones(1, 1, length, length, dtype=torch.bool, device=hidden.device).tril()
         indices = indexer.forward(states, query, tuple(tables), causal[:, 0], None)
-        found.append(with_chosen_keys(causal, indices, hidden.dtype))
-    return found
+        masks.append(with_chosen_keys(causal, indices, hidden.dtype))
+    return masks
 
 
 def _one_by_one(
@@ -393,11 +402,11 @@ def _one_by_one(
     """One SDPA call per document: causal, or within its mask."""
     pieces = zip(*(t.split(tuple(lengths), dim=2) for t in tensors), strict=True)
     every = [None] * len(lengths) if masks is None else masks
-    found = [
+    outputs = [
         _causal(query, key, value, scale, dropout, mask)
         for (query, key, value), mask in zip(pieces, every, strict=True)
     ]
-    return torch.cat(found, dim=2).transpose(1, 2)
+    return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
 def _on_tiles(
@@ -437,9 +446,9 @@ def _fits_varlen(query: Tensor, value: Tensor, dropout: float) -> bool:
 
 @functools.cache
 def _has_varlen(device: torch.device) -> bool:
-    """Whether FlashAttention-2, which the kernel is, runs on a GPU: from Ampere on.
+    """Returns True if the kernel, FlashAttention-2, runs on a GPU: from Ampere on.
 
-    ROCm has one of its own that was never tried with this code.
+    ROCm has its own version that was never tested with this code.
     """
     capable = torch.version.hip is None
     return capable and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
@@ -453,9 +462,9 @@ def _kernel_width(query: Tensor, value: Tensor) -> int:
 
 @functools.cache
 def _varlen() -> Callable[..., Any] | None:
-    """Torch's variable-length kernel, told to be causal, or None where torch has none.
+    """Returns torch's variable-length kernel, set to causal, or None if torch has none.
 
-    A window says so in recent releases, a flag did in the first ones.
+    Recent releases use a window for that, the first ones a flag.
     """
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -468,7 +477,7 @@ def _varlen() -> Callable[..., Any] | None:
 
 @functools.cache
 def _groups_heads(kernel: Callable[..., Any]) -> bool:
-    """Whether it takes fewer heads of keys than of queries: torch 2.11 has none that does."""
+    """Returns True if it takes fewer key heads than query heads; none of torch 2.11 does."""
     return "enable_gqa" in inspect.signature(kernel).parameters
 
 
@@ -479,11 +488,12 @@ def _one_kernel(
     longest: int,
     scale: float | None,
 ) -> Tensor:
-    """The whole row in one call; tensors become (tokens, heads, d) and back.
+    """Computes the whole row in one call; tensors become (tokens, heads, d) and back.
 
-    The kernel knows one width of head. Where query and value differ in theirs (latent attention:
-    192 and 128) columns of zeros fill the narrower: in query and key they add nothing to a score,
-    and in the value they come out as zeros, which are cut off. Their gradients are cut off too.
+    The kernel supports one head width. If query and value have different widths (latent
+    attention: 192 and 128), columns of zeros fill the narrower one. In query and key they
+    add nothing to a score. In the value they give zeros, which are cut off. Their gradients
+    are cut off too.
     """
     query, key, value = (t[0].transpose(0, 1) for t in tensors)
     groups, more = query.shape[1] // key.shape[1], {}

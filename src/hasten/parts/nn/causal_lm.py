@@ -1,4 +1,4 @@
-"""What of a Hugging Face causal language model is asked for: trunk, head, experts, what learns."""
+"""Parts of a Hugging Face causal language model: trunk, head, experts, what learns."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def causal_lm(model: nn.Module) -> Any:
 
 
 def trunk(model: nn.Module) -> nn.Module:
-    """The decoder that maps token ids to hidden states.
+    """Returns the decoder that maps token ids to hidden states.
 
     Raises:
-        ValueError: not a causal language model, or one whose decoder isn't named.
+        ValueError: not a causal language model, or the decoder has no name.
     """
     inner = causal_lm(model)
-    found: nn.Module | None = getattr(inner, inner.base_model_prefix, None)
-    if found is None:
+    decoder: nn.Module | None = getattr(inner, inner.base_model_prefix, None)
+    if decoder is None:
         raise ValueError(f"{type(inner).__name__} doesn't name its decoder")
-    return found
+    return decoder
 
 
 def routed_experts(config: Any) -> int:
     """How many routed experts a layer has, whatever a model's config calls them; 0 without any."""
     names = ("n_routed_experts", "num_local_experts", "num_experts")  # DeepSeek's first
-    return next((int(found) for name in names if (found := getattr(config, name, None))), 0)
+    return next((int(count) for name in names if (count := getattr(config, name, None))), 0)
 
 
 def freeze_indexers(model: nn.Module) -> int:
@@ -54,22 +54,22 @@ def freeze_indexers(model: nn.Module) -> int:
     DeepSeek trains its indexers by a loss of their own (arXiv:2512.02556), which transformers
     doesn't have: they stay as they were loaded. DDP would wait for their gradients.
     """
-    found = [module for module in model.modules() if type(module).__name__ in INDEXERS]
-    for module in found:
+    indexers = [module for module in model.modules() if type(module).__name__ in INDEXERS]
+    for module in indexers:
         module.requires_grad_(False)
-    return len(found)
+    return len(indexers)
 
 
 def may_rest(model: nn.Module) -> bool:
-    """Whether weights that learn may have no gradient in a step, as the examples are short."""
+    """Returns True if trained weights may have no gradient in a step with short examples."""
     return any(type(module).__name__ in COMPRESSORS for module in model.modules())
 
 
 def holds_cache(arguments: Mapping[str, Any]) -> bool:
-    """Whether a model, a layer or an attention is called with a cache of keys and values."""
+    """Returns True if a model, layer or attention is called with a key-value cache."""
     return any(is_cache(name, value) for name, value in arguments.items())
 
 
 def is_cache(name: str, value: Any) -> bool:
-    """Whether an argument is one: by what it can do too, since its name may change once more."""
+    """Returns True if an argument is one: by its methods too, as the name may change."""
     return value is not None and (name in CACHES or hasattr(value, "get_seq_length"))

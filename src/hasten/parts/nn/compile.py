@@ -1,21 +1,23 @@
-"""Compiles the parts of a model's decoder blocks, once for all blocks, for a few fixed lengths.
+"""Compiles the parts of a model's decoder blocks, once for all, for a few lengths.
 
-Blocks of one class share their code, so that torch.compile translates norm, attention and MLP of
-one block and every other block runs the same machine code (torch's "regional compilation" recipe).
+Blocks of one class share their code. So torch.compile translates norm, attention and
+MLP of one block, and every other block runs the same machine code. This is torch's
+"regional compilation" recipe.
 
-What would make it translate again and again stays outside the graph:
+Everything that would cause repeated translation stays outside the graph:
 
-- lengths: rows are filled up to a multiple of ``bucket`` (``filled_rows``), and after ``shapes``
-  shapes any new one runs as it would without a compiler, for good;
-- documents: their lengths are Python numbers, another tuple at each step. A graph ends before
-  attention and another begins behind it; the lengths go around, to attention itself (``apart``);
-- evaluation: passes without gradients run as they are, since a second translation for them would
-  cost more than it saves;
-- the key-value cache, for which training has no use.
+- lengths: rows are filled up to a multiple of ``bucket`` (``filled_rows``). After
+  ``shapes`` shapes any new one runs without a compiler from then on.
+- documents: their lengths are Python numbers, another tuple at each step. A graph ends
+  before attention and another begins after it. The lengths are passed around it, to
+  attention itself (``apart``).
+- evaluation: passes without gradients run uncompiled, because a second translation for
+  them would cost more than it saves.
+- the key-value cache, which training doesn't use.
 
-Forwards are bound to the instances (:mod:`hasten.parts.nn.rebind`), so that names of parameters
-don't change and recomputation, which wraps a whole block, finds compiled parts inside. A part that
-has a forward of its own already (fused kernels) is left to that.
+Forwards are bound to the instances (:mod:`hasten.parts.nn.rebind`), so names of
+parameters don't change. Recomputation, which wraps a whole block, finds compiled parts
+inside. A part that already has its own forward (fused kernels) isn't compiled.
 """
 
 from __future__ import annotations
@@ -126,13 +128,16 @@ class CompiledBlocks:
         return graph.code(*args, **kwargs)
 
     def _takes(
-        self, seen: set[tuple[object, ...]], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        known_shapes: set[tuple[object, ...]],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
     ) -> bool:
         first = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
         shape: tuple[object, ...] = () if self._dynamic else tuple(first.shape)
-        if shape not in seen and len(seen) < self.shapes:
-            seen.add(shape)
-        return shape in seen
+        if shape not in known_shapes and len(known_shapes) < self.shapes:
+            known_shapes.add(shape)
+        return shape in known_shapes
 
 
 @torch.compiler.disable
@@ -164,27 +169,27 @@ def filled_rows(inputs: Mapping[str, Any], bucket: int) -> dict[str, Any]:
     In a packed row the filler is a document of its own, behind all others. Inputs without
     ``input_ids``, or with tensors that aren't known here, come back as they are.
     """
-    known = {"input_ids", "labels", "position_ids", *attention.DOCUMENTS}
+    supported = {"input_ids", "labels", "position_ids", *attention.DOCUMENTS}
     ids = inputs.get("input_ids")
-    if not isinstance(ids, Tensor) or set(inputs) - known:
+    if not isinstance(ids, Tensor) or set(inputs) - supported:
         return dict(inputs)
     length = ids.shape[1]
     more = -length % bucket
     if not more:
         return dict(inputs)
-    found = {**inputs, "input_ids": F.pad(ids, (0, more))}
+    filled = {**inputs, "input_ids": F.pad(ids, (0, more))}
     if "labels" in inputs:
-        found["labels"] = F.pad(inputs["labels"], (0, more), value=IGNORED)
+        filled["labels"] = F.pad(inputs["labels"], (0, more), value=IGNORED)
     if "position_ids" in inputs:
         positions = inputs["position_ids"]
         filler = torch.arange(more, dtype=positions.dtype, device=positions.device)
-        found["position_ids"] = torch.cat([positions, filler.expand(len(positions), more)], 1)
+        filled["position_ids"] = torch.cat([positions, filler.expand(len(positions), more)], 1)
     if "document_lengths" in inputs:
-        found["document_lengths"] = (*inputs["document_lengths"], more)
+        filled["document_lengths"] = (*inputs["document_lengths"], more)
     if "boundaries" in inputs:
         ends = inputs["boundaries"]
-        found["boundaries"] = torch.cat([ends, ends[-1:] + more])
-    return found
+        filled["boundaries"] = torch.cat([ends, ends[-1:] + more])
+    return filled
 
 
 def _keep_instruction_sets_apart() -> None:

@@ -1,12 +1,15 @@
 """A layer's routed experts on fused kernels, bound to one model instance.
 
     (1) tokens are sorted by expert                        (sorted pairs of token and expert)
+
     (2) gate and up, for all experts in one call each      (S, intermediate)
+
     (3) the gated activation, then down, again in one call (S, hidden)
+
     (4) a token's results are added, times its weights     (T, hidden)
 
-and backward the other way round. A library that compiles a kernel for each shape compiles one for
-every number of tokens that ever meets an expert; these kernels take any.
+Backward runs in the reverse order. A library that compiles a kernel for each shape
+compiles one for every number of tokens of an expert. These kernels take any number.
 """
 
 from __future__ import annotations
@@ -38,14 +41,14 @@ def fuse_experts(model: nn.Module) -> int:
     """
     if why_not():
         raise ValueError(f"the experts can't be fused here: {why_not()}")
-    found = [m for m in model.modules() if type(m).__name__ in CLASSES]
-    for module in found:
+    layers = [m for m in model.modules() if type(m).__name__ in CLASSES]
+    for module in layers:
         rebind.bind(module, _forward)
-    if not found:
+    if not layers:
         raise ValueError(
             f"{type(model).__name__} has no experts that are known here ({', '.join(CLASSES)})"
         )
-    return len(found)
+    return len(layers)
 
 
 def fused(model: nn.Module) -> int:
@@ -63,8 +66,8 @@ def _forward(
         x, weights = x.to(dtype), (weights[0].to(dtype), weights[1].to(dtype))
     silu = type(self.act_fn).__name__.startswith("SiLU")
     if not silu or not rowwise.fits(x, *weights):
-        own: Tensor = usual(hidden_states, top_k_index, top_k_weights)
-        return own
+        output: Tensor = usual(hidden_states, top_k_index, top_k_weights)
+        return output
     return run(x, top_k_index, top_k_weights, *weights).to(hidden_states.dtype)
 
 
@@ -73,8 +76,8 @@ def run(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
 
     ``gate_up`` (experts, 2 m, n), ``down`` (experts, n, m); see `why_not` before.
     """
-    found: Tensor = _Experts.apply(x, index, weights, gate_up, down)
-    return found
+    output: Tensor = _Experts.apply(x, index, weights, gate_up, down)
+    return output
 
 
 class _Experts(torch.autograd.Function):
@@ -86,25 +89,25 @@ class _Experts(torch.autograd.Function):
         counts = index.flatten().bincount(minlength=down.shape[0])
         starts = (0, *counts.cumsum(0).tolist())
         sources = order // index.shape[1]  # the token of each pair
-        given = x.index_select(0, sources)
+        rows = x.index_select(0, sources)
         inner = down.shape[2]
-        gate = experts.products(given, gate_up[:, :inner], starts, True)
-        up = experts.products(given, gate_up[:, inner:], starts, True)
-        found = experts.products(rowwise.swiglu(gate, up), down, starts, True)
+        gate = experts.products(rows, gate_up[:, :inner], starts, True)
+        up = experts.products(rows, gate_up[:, inner:], starts, True)
+        outputs = experts.products(rowwise.swiglu(gate, up), down, starts, True)
         places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
         places = places.view_as(index)
-        ctx.save_for_backward(x, weights, gate_up, down, order, places, gate, up, found)
+        ctx.save_for_backward(x, weights, gate_up, down, order, places, gate, up, outputs)
         ctx.starts = starts
-        return experts.combine(found, places, weights.float())
+        return experts.combine(outputs, places, weights.float())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # Once: what recompute kept back is computed again when it is asked for, and then gone.
-        x, weights, gate_up, down, order, places, gate, up, found = ctx.saved_tensors
+        x, weights, gate_up, down, order, places, gate, up, outputs = ctx.saved_tensors
         starts, inner = ctx.starts, down.shape[2]
         sources = order // places.shape[1]
         flat = weights.float().flatten()
-        grad, dw = experts.combine_backward(grads[0], found, sources, flat.index_select(0, order))
+        grad, dw = experts.combine_backward(grads[0], outputs, sources, flat.index_select(0, order))
         between = experts.products(grad, down, starts, False)
         dgate, dup = rowwise.swiglu_backward(between, gate, up)
         dgate_up = ddown = dx = None
@@ -114,18 +117,18 @@ class _Experts(torch.autograd.Function):
         if ctx.needs_input_grad[3]:
             dgate_up = _gate_up_gradient(gate_up, x.index_select(0, sources), dgate, dup, starts)
         if ctx.needs_input_grad[0]:
-            given = experts.products(dgate, gate_up[:, :inner], starts, False)
-            given += experts.products(dup, gate_up[:, inner:], starts, False)
-            dx = experts.combine(given, places, None)
+            row_gradients = experts.products(dgate, gate_up[:, :inner], starts, False)
+            row_gradients += experts.products(dup, gate_up[:, inner:], starts, False)
+            dx = experts.combine(row_gradients, places, None)
         dweights = torch.empty_like(flat).scatter_(0, order, dw).view_as(weights)
         return dx, None, dweights.to(weights.dtype), dgate_up, ddown
 
 
 def _gate_up_gradient(
-    gate_up: Tensor, given: Tensor, dgate: Tensor, dup: Tensor, starts: tuple[int, ...]
+    gate_up: Tensor, rows: Tensor, dgate: Tensor, dup: Tensor, starts: tuple[int, ...]
 ) -> Tensor:
     """The gradient of the joined weight of gate and up."""
-    found, inner = torch.empty_like(gate_up), dgate.shape[1]
-    experts.gradients_(found[:, :inner], dgate, given, starts)
-    experts.gradients_(found[:, inner:], dup, given, starts)
-    return found
+    gradient, inner = torch.empty_like(gate_up), dgate.shape[1]
+    experts.gradients_(gradient[:, :inner], dgate, rows, starts)
+    experts.gradients_(gradient[:, inner:], dup, rows, starts)
+    return gradient

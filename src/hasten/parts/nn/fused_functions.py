@@ -1,9 +1,10 @@
-"""Differentiable operations on fused kernels: RMS norm, gated SiLU, rotary embedding, linear.
+"""Differentiable operations on fused kernels: RMS norm, gated SiLU, rotary, linear.
 
-Each computes what the usual few operators compute, with sums in float32 and one rounding at the
-end. They run on the processor's kernels (:mod:`hasten.parts.kernels`) or on a GPU's
-(:mod:`hasten.parts.nn.fused_gpu`), by where a tensor lies; whether those take it is asked with
-``fits`` before. Products and attention on tiles are the processor's alone.
+Each computes the same as the usual few operators, with sums in float32 and one rounding
+at the end. They run on the processor's kernels (:mod:`hasten.parts.kernels`) or on a
+GPU's (:mod:`hasten.parts.nn.fused_gpu`), by the device of the tensor. Call ``fits``
+first to check that the kernels take the tensors. Only the processor has products and
+attention on tiles.
 """
 
 from __future__ import annotations
@@ -23,68 +24,68 @@ ROUND = 64  # rows that a piece is a multiple of
 
 
 def backend(x: Tensor) -> Any:
-    """The module whose passes run where ``x`` lies: the one place that decides."""
+    """Returns the module with the passes for the device of ``x``; the only such decision."""
     return rowwise if x.device.type == "cpu" else fused_gpu
 
 
 def fits(kernel: str, *tensors: Tensor) -> bool:
-    """Whether ``rms_norm``, ``swiglu`` or ``rotate`` takes these tensors, together."""
-    here = backend(tensors[0])
-    found: bool = here.fits(*tensors)
-    return found and not (here is fused_gpu and is_refused(kernel))
+    """Returns True if ``rms_norm``, ``swiglu`` or ``rotate`` takes these tensors together."""
+    implementation = backend(tensors[0])
+    supported: bool = implementation.fits(*tensors)
+    return supported and not (implementation is fused_gpu and is_refused(kernel))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x ** 2) + eps) * weight`` over the last side (arXiv:1910.07467)."""
     if backend(x) is fused_gpu:
         return fused_gpu.whole_norm(x, weight, eps)
-    found: Tensor = _RMSNorm.apply(x, weight, eps)
-    return found
+    normed: Tensor = _RMSNorm.apply(x, weight, eps)
+    return normed
 
 
 def norm_beside(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The norm of ``x``, and ``x`` to add to later: both gradients come back in one pass."""
-    found: tuple[Tensor, Tensor] = _NormBeside.apply(x, weight, eps)
-    return found
+    outputs: tuple[Tensor, Tensor] = _NormBeside.apply(x, weight, eps)
+    return outputs
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up``."""
-    whole = fused_gpu.whole_swiglu(gate, up) if backend(gate) is fused_gpu else None
-    found: Tensor = _SwiGLU.apply(gate, up) if whole is None else whole
-    return found
+    liger_output = fused_gpu.whole_swiglu(gate, up) if backend(gate) is fused_gpu else None
+    output: Tensor = _SwiGLU.apply(gate, up) if liger_output is None else liger_output
+    return output
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool) -> Tensor:
     """Rotary embedding of ``x`` (T, heads, width); see
     :func:`hasten.parts.kernels.rowwise.rotate`."""
-    found: Tensor = _Rotate.apply(x, cos, sin, pairs_in, pairs_out)
-    return found
+    rotated: Tensor = _Rotate.apply(x, cos, sin, pairs_in, pairs_out)
+    return rotated
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x @ weight.T + bias`` in bf16; the gradient of the weight is the kernels' own product."""
     flat = x.reshape(-1, x.shape[-1])
-    found: Tensor = _FusedLinear.apply(flat, weight, bias)
-    return found.view(*x.shape[:-1], weight.shape[0])
+    output: Tensor = _FusedLinear.apply(flat, weight, bias)
+    return output.view(*x.shape[:-1], weight.shape[0])
 
 
 def joined(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    """``x @ weight.T`` for each of several weights; the gradient of ``x`` is summed in place.
+    """``x @ weight.T`` for several weights; the gradient of ``x`` is summed in place.
 
-    Query, key and value of an attention, gate and up of an MLP: autograd would form one gradient of
-    ``x`` for each and add them up in passes of their own.
+    It is for query, key and value of an attention, and gate and up of an MLP. Without it,
+    autograd would form one gradient of ``x`` for each, and add them up in separate passes.
     """
     flat = x.reshape(-1, x.shape[-1])
-    found: tuple[Tensor, ...] = _Joined.apply(flat, *weights)
-    return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in found)
+    outputs: tuple[Tensor, ...] = _Joined.apply(flat, *weights)
+    return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in outputs)
 
 
 def joinable(layer: Any, bound: Callable[..., Any]) -> bool:
-    """Whether a call of a layer is the product with its weight and nothing else.
+    """Returns True if a call of a layer is the product with its weight and nothing else.
 
-    No bias, no hooks, and no forward of its own but ``bound``, which does the same. A layer around
-    which somebody has put more (a number format, a probe) has to be called.
+    It must have no bias, no hooks, and no forward of its own except ``bound``, which does
+    the same. A layer with an added wrapper (a number format, a probe) must be called.
     """
     ahead = (layer._forward_hooks, layer._forward_pre_hooks)
     back = (layer._backward_hooks, layer._backward_pre_hooks)
@@ -98,28 +99,28 @@ def joinable(layer: Any, bound: Callable[..., Any]) -> bool:
 
 
 def matmul_bf16(x: Tensor, matrix: Tensor, out: Tensor | None = None) -> Tensor:
-    """``x @ matrix`` in bf16, in one or two pieces of round sizes; added to ``out`` if given.
+    """``x @ matrix`` in bf16, in one or two pieces of round size; added to any ``out``.
 
-    The library behind ``torch.mm`` compiles a kernel for each shape it meets and keeps it: rows of
-    ever new lengths cost time and memory without end. The first piece has as many rows as the
-    five leading bits of their number say, so that between n and 2 n rows there are at most sixteen
-    shapes; the rest is filled up to the next multiple of 64.
+    The library behind ``torch.mm`` compiles a kernel for each shape and keeps it. Rows of
+    ever new lengths would cost time and memory without end. The first piece has the row
+    count rounded down to its five leading bits. So between n and 2 n rows there are at most
+    sixteen shapes. The remaining rows are filled up to the next multiple of 64.
     """
     beta = 0 if out is None else 1
     out = x.new_empty(x.shape[0], matrix.shape[1]) if out is None else out
     step = max(1 << max(x.shape[0].bit_length() - 5, 0), ROUND)
-    whole = x.shape[0] // step * step
-    if whole:
-        torch.addmm(out[:whole], x[:whole], matrix, beta=beta, out=out[:whole])
-    rest = x.shape[0] - whole
-    if rest:
-        filled = x.new_zeros(-(-rest // ROUND) * ROUND, x.shape[1])
-        filled[:rest] = x[whole:]
-        found = torch.mm(filled, matrix)[:rest]
+    full_rows = x.shape[0] // step * step
+    if full_rows:
+        torch.addmm(out[:full_rows], x[:full_rows], matrix, beta=beta, out=out[:full_rows])
+    remaining_rows = x.shape[0] - full_rows
+    if remaining_rows:
+        filled = x.new_zeros(-(-remaining_rows // ROUND) * ROUND, x.shape[1])
+        filled[:remaining_rows] = x[full_rows:]
+        product = torch.mm(filled, matrix)[:remaining_rows]
         if beta:
-            out[whole:].add_(found)
+            out[full_rows:].add_(product)
         else:
-            out[whole:] = found
+            out[full_rows:] = product
     return out
 
 
@@ -211,12 +212,12 @@ class _Joined(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         wants_x, *wants = ctx.needs_input_grad
         dx: Tensor | None = None
-        found: list[Tensor | None] = []
+        weight_gradients: list[Tensor | None] = []
         for grad, weight, wanted in zip(grads, weights, wants, strict=True):
             grad = grad.contiguous()
             dx = matmul_bf16(grad, weight, dx) if wants_x else None
-            found.append(amx.product(grad, x, True, False) if wanted else None)
-        return dx, *found
+            weight_gradients.append(amx.product(grad, x, True, False) if wanted else None)
+        return dx, *weight_gradients
 
 
 def attend(
@@ -227,8 +228,8 @@ def attend(
     ``query`` (T, heads, dk), ``key`` (T, groups, dk), ``value`` (T, groups, dv); document ``i`` is
     the tokens from ``starts[i]`` to ``starts[i + 1]``.
     """
-    found: Tensor = _Attend.apply(query, key, value, starts, scale)
-    return found
+    output: Tensor = _Attend.apply(query, key, value, starts, scale)
+    return output
 
 
 class _Attend(torch.autograd.Function):
@@ -243,8 +244,8 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        found = amx.attention_backward(grads[0], *ctx.saved_tensors, *ctx.layout)
-        return *found, None, None
+        gradients = amx.attention_backward(grads[0], *ctx.saved_tensors, *ctx.layout)
+        return *gradients, None, None
 
 
 # ``relu(x @ weight.T + bias)`` with one tensor kept for the backward pass in the place of two.
@@ -271,8 +272,8 @@ def fused_linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    found: Tensor = _LinearReLU.apply(x, weight, bias)
-    return found
+    output: Tensor = _LinearReLU.apply(x, weight, bias)
+    return output
 
 
 class _LinearReLU(torch.autograd.Function):

@@ -1,18 +1,18 @@
-"""The fused operations of :mod:`hasten.parts.nn.fused_functions` on a GPU: Liger, torch, Triton.
+"""GPU form of :mod:`hasten.parts.nn.fused_functions`: Liger, torch, Triton.
 
 Each operation is taken from the first that has it:
 
-  1. Liger's kernels (Hsu et al., arXiv:2410.10989), where ``liger-kernel`` is installed: the plain
-     norm and the gated SiLU
-  2. torch's own: the plain norm, one kernel each way since torch 2.9
-  3. Triton kernels of hasten's own (:mod:`hasten.parts.kernels.rowwise_triton`) for what neither
-  has:
-     the norm with the residual's gradient in one pass, rotary embedding of some of the columns with
-     pairs in either layout (MLA); and the gated SiLU where Liger isn't
+- (1) Liger's kernels (Hsu et al., arXiv:2410.10989), if ``liger-kernel`` is installed:
+  the plain norm and the gated SiLU.
+- (2) torch's own: the plain norm, one kernel each way since torch 2.9.
+- (3) hasten's own Triton kernels (:mod:`hasten.parts.kernels.rowwise_triton`) for
+  operations that neither has. These are the norm with the residual's gradient in one
+  pass, and rotary embedding of some columns with pairs in either layout (MLA). The
+  gated SiLU is used if Liger isn't installed.
 
 Triton comes with torch for CUDA. The Triton passes are torch operators under
-``hasten_gpu::`` with the signatures of :mod:`hasten.parts.kernels.rowwise`, so that compiled graphs
-keep them whole and one autograd function serves processor and GPU.
+``hasten_gpu::`` with the signatures of :mod:`hasten.parts.kernels.rowwise`. So compiled
+graphs keep them whole, and one autograd function serves processor and GPU.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def launch(kernel: Any, programs: tuple[int, ...], x: Tensor, *others: Any, **fi
         kernel[programs](x, *others, **fixed)
 
 
-def _launch(name: str, *given: Any, **fixed: Any) -> None:
+def _launch(name: str, *args: Any, **fixed: Any) -> None:
     kernels = importlib.import_module("hasten.parts.kernels.rowwise_triton")
-    launch(getattr(kernels, name), *given, **fixed)
+    launch(getattr(kernels, name), *args, **fixed)
 
 
 def why_not(device: str) -> str:
@@ -80,15 +80,15 @@ def why_not(device: str) -> str:
     if importlib.util.find_spec("triton") is None:
         return "the fused layers take Triton on a GPU, which isn't installed: pip install triton"
     if torch.cuda.is_available():
-        found = torch.cuda.get_device_capability(torch.device(device))
-        if found < LEAST_CAPABILITY:
-            have, need = (".".join(map(str, c)) for c in (found, LEAST_CAPABILITY))
+        capability = torch.cuda.get_device_capability(torch.device(device))
+        if capability < LEAST_CAPABILITY:
+            have, need = (".".join(map(str, c)) for c in (capability, LEAST_CAPABILITY))
             return f"Triton takes compute capability {need} or later, and this GPU has {have}"
     return ""
 
 
 def fits(*tensors: Tensor) -> bool:
-    """Whether these operations take the tensors: one format they know, on one GPU."""
+    """Returns True if these operations take the tensors: one supported format, on one GPU."""
     one = tensors[0]
     alike = all(t.dtype == one.dtype and t.device == one.device for t in tensors)
     norm = any(t.ndim == 1 for t in tensors)  # it comes with its weight, and holds whole rows
@@ -98,21 +98,21 @@ def fits(*tensors: Tensor) -> bool:
 
 def whole_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The norm with its gradient by Liger or torch; everything in float32, one rounding."""
-    found = _liger_now("liger_norm")
-    if found is None:
+    library = _liger_now("liger_norm")
+    if library is None:
         return F.rms_norm(x, weight.shape, weight, eps)
     # In Liger's words: no offset of the weight, "gemma" rounds last, and the gradient that comes
     # in isn't written over: autograd hands the same one to others.
-    y: Tensor = found.norm.apply(x, weight, eps, 0.0, "gemma", False)
+    y: Tensor = library.norm.apply(x, weight, eps, 0.0, "gemma", False)
     return y
 
 
 def whole_swiglu(gate: Tensor, up: Tensor) -> Tensor | None:
     """``silu(gate) * up`` with its gradient by Liger; None where it isn't installed."""
-    found = _liger_now("liger_swiglu")
-    if found is None:
+    library = _liger_now("liger_swiglu")
+    if library is None:
         return None
-    y: Tensor = found.silu_mul.apply(gate, up)
+    y: Tensor = library.silu_mul.apply(gate, up)
     return y
 
 

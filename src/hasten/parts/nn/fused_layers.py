@@ -1,11 +1,11 @@
 """Fused code for the layers of a Hugging Face causal LM, bound to one model instance.
 
-Every norm, linear layer, gated MLP and attention of the decoder keeps its parameters and their
-names; only its ``forward`` is bound (:mod:`hasten.parts.nn.rebind`) to code that runs the fused
-operations of :mod:`hasten.parts.nn.fused_functions`. Other models in the process are not touched,
-the state dict is the same, and code that looks for ``nn.Linear`` (adapters, sharding) still finds
-it. A gated MLP calls its projections as modules, so that an adapter around one of them is not
-bypassed.
+Every norm, linear layer, gated MLP and attention of the decoder keeps its parameters
+and their names. Only its ``forward`` is bound (:mod:`hasten.parts.nn.rebind`) to code
+that runs the fused operations of :mod:`hasten.parts.nn.fused_functions`. Other models
+in the process are not affected. The state dict is the same, and code that looks for
+``nn.Linear`` (adapters, sharding) still finds it. A gated MLP calls its projections as
+modules, so an adapter around one of them is not bypassed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Usual = Callable[..., Any]  # the layer's own forward
 
 
 def is_cut(*layers: nn.Module) -> bool:
-    """Whether the weight of one of them is dealt out over ranks."""
+    """Returns True if the weight of one of them is sharded over ranks."""
     return any(isinstance(layer.weight, DTensor) for layer in layers)
 
 
@@ -62,13 +62,15 @@ def norm_of_piece(
     norm: Norm, fits: Callable[..., bool], x: DTensor, weight: Tensor, eps: float
 ) -> DTensor | None:
     """The norm of a piece, laid out as ``x`` is; None where the kernel doesn't take it."""
-    whole = isinstance(weight, DTensor) and all(p.is_replicate() for p in weight.placements)
-    if not whole or x.placements == (Replicate(),):
+    replicated = isinstance(weight, DTensor) and all(p.is_replicate() for p in weight.placements)
+    if not replicated or x.placements == (Replicate(),):
         return None
-    rows, own = x.to_local(), own_weight(weight)
-    if not fits(rows, own):
+    rows, local_weight = x.to_local(), own_weight(weight)
+    if not fits(rows, local_weight):
         return None
-    return DTensor.from_local(norm(rows, own, eps), x.device_mesh, x.placements, run_check=False)
+    return DTensor.from_local(
+        norm(rows, local_weight, eps), x.device_mesh, x.placements, run_check=False
+    )
 
 
 # The layers of one model.
@@ -85,14 +87,14 @@ def why_not(device: str = "cpu") -> str:
 
 
 def fuse_layers(model: nn.Module, device: str = "cpu") -> Counter[str]:
-    """Bind fused code to the layers of ``model`` that it fits; how many of each kind.
+    """Binds fused code to all matching layers of ``model``; returns their count by kind.
 
-    ``device`` is where the model will train; it may still be elsewhere. On a GPU linear layers stay
-    torch's, whose products need no help there.
+    ``device`` is the device for training; the model may still be elsewhere. On a GPU linear
+    layers stay torch's, because their products are already fast there.
 
     Raises:
-        ValueError: no layer of the model is of a kind that is known here, or the kernels can't
-            run on the device.
+        ValueError: no layer of the model is of a supported kind, or the kernels can't run
+            on the device.
     """
     reason = why_not(device)
     if reason:
@@ -117,7 +119,7 @@ def fused(model: nn.Module) -> Counter[str]:
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Whether a module runs fused code."""
+    """Returns True if a module runs fused code."""
     return any(function in _FUSED.values() for function in rebind.bound(module))
 
 
@@ -147,12 +149,12 @@ def _kind(module: nn.Module, tile_products: bool) -> str:
 def _norm(self: Any, usual: Usual, hidden_states: Tensor) -> Tensor:
     if isinstance(hidden_states, DTensor):
         takes = partial(fits, "plain_norm")
-        piece = norm_of_piece(rms_norm, takes, hidden_states, self.weight, self.variance_epsilon)
-        if piece is not None:
-            return piece
+        normed = norm_of_piece(rms_norm, takes, hidden_states, self.weight, self.variance_epsilon)
+        if normed is not None:
+            return normed
     if isinstance(hidden_states, DTensor) or not fits("plain_norm", hidden_states, self.weight):
-        own: Tensor = usual(hidden_states)
-        return own
+        output: Tensor = usual(hidden_states)
+        return output
     return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
@@ -161,8 +163,8 @@ def _layer(self: Any, usual: Usual, hidden_states: Tensor, **other: Any) -> Tens
     norm, past = _normed(self.input_layernorm, hidden_states)
     hidden = past + self.self_attn(hidden_states=norm, **other)[0]
     norm, past = _normed(self.post_attention_layernorm, hidden)
-    found: Tensor = past + self.mlp(norm)
-    return found
+    output: Tensor = past + self.mlp(norm)
+    return output
 
 
 def _normed(norm: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,8 +184,8 @@ def _linear(self: Any, usual: Usual, input: Tensor) -> Tensor:
         x, weight = x.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     if not amx.fits(x, weight) or x.numel() < FEWEST_ROWS * x.shape[-1]:
-        own: Tensor = usual(input)
-        return own
+        output: Tensor = usual(input)
+        return output
     return linear(x, weight, bias)
 
 
@@ -204,8 +206,8 @@ def _projected(x: Tensor, *layers: Any) -> tuple[Tensor, ...]:
 def _mlp(self: Any, usual: Usual, x: Tensor) -> Tensor:
     gate, up = _projected(x, self.gate_proj, self.up_proj)
     between = swiglu(gate, up) if fits("swiglu", gate, up) else self.act_fn(gate) * up
-    found: Tensor = self.down_proj(between)
-    return found
+    output: Tensor = self.down_proj(between)
+    return output
 
 
 def _attention(
@@ -219,13 +221,13 @@ def _attention(
     """Attention of Llama and Qwen: rotary embedding of whole heads, halves apart."""
     batch, length, _ = hidden_states.shape
     if holds_cache(other) or not _takes(hidden_states):
-        found: tuple[Tensor, Tensor | None] = usual(
+        output: tuple[Tensor, Tensor | None] = usual(
             hidden_states=hidden_states,
             position_embeddings=position_embeddings,
             attention_mask=attention_mask,
             **other,
         )
-        return found
+        return output
     projected = _projected(hidden_states, self.q_proj, self.k_proj, self.v_proj)
     query, key, value = (t.view(batch, length, -1, self.head_dim) for t in projected)
     if "q_norm" in self._modules:
@@ -246,13 +248,13 @@ def _latent_attention(
     """Multi-head latent attention of DeepSeek: the last columns of a head are rotary."""
     batch, length, _ = hidden_states.shape
     if holds_cache(other) or not _takes(hidden_states):
-        found: tuple[Tensor, Tensor | None] = usual(
+        output: tuple[Tensor, Tensor | None] = usual(
             hidden_states=hidden_states,
             position_embeddings=position_embeddings,
             attention_mask=attention_mask,
             **other,
         )
-        return found
+        return output
     if self.q_lora_rank is None:
         query = self.q_proj(hidden_states)
     else:
@@ -290,7 +292,7 @@ def _indexed(
 
 
 def _takes(hidden: Tensor) -> bool:
-    """Whether projections of ``hidden`` will have a format that the kernels know."""
+    """Returns True if projections of ``hidden`` will have a supported format."""
     kind = hidden.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     return autocast in backend(hidden).DTYPES and fits("rotate", hidden)

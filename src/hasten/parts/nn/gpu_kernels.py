@@ -85,12 +85,12 @@ def _norms(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
     x, weight, _ = NORMS.inputs(sizes, torch.Generator().manual_seed(0))
     x[1, 3] = torch.inf
     run = lambda x, weight: (fused_gpu.rms_norm(x, weight, EPS)[0],)  # noqa: E731
-    yield from compare(run, lambda *given: (norm(*given),), (x, weight), dtype, device)
+    yield from compare(run, lambda *args: (norm(*args),), (x, weight), dtype, device)
 
 
 def _liger(name: str, *more: Any) -> Callable[..., Tensor]:
     """A function of Liger's, which is looked for when it runs."""
-    return lambda *given: getattr(fused_gpu.liger(), name).apply(*given, *more)
+    return lambda *args: getattr(fused_gpu.liger(), name).apply(*args, *more)
 
 
 def _swiglu(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
@@ -125,17 +125,17 @@ def _codec(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
     flat = _draw(0, count, dtype=dtype).to(device) * 10
     for bits in (8, 4):
         for seed in (None, 7):
-            found = []
+            outputs = []
             for way, x in ((codec_triton, flat), (codec_reference, flat.cpu())):
                 codes = torch.zeros(5 * block * bits // 8, dtype=torch.uint8, device=x.device)
                 scales = torch.zeros(5, dtype=torch.int16, device=x.device)
-                rest = torch.full((count,), 0.01, device=x.device)
-                kept, mean = torch.zeros_like(rest), torch.zeros_like(rest)
-                way.encode(x, rest, kept, codes, scales, block, bits, seed)
+                residual = torch.full((count,), 0.01, device=x.device)
+                residual_out, mean = torch.zeros_like(residual), torch.zeros_like(residual)
+                way.encode(x, residual, residual_out, codes, scales, block, bits, seed)
                 several = codes.repeat(3, 1), scales.repeat(3, 1)
                 way.decode(*several, mean, block, bits, 1 / 3, False)
-                found.append((codes, scales, kept, mean))
-            yield from zip(*found, strict=True)
+                outputs.append((codes, scales, residual_out, mean))
+            yield from zip(*outputs, strict=True)
 
 
 def _varlen(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
@@ -156,9 +156,9 @@ def _scaled_mm(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
         quantised.Float8Blocks(q.data.to(device), q.scale.to(device), q.block) for q in near
     )
     emulate = device.type == "cpu"  # the same product, for where there is none of the hardware's
-    found = quantised.Rounding("rowwise", emulate).product(one, other, dtype)
+    product = quantised.Rounding("rowwise", emulate).product(one, other, dtype)
     wide_a, wide_b = (quantised.dequantise(q).double() for q in near)
-    yield found, wide_a @ wide_b.t()
+    yield product, wide_a @ wide_b.t()
 
 
 def _float8_rounding(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
@@ -171,12 +171,12 @@ def _float8_rounding(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> 
             straight = quantised.quantise(x.cpu(), (1, n), kind)
             turned = quantised.quantise(x.cpu().t(), (1, sizes.rows), kind)
             both = quantised_gpu.float8_both(x, kind)
-            for found, scale in (quantised_gpu.float8_rows(x, kind), both[:2]):
-                yield found.float(), straight.data.float()
+            for rounded, scale in (quantised_gpu.float8_rows(x, kind), both[:2]):
+                yield rounded.float(), straight.data.float()
                 yield scale, straight.scale
-            for found, scale in (quantised_gpu.float8_columns(x, kind), both[2:]):
-                yield found[:, : sizes.rows].float(), turned.data.float()
-                yield found[:, sizes.rows :].float(), torch.zeros(n, -sizes.rows % quantised.SIDE)
+            for rounded, scale in (quantised_gpu.float8_columns(x, kind), both[2:]):
+                yield rounded[:, : sizes.rows].float(), turned.data.float()
+                yield rounded[:, sizes.rows :].float(), torch.zeros(n, -sizes.rows % quantised.SIDE)
                 yield scale, turned.scale
 
 
@@ -185,13 +185,13 @@ def _widening(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
     rows, columns = sizes.rows, sizes.hidden + 1
     weight = _draw(0, rows, columns)
     codes, scale = quantised.to_int8(weight)
-    found = quantised_gpu.widen_int8(codes.to(device), scale.to(device), dtype)
-    yield found, quantised.from_int8(codes, scale).to(dtype)
+    widened = quantised_gpu.widen_int8(codes.to(device), scale.to(device), dtype)
+    yield widened, quantised.from_int8(codes, scale).to(dtype)
     codes, scale = quantised.to_nf4(weight)
     levels = torch.tensor(quantised.NF4_LEVELS, device=device)
-    given = codes.to(device), scale.to(device), levels
-    found = quantised_gpu.widen_nf4(*given, rows, columns, dtype)
-    yield found, quantised.from_nf4(codes, scale, (rows, columns)).to(dtype)
+    arguments = codes.to(device), scale.to(device), levels
+    widened = quantised_gpu.widen_nf4(*arguments, rows, columns, dtype)
+    yield widened, quantised.from_nf4(codes, scale, (rows, columns)).to(dtype)
 
 
 def _grouped_mm(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
@@ -203,8 +203,8 @@ def _grouped_mm(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs
 
     def run(x: Tensor, weight: Tensor) -> Tensor:
         offsets = torch.tensor(ends, dtype=torch.int32, device=device)
-        found: Tensor = grouped(x, weight, offs=offsets)
-        return found
+        product: Tensor = grouped(x, weight, offs=offsets)
+        return product
 
     def plain(x: Tensor, weight: Tensor) -> Tensor:
         starts = (0, *ends[:-1])
@@ -217,21 +217,21 @@ def _grouped_mm(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs
 
 
 def _update_counts(sizes: Sizes) -> tuple[int, ...]:
-    """A matrix, whose numbers fill no block, and one whose addresses are odd."""
+    """Sizes of a matrix with numbers that fill no block, and of one with odd addresses."""
     return sizes.rows * sizes.hidden, sizes.hidden, sizes.hidden * 2 + 3
 
 
 def _adamw_plain(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
     """Several tensors, float32 moments, gradients in ``dtype``, the weights' copy in bf16."""
-    given = []
+    updates = []
     for count in _update_counts(sizes):
         weight, grad, first, second = (_draw(seed, count) for seed in range(4))
         rule, copy = adamw.rule_of(ADAMW, STEPS), torch.zeros(count, dtype=torch.bfloat16)
         tensors = weight, grad.to(dtype), first, second.square()
-        given.append(adamw.TensorUpdate(*tensors, rule, copy=copy))
-    near = moved(given, device)
+        updates.append(adamw.TensorUpdate(*tensors, rule, copy=copy))
+    near = moved(updates, device)
     adamw.update(near, torch.tensor(DIVISOR, device=device))
-    for one, start in zip(near, given, strict=True):
+    for one, start in zip(near, updates, strict=True):
         weight, grad, first, second = (t.double() for t in start[:4])
         expected = update(weight, grad, first, second, DIVISOR)
         yield from zip((one.weight, one.first, one.second), expected, strict=True)
@@ -246,19 +246,19 @@ def _adamw_compact(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pa
     """
     divisor = torch.tensor(DIVISOR)
     for eight in (False, True):
-        given = [_compact(n, dtype, eight, key) for key, n in enumerate(_update_counts(sizes))]
-        near = moved(given, device)
-        before = [one.weight.float() for one in given]
+        updates = [_compact(n, dtype, eight, key) for key, n in enumerate(_update_counts(sizes))]
+        near = moved(updates, device)
+        before = [one.weight.float() for one in updates]
         adamw.update(near, divisor.to(device))
-        for one in given:
+        for one in updates:
             adamw_reference.update(one, divisor)
-        for start, found, expected in zip(before, moved(near, "cpu"), given, strict=True):
+        for start, updated, expected in zip(before, moved(near, "cpu"), updates, strict=True):
             if dtype is torch.bfloat16:
-                yield from _few_differ(found.weight, expected.weight)
+                yield from _few_differ(updated.weight, expected.weight)
             else:
-                moves = [(one.weight - start) / ADAMW["lr"] for one in (found, expected)]
+                moves = [(one.weight - start) / ADAMW["lr"] for one in (updated, expected)]
                 yield moves[0], moves[1]
-            for pair in zip(_moments(found), _moments(expected), strict=True):
+            for pair in zip(_moments(updated), _moments(expected), strict=True):
                 yield from _few_differ(*pair)
 
 
@@ -287,23 +287,23 @@ def _compact(count: int, dtype: torch.dtype, eight: bool, key: int) -> adamw.Ten
 
 
 def _moments(one: adamw.TensorUpdate) -> list[Tensor]:
-    """What the state says of both moments."""
+    """Returns both moments of the state in float32."""
     codes = one.first, one.second
     if one.scales is None:
         return [each.float() for each in codes]
     count, cpu = one.weight.numel(), torch.device("cpu")
     tables = low_bit.signed_table(cpu), low_bit.squared_table(cpu)
     each = zip(codes, one.scales, tables, strict=True)
-    return [low_bit.values_of(*given, count) for given in each]
+    return [low_bit.values_of(*arguments, count) for arguments in each]
 
 
 def _from(capability: tuple[int, int]) -> Callable[[str], str]:
     def why_not(device: str) -> str:
         if torch.device(device).type != "cuda" or torch.version.hip is not None:
             return "it is for NVIDIA GPUs"
-        found = torch.cuda.get_device_capability(torch.device(device))
-        have, need = (".".join(map(str, c)) for c in (found, capability))
-        return "" if found >= capability else f"it takes compute capability {need}, and has {have}"
+        actual = torch.cuda.get_device_capability(torch.device(device))
+        have, need = (".".join(map(str, c)) for c in (actual, capability))
+        return "" if actual >= capability else f"it takes compute capability {need}, and has {have}"
 
     return why_not
 

@@ -1,18 +1,21 @@
-"""The way from a causal language model's hidden states to its loss, read off its own ``forward``.
+"""The computation from hidden states to loss of a causal language model's ``forward``.
 
-A loss that calls trunk and head by itself is right only where the model's own ``forward`` does
-nothing else. That isn't looked up in a list of names: the ``forward`` runs once on six tokens, with
-stand-ins in the place of trunk and head, and the form that explains its result is returned:
+A loss that calls trunk and head by itself is right only if the model's own ``forward``
+does nothing else. This isn't decided by a list of names. Instead the ``forward`` runs
+once on six tokens, with placeholders for trunk and head. The form that explains its
+result is returned:
 
     logits = cap tanh(scale head(state_scale states) / cap)
+
     loss   = cross-entropy of logits + router_weight x balance of the routers' choices
 
-The stand-ins example what they are called with, so that a prompt put before the tokens, a second
-head or a loss that somebody adds shows. Nothing of the size of the model is computed, weights are
-not read (a skeleton on the meta device will do), and the random state stays as it was.
+The placeholders record their arguments. So a prompt put before the tokens, a second
+head or an added loss is detected. Nothing of the size of the model is computed. Weights
+are not read (a skeleton on the meta device is enough), and the random state stays
+unchanged.
 
-What runs beside ``forward`` (hooks, a ``forward`` of the instance) would be passed over too, and
-is a reason not to recognise the model.
+Code that runs outside ``forward`` (hooks, a ``forward`` of the instance) would be
+skipped too. If there is any, the model isn't recognised.
 """
 
 from __future__ import annotations
@@ -69,20 +72,20 @@ def plain_head_reason(model: nn.Module) -> str | None:
 
 
 def asks_router_loss(model: nn.Module) -> bool:
-    """Whether the model's config asks for the loss of its routers (``output_router_logits``)."""
+    """Returns True if the config enables the routers' loss (``output_router_logits``)."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
         return False
     places = config, config.get_text_config()
-    return any(bool(getattr(place, "output_router_logits", False)) for place in places)
+    return any(bool(getattr(candidate, "output_router_logits", False)) for candidate in places)
 
 
 def head_form(model: nn.Module) -> HeadForm:
-    """The form of the model's way from states to loss.
+    """Returns the form of the model's computation from states to loss.
 
     Raises:
-        ValueError: the model's own forward does more than the form can express; the sentence says
-            what.
+        ValueError: the model's own forward does more than the form can express. The message
+            names it.
     """
     inner = causal_lm(model)
     with _disable_current_modes():  # in a trace on fakes there is nothing to compare
@@ -105,10 +108,10 @@ def _recognised(model: nn.Module, inner: Any) -> HeadForm:
 def balance_of_choices(
     router_logits: tuple[Tensor, ...], top_k: int, real: Tensor | None = None
 ) -> Tensor:
-    """The routers' loss of a micro-batch (LiveSetting Transformer, arXiv:2101.03961, eq. 4 to 6).
+    """Routers' loss of a micro-batch (Switch Transformer, arXiv:2101.03961, eq. 4 to 6).
 
-    ``E x sum_e f_e P_e`` over the E experts: f_e is the number of choices that fell on expert e per
-    token, P_e the mean of its probability, both over the tokens of all layers together.
+    ``E x sum_e f_e P_e`` over the E experts. f_e is the number of choices of expert e per
+    token, P_e the mean of its probability. Both are over the tokens of all layers together.
 
     Args:
         router_logits: (tokens, E) of each layer.
@@ -133,21 +136,21 @@ def balance_of_choices(
         tokens = tokens + (len(logits) if counted is None else counted.sum())
     if isinstance(tokens, Tensor):
         tokens = tokens.clamp_min(1)  # a rank without examples runs filler alone
-    found: Tensor = (choices / tokens * (mass / tokens)).sum() * experts
-    return found
+    balance: Tensor = (choices / tokens * (mass / tokens)).sum() * experts
+    return balance
 
 
 def _passed_over(model: nn.Module, inner: Any) -> list[nn.Module]:
     """The modules that a loss of its own doesn't call: wrappers, outermost first, and the model."""
-    found: list[nn.Module] = []
+    modules: list[nn.Module] = []
     module: Any = model
     while module is not inner:
-        found.append(module)
+        modules.append(module)
         below = [module._modules.get(name) for name in ("base_model", "model")]
         module = next((m for m in below if m is not None), None)
         if module is None:
-            raise ValueError(f"the model is inside a {type(found[-1]).__name__}, not known here")
-    return [*found, inner]
+            raise ValueError(f"the model is inside a {type(modules[-1]).__name__}, not known here")
+    return [*modules, inner]
 
 
 def _check_library(model: nn.Module, inner: Any) -> None:
@@ -171,7 +174,7 @@ def _defined(kind: type) -> str:
 
 
 class _TrunkOutput:
-    """What a trunk returns, by name and by index; it has no other fields than these."""
+    """Output of a trunk, by name and by index; it has no other fields than these."""
 
     def __init__(self, states: Tensor, router_logits: tuple[Tensor, ...]) -> None:
         self.last_hidden_state, self.router_logits = states, router_logits
@@ -185,7 +188,7 @@ class _TrunkOutput:
 
 
 class _StandIn(nn.Module):
-    """In the place of a module, whose other attributes it has."""
+    """Replaces a module and has its other attributes."""
 
     def __init__(self, replaced: nn.Module) -> None:
         super().__init__()
@@ -228,7 +231,7 @@ class _Head(_StandIn):
 
 @dataclass
 class _Probe:
-    """The model with stand-ins, and how it is called."""
+    """The model with placeholders, and the arguments of a call."""
 
     model: nn.Module
     inner: Any
@@ -247,16 +250,16 @@ class _Probe:
         self.trunk.calls.clear()
         self.head.calls.clear()
         self.head.logits = logits
-        given = self.inputs if labels is None else {**self.inputs, "labels": labels}
+        arguments = self.inputs if labels is None else {**self.inputs, "labels": labels}
         try:
-            found = self.model(**given, use_cache=False, return_dict=True)
+            output = self.model(**arguments, use_cache=False, return_dict=True)
         except Exception as error:  # whatever it is: this forward needs something else
             raise ValueError(
                 f"the forward of {self.name} is more than a call of its trunk and its head "
                 f"({type(error).__name__}: {error})"
             ) from error
         self._check_calls()
-        return found
+        return output
 
     def _check_calls(self) -> None:
         name = self.name
@@ -268,20 +271,20 @@ class _Probe:
         if self.trunk.hooks != self.hooks:
             raise ValueError(f"{name} is trained through hooks that are set for each pass")
         (call,) = self.trunk.calls
-        given = {**call, **call.get("kwargs", {})}
-        for key, value in given.items():
+        arguments = {**call, **call.get("kwargs", {})}
+        for key, value in arguments.items():
             same = value is self.inputs.get(key)
             if key != "kwargs" and not (same or value is None or isinstance(value, bool)):
                 raise ValueError(f"{name} gives its trunk {key} of its own")
-        missing = [key for key, value in self.inputs.items() if given.get(key) is not value]
+        missing = [key for key, value in self.inputs.items() if arguments.get(key) is not value]
         if missing:
             raise ValueError(f"{name} doesn't give its trunk the {missing[0]} that it is given")
 
 
 @contextmanager
 def _probing(model: nn.Module, inner: Any) -> Iterator[_Probe]:
-    """The model in training mode with stand-ins; everything is as before afterwards."""
-    place = inner.base_model_prefix
+    """Yields the model in training mode with placeholders; restores everything after."""
+    prefix = inner.base_model_prefix
     decoder, head = trunk(model), inner.lm_head
     device = torch.device("cpu")  # where the model is plays no part: its weights aren't read
     generator = torch.Generator(device).manual_seed(0)
@@ -310,10 +313,10 @@ def _probing(model: nn.Module, inner: Any) -> Iterator[_Probe]:
         try:
             for module in outside:
                 module.training = True  # this module alone: what it does in training counts
-            inner._modules[place], inner._modules["lm_head"] = probe.trunk, probe.head
+            inner._modules[prefix], inner._modules["lm_head"] = probe.trunk, probe.head
             yield probe
         finally:
-            inner._modules[place], inner._modules["lm_head"] = decoder, head
+            inner._modules[prefix], inner._modules["lm_head"] = decoder, head
             for module, mode in zip(outside, modes, strict=True):
                 module.training = mode
 
@@ -331,15 +334,15 @@ def _shape_of(head: Any) -> tuple[int, int]:
 
 def _logit_form(probe: _Probe) -> tuple[float, float, float | None]:
     """(state_scale, scale, softcap), proven on random logits."""
-    drawn, given = probe.drawn(*probe.shape), probe.trunk.output.last_hidden_state
+    drawn, trunk_states = probe.drawn(*probe.shape), probe.trunk.output.last_hidden_state
     marked = drawn.clone()
     marked[0, 0, 0], marked[0, 0, 1], marked[0, 0, 2] = TINY, HUGE, -HUGE
     tiny, most, least = _logits(probe, marked)[0, 0, :3].tolist()
     (states,) = probe.head.calls
-    if states.is_meta or states.shape != given.shape:
+    if states.is_meta or states.shape != trunk_states.shape:
         raise ValueError(f"{probe.name} changes its states before its head in a way not known here")
     state_scale = _rounded(float(states[0, 0, 0]) / ONE)
-    if not _same(states, given * state_scale):
+    if not _same(states, trunk_states * state_scale):
         raise ValueError(f"{probe.name} changes its states before its head in a way not known here")
     scale, softcap = _rounded(tiny / TINY), None
     wanted = scale * drawn
@@ -358,10 +361,10 @@ def _rounded(value: float) -> float:
 
 
 def _logits(probe: _Probe, logits: Tensor) -> Tensor:
-    found = getattr(probe.run(logits.clone()), "logits", None)
-    if not isinstance(found, Tensor) or found.is_meta or found.shape != logits.shape:
+    returned = getattr(probe.run(logits.clone()), "logits", None)
+    if not isinstance(returned, Tensor) or returned.is_meta or returned.shape != logits.shape:
         raise ValueError(f"{probe.name} returns no logits of the usual shape")
-    return found.double()
+    return returned.double()
 
 
 def _with_routers(probe: _Probe, form: HeadForm) -> HeadForm:
@@ -370,23 +373,25 @@ def _with_routers(probe: _Probe, form: HeadForm) -> HeadForm:
 
     labels = probe.inputs["input_ids"].clone()
     labels[0, 1] = -100
-    found = probe.run(probe.drawn(*probe.shape), labels)
-    loss, balance = getattr(found, "loss", None), getattr(found, "aux_loss", None)
+    output = probe.run(probe.drawn(*probe.shape), labels)
+    loss, balance = getattr(output, "loss", None), getattr(output, "aux_loss", None)
     if not isinstance(loss, Tensor) or loss.is_meta:
         raise ValueError(f"{probe.name} returns no loss for its labels")
-    plain = float(ForCausalLMLoss(found.logits, labels, probe.shape[-1]))
-    added, seen = float(loss) - plain, 2e-6 * max(plain, 1.0)  # what float32 can tell apart
-    if balance is None and abs(added) <= seen:
+    plain = float(ForCausalLMLoss(output.logits, labels, probe.shape[-1]))
+    added, tolerance = float(loss) - plain, 2e-6 * max(plain, 1.0)  # what float32 can tell apart
+    if balance is None and abs(added) <= tolerance:
         return form
     if not isinstance(balance, Tensor):
         raise ValueError(f"{probe.name} adds a loss of its own to cross-entropy")
     routers, real = probe.trunk.output.router_logits, probe.inputs["attention_mask"]
     values = (float(balance_of_choices(routers, k + 1, real)) for k in range(routers[0].shape[-1]))
     value = float(balance)
-    top_k = [k for k, own in enumerate(values, 1) if math.isclose(own, value, rel_tol=CLOSE)]
+    top_k = [
+        k for k, candidate in enumerate(values, 1) if math.isclose(candidate, value, rel_tol=CLOSE)
+    ]
     places = probe.inner, probe.inner.config, probe.inner.config.get_text_config()
-    weights = [getattr(place, name, None) for place in places for name in ROUTER_WEIGHTS]
-    fits = [w for w in weights if w is not None and abs(w * value - added) <= seen]
+    weights = [getattr(owner, name, None) for owner in places for name in ROUTER_WEIGHTS]
+    fits = [w for w in weights if w is not None and abs(w * value - added) <= tolerance]
     if not top_k or not fits:
         raise ValueError(f"{probe.name} adds a loss of its routers that isn't known here")
     return replace(form, router_weight=float(fits[0]), router_top_k=top_k[0])

@@ -1,7 +1,7 @@
-"""``optimize_for_inference``: torch's own in eval mode, fused layers for a model that trains.
+"""``optimize_for_inference``: torch's own in eval mode, fused layers in training.
 
-torch's optimisation freezes a model: it is left without parameters, and nothing says so. A model
-that still trains gets its linear layers and their ReLUs fused instead.
+torch's optimisation freezes a model: without any message it has no parameters
+afterwards. A model that still trains gets fused linear layers and ReLUs instead.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""What hasten's kernels are verified and timed by on a machine: operations, references, variants.
+"""Operations, references and variants for verifying and timing hasten's kernels.
 
-A new kernel joins by one ``add``: its operation, its formats, and how far it may lie from float64.
-Results and gradients are one set of outputs, as a training step needs both. The bounds are a few
-roundings of the format: 2^-8 is half a unit in the last place of bf16, and where weights of an
-attention or a step in between are rounded as well, several add up.
+A new kernel is added with one ``add``: its operation, its formats, and its largest
+distance from float64. Results and gradients are one set of outputs, because a training
+step needs both. The bounds are a few roundings of the format: 2^-8 is half a unit in
+the last place of bf16. If weights of an attention or an intermediate step are rounded
+as well, several add up.
 
-``training pass`` ranks whole plans: forward and backward through a few layers, over documents of
-lengths that no pass before had. Products alone rank wrongly: in bf16 a library may compile for
-every new length, and attention may be slower than in float32.
+``training pass`` ranks whole plans. It runs forward and backward through a few layers,
+over documents of lengths that no earlier pass had. Products alone rank wrongly. In bf16
+a library may compile for every new length, and attention may be slower than in float32.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ def gradients(compute: Callable[..., Tensor], learning: int | None = None) -> Ca
     """
 
     def run(*inputs: Any) -> tuple[Tensor, ...]:
-        *given, grad = inputs
-        count = len(given) if learning is None else learning
-        leaves = [t.detach().requires_grad_() for t in given[:count]]
-        found = compute(*leaves, *given[count:])
-        return found.detach(), *torch.autograd.grad(found, leaves, grad)
+        *arguments, grad = inputs
+        count = len(arguments) if learning is None else learning
+        leaves = [t.detach().requires_grad_() for t in arguments[:count]]
+        output = compute(*leaves, *arguments[count:])
+        return output.detach(), *torch.autograd.grad(output, leaves, grad)
 
     return run
 
@@ -61,13 +62,13 @@ def add(
     why_not: Callable[[str], str] = lambda device: "",
 ) -> list[KernelVariant]:
     """Registers a variant for each format that has a bound; any maker but torch is hasten."""
-    formats, own = {"float32": torch.float32, "bf16": torch.bfloat16}, maker != "torch"
-    found = [
-        KernelVariant(operation, f"{maker}, {name}", formats[name], run, bound, own, why_not)
+    formats, by_hasten = {"float32": torch.float32, "bf16": torch.bfloat16}, maker != "torch"
+    added = [
+        KernelVariant(operation, f"{maker}, {name}", formats[name], run, bound, by_hasten, why_not)
         for name, bound in bounds.items()
     ]
-    registry.register(*found)
-    return found
+    registry.register(*added)
+    return added
 
 
 def on_processors(reason: Callable[[], str]) -> Callable[[str], str]:
@@ -209,16 +210,16 @@ add(ROTARY, "hasten", gradients(_fused_turned, learning=1), BOTH, fused_layers.w
 
 
 def _loss_inputs(sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, ...]:
-    words = 1000
-    logits = _draw(generator, sizes.rows, words)
-    return logits, torch.randint(words, (sizes.rows,), generator=generator)
+    vocabulary = 1000
+    logits = _draw(generator, sizes.rows, vocabulary)
+    return logits, torch.randint(vocabulary, (sizes.rows,), generator=generator)
 
 
 def _losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
     """Each row's loss, and the gradient of their sum."""
     leaf = logits.detach().requires_grad_()
-    found = F.cross_entropy(leaf, labels, reduction="none")
-    return found.detach(), *torch.autograd.grad(found.sum(), leaf)
+    losses = F.cross_entropy(leaf, labels, reduction="none")
+    return losses.detach(), *torch.autograd.grad(losses.sum(), leaf)
 
 
 LOSSES = Operation(
@@ -253,8 +254,8 @@ def update(
     first = beta1 * first + (1 - beta1) * grad
     second = beta2 * second + (1 - beta2) * grad.square()
     size = (second / (1 - beta2**STEPS)).sqrt() + ADAMW["eps"]
-    kept = weight * (1 - ADAMW["lr"] * ADAMW["weight_decay"])
-    return kept - ADAMW["lr"] * first / (1 - beta1**STEPS) / size, first, second
+    decayed = weight * (1 - ADAMW["lr"] * ADAMW["weight_decay"])
+    return decayed - ADAMW["lr"] * first / (1 - beta1**STEPS) / size, first, second
 
 
 def torch_update(
@@ -310,8 +311,8 @@ def _attention_inputs(sizes: Sizes, generator: torch.Generator) -> tuple[Any, ..
 
 def _by_documents(*tensors: Tensor, lengths: Sequence[int], attention: Any) -> Tensor:
     pieces = [t.transpose(0, 1)[None].split(list(lengths), dim=2) for t in tensors]
-    found = [attention(*piece) for piece in zip(*pieces, strict=True)]
-    return torch.cat(found, dim=2)[0].transpose(0, 1)
+    outputs = [attention(*document) for document in zip(*pieces, strict=True)]
+    return torch.cat(outputs, dim=2)[0].transpose(0, 1)
 
 
 def _defined(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -328,8 +329,8 @@ def _by_definition(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> T
 
 
 def _by_torch(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
-    def attention(*piece: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(*piece, is_causal=True)
+    def attention(*tensors: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*tensors, is_causal=True)
 
     return _by_documents(q, k, v, lengths=lengths, attention=attention)
 
@@ -338,10 +339,10 @@ def attend_as_trained(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -
     """Attention by ``document_attention``, which takes the fastest kernel of the device."""
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
     starts = torch.tensor((0, *itertools.accumulate(lengths)), dtype=torch.int32, device=q.device)
-    found, _ = attend(
+    output, _ = attend(
         torch.nn.Identity(), q, k, v, None, document_lengths=tuple(lengths), boundaries=starts
     )
-    return found[0]
+    return output[0]
 
 
 ATTENTION = Operation(
@@ -379,13 +380,13 @@ def _expert_inputs(sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, ..
 
 def _one_by_one(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, index: Tensor) -> Tensor:
     """One expert after the other, as Transformers' ``eager`` has it."""
-    found = torch.zeros_like(x)
+    output = torch.zeros_like(x)
     for expert in range(EXPERTS):
         token, choice = (index == expert).nonzero(as_tuple=True)
         gate, up = (x[token] @ gate_up[expert].t()).chunk(2, dim=-1)
-        mine = (F.silu(gate) * up) @ down[expert].t()
-        found = found.index_add(0, token, mine * weights[token, choice, None])
-    return found
+        expert_output = (F.silu(gate) * up) @ down[expert].t()
+        output = output.index_add(0, token, expert_output * weights[token, choice, None])
+    return output
 
 
 def _fused_experts(
@@ -521,9 +522,10 @@ def _gain(device: str, base: KernelVariant, other: KernelVariant) -> Gain | None
 
 
 def bf16_gain(device: str) -> Gain | None:
-    """How many times as fast a training pass is in bf16 as in float32.
+    """Returns the speed of a training pass in bf16 as a multiple of that in float32.
 
-    By hasten's kernels where they run, since a plan has them beside bf16; else by torch's.
+    It uses hasten's kernels if they run, because a plan combines them with bf16. Otherwise
+    it uses torch's.
     """
     fused = _gain(device, PASS_FUSED, PASS_FUSED_HALF)
     return fused or _gain(device, PASS_PLAIN, PASS_HALF)

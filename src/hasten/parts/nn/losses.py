@@ -1,20 +1,25 @@
-"""Language-model losses as modules that map a micro-batch to (summed loss, number of labels).
+"""Language-model losses: modules that map a micro-batch to (summed loss, label count).
 
-``WholeLogitsLoss`` is the common way: logits for every slot, then cross-entropy. ``LabelOnlyLoss``
-computes logits for labelled positions alone, a chunk at a time, and forms the gradients in the
-forward pass, so that no more than one chunk of logits ever exists: with a vocabulary of 100,000 and
-four-byte floats, one slot's logits take 0.4 MB. Both read the same :class:`LossTerms`; in ``eval``
-mode both are plain cross-entropy, so that an eval loss means the same whatever was trained on.
+- ``WholeLogitsLoss`` is the common method: logits for every position, then
+  cross-entropy.
+- ``LabelOnlyLoss`` computes logits for labelled positions alone, a chunk at a time. It
+  forms the gradients in the forward pass, so only one chunk of logits exists at a time.
+  With a vocabulary of 100,000 and four-byte floats, one position's logits take 0.4 MB.
 
-Both equal the loss of the model's own ``forward``. ``LabelOnlyLoss`` applies the scales and the cap
-that :mod:`hasten.parts.nn.head_form` finds in it and refuses a ``forward`` that does more. Where a
-config sets ``output_router_logits``, both add the loss of the routers that the ``forward`` adds:
+Both read the same :class:`LossTerms`. In ``eval`` mode both are plain cross-entropy, so
+an eval loss is comparable for any training loss.
+
+Both equal the loss of the model's own ``forward``. ``LabelOnlyLoss`` applies the scales
+and the cap from :mod:`hasten.parts.nn.head_form`. It refuses a ``forward`` that does
+more. If a config sets ``output_router_logits``, both add the routers' loss of the
+``forward``:
 
     sum over micro-batches of [cross-entropy summed over labels + labels x weight x balance]
 
-divided by all labels of the step. ``balance`` is computed over the tokens of one micro-batch,
-filler left out, so the result is the mean of the micro-batches' balances over all ranks, each
-weighted by its labels. With one micro-batch it is the loss that transformers returns.
+divided by all labels of the step. ``balance`` is computed over the tokens of one
+micro-batch, without padding. So the result is the mean of the micro-batches' balances
+over all ranks, each weighted by its labels. With one micro-batch it is the loss that
+transformers returns.
 """
 
 from __future__ import annotations
@@ -67,7 +72,7 @@ FEWEST_ROWS, MOST_ROWS = 256, 8192  # of such a chunk; fewer rows make slow prod
 
 @dataclass(frozen=True)
 class LossTerms:
-    """What is added to plain cross-entropy; the defaults add nothing.
+    """Terms added to plain cross-entropy; the defaults add nothing.
 
     Raises:
         ValueError: a term outside its range.
@@ -91,7 +96,7 @@ class LossTerms:
             raise ValueError(f"scale is {self.scale}; give a number above 0")
 
     def measured(self) -> LossTerms:
-        """What an eval loss is made of: cross-entropy of the model as it is."""
+        """Returns the terms of an eval loss: cross-entropy of the unchanged model."""
         return replace(self, label_smoothing=0.0, z_loss=0.0)
 
 
@@ -115,7 +120,7 @@ def whole_cross_entropy(logits: Tensor, labels: Tensor, terms: LossTerms = PLAIN
 
 
 def scores_of(logits: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor | float]:
-    """What cross-entropy is taken of, and its derivative by the logits."""
+    """Returns the scores for cross-entropy, and their derivative by the logits."""
     scores = logits if terms.scale == 1 else logits * terms.scale
     if terms.softcap is None:
         return scores, terms.scale
@@ -124,10 +129,10 @@ def scores_of(logits: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor | float]
 
 
 def chunk_bytes(memory_bytes: int = 0) -> int:
-    """Bytes of a chunk on a GPU of so much memory; 0: on a processor.
+    """Returns the bytes of a chunk on a GPU with ``memory_bytes``; 0: on a processor.
 
-    A power of two: ranks that cut a vocabulary between them need the same on GPUs of one model,
-    whose drivers may keep a little more or less for themselves.
+    It is a power of two. Ranks that share a vocabulary need the same value on GPUs of one
+    model, but drivers may reserve a little more or less memory.
     """
     return max((1 << max(memory_bytes.bit_length() - 1, 0)) // GPU_SHARE, CHUNK_BYTES)
 
@@ -160,7 +165,7 @@ def label_only_cross_entropy(
     terms: LossTerms = PLAIN,
     skip: bool | None = None,
 ) -> Tensor:
-    """The summed loss of ``hidden @ weight.T + bias`` against ``labels``, chunk by chunk.
+    """Summed loss of ``hidden @ weight.T + bias`` against ``labels``, chunk by chunk.
 
     First derivatives only: the gradients are constants to autograd.
 
@@ -168,10 +173,10 @@ def label_only_cross_entropy(
         hidden: (rows, hidden).
         weight: (vocabulary, hidden); ``bias`` (vocabulary,).
         labels: (rows,), int64; -100: no loss.
-        chunk: rows whose logits exist at once, or ``auto``.
-        skip: take rows without a label out first. That has to count them, for which the host waits
-            on a GPU; without it their logits are computed and weigh nothing. None: skip on a
-            processor alone.
+        chunk: rows with logits in memory at one time, or ``auto``.
+        skip: remove rows without a label first. This needs their count, for which the host
+            waits on a GPU. Without it their logits are computed with weight 0. None: skip
+            only on a processor.
 
     Raises:
         ValueError: ``chunk`` is below 1.
@@ -190,14 +195,14 @@ def label_only_cross_entropy(
 
 
 def skips_unlabelled(hidden: Tensor) -> bool:
-    """Whether rows without a label are taken out: where counting them makes nobody wait."""
+    """Returns True if rows without a label are removed: on devices without waiting."""
     return str(hidden.device.type) == "cpu"
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Linear head and cross-entropy whose backward pass is a scaling of what forward computed.
+    """Linear head and cross-entropy; backward only scales the results of forward.
 
-    Since the loss is a sum, its gradient is linear in the incoming scalar.
+    The loss is a sum, so its gradient is linear in the incoming scalar.
     """
 
     @staticmethod
@@ -256,8 +261,8 @@ def _loss_and_gradient(logits: Tensor, labels: Tensor, terms: LossTerms) -> tupl
         return row_kernels.cross_entropy_(logits, labels).sum(), logits
     scores, slope = scores_of(logits.to(at_least_float32(logits.dtype)), terms)
     log_sum = torch.logsumexp(scores, dim=-1, keepdim=True)
-    kept = (labels != IGNORED).unsqueeze(1)
-    wanted = labels.unsqueeze(1).masked_fill(~kept, 0)
+    labelled = (labels != IGNORED).unsqueeze(1)
+    wanted = labels.unsqueeze(1).masked_fill(~labelled, 0)
     # gather refuses a label outside the vocabulary; an index of -1 would mean its last token.
     losses = log_sum - (1 - terms.label_smoothing) * scores.gather(1, wanted)
     if terms.label_smoothing:
@@ -265,8 +270,8 @@ def _loss_and_gradient(logits: Tensor, labels: Tensor, terms: LossTerms) -> tupl
     if terms.z_loss:
         losses += terms.z_loss * log_sum.square()
     # exp(scores - infinity) is 0: a row without a label has no gradient.
-    grad = scores.sub_(log_sum.masked_fill(~kept, math.inf)).exp_()
-    counted = kept.to(grad.dtype)
+    grad = scores.sub_(log_sum.masked_fill(~labelled, math.inf)).exp_()
+    counted = labelled.to(grad.dtype)
     if terms.z_loss:
         grad *= 1 + 2 * terms.z_loss * log_sum
     if terms.label_smoothing:
@@ -275,7 +280,7 @@ def _loss_and_gradient(logits: Tensor, labels: Tensor, terms: LossTerms) -> tupl
     if isinstance(slope, Tensor) or slope != 1:
         grad *= slope
     grad = grad if grad.dtype == logits.dtype else logits.copy_(grad)
-    return losses.masked_fill(~kept, 0.0).sum(), grad
+    return losses.masked_fill(~labelled, 0.0).sum(), grad
 
 
 def _times(x: Tensor, matrix: Tensor) -> Tensor:
@@ -316,22 +321,22 @@ class LanguageModelLoss(nn.Module):
     def forward(
         self, labels: Tensor, real_tokens: Tensor | None = None, **inputs: Any
     ) -> tuple[Tensor, Tensor]:
-        """The summed loss and the number of labels.
+        """Returns the summed loss and the number of labels.
 
         Args:
             labels: (B, T), aligned with the position that predicts them, -100: no loss.
-            real_tokens: (B, T) or (B x T,), false at filler, for the routers' loss alone; None:
-                what ``attention_mask`` says, or every position.
-            inputs: of the model.
+            real_tokens: (B, T) or (B x T,), false at padding, for the routers' loss alone;
+                None: ``attention_mask``, or every position.
+            inputs: inputs of the model.
         """
         loss, count, balance = self.sums(labels, real_tokens, **inputs)
         return loss if balance is None else loss + count * balance, count
 
     def mean(self, labels: Tensor, items: Tensor | int | None = None, **inputs: Any) -> Tensor:
-        """The loss that the model's own forward returns for these labels.
+        """Returns the loss that the model's own forward returns for these labels.
 
-        ``items``, transformers' ``num_items_in_batch``, divides the cross-entropy in the place of
-        the number of labels; the routers' loss isn't divided.
+        ``items``, transformers' ``num_items_in_batch``, divides the cross-entropy instead of
+        the number of labels. The routers' loss isn't divided.
         """
         loss, count, balance = self.sums(labels, **inputs)
         mean = loss / (count.clamp(min=1) if items is None else items)
@@ -363,12 +368,12 @@ class LanguageModelLoss(nn.Module):
 
 
 class WholeLogitsLoss(LanguageModelLoss):
-    """Cross-entropy over the logits of every slot, in float32 or wider, summed over labels.
+    """Cross-entropy over all positions' logits, in float32 or wider, summed over labels.
 
     The logits are those of the model's own forward, scaled and capped.
 
     Raises:
-        ValueError: the config asks for a loss of the routers that isn't recognised.
+        ValueError: the config enables a routers' loss that isn't recognised.
     """
 
     def __init__(self, model: nn.Module, terms: LossTerms = PLAIN) -> None:
@@ -383,15 +388,15 @@ class WholeLogitsLoss(LanguageModelLoss):
 
 
 class LabelOnlyLoss(LanguageModelLoss):
-    """The trunk's hidden states at labelled positions, through a head that sees no others.
+    """Loss of the hidden states at labelled positions only, through the head.
 
-    A linear head is replaced by a :class:`LabelOnlyHead`. Any other (with an adapter around it, or
-    quantised) stays where it is and is called once per chunk, and once more per chunk in the
-    backward pass.
+    A linear head is replaced by a :class:`LabelOnlyHead`. Any other head (with an adapter,
+    or quantised) stays unchanged. It is called once per chunk, and once more per chunk in
+    the backward pass.
 
     Raises:
-        ValueError: the model's own forward does more than its trunk, its head and what
-            :class:`~hasten.parts.nn.head_form.HeadForm` has numbers for.
+        ValueError: the model's own forward does more than its trunk, its head and the
+            numbers of :class:`~hasten.parts.nn.head_form.HeadForm`.
     """
 
     def __init__(
@@ -401,8 +406,8 @@ class LabelOnlyLoss(LanguageModelLoss):
         terms = replace(terms, softcap=form.softcap, scale=form.scale)
         super().__init__(model, terms, form)
         inner = causal_lm(model)
-        here = next((p.device for p in model.parameters()), "cpu")
-        self.chunk = chunk_rows(chunk, inner.lm_head.out_features, chunk_bytes_on(here))
+        device = next((p.device for p in model.parameters()), "cpu")
+        self.chunk = chunk_rows(chunk, inner.lm_head.out_features, chunk_bytes_on(device))
         self.largest_logits = 0  # rows of logits that existed at once, for whoever asks
         self.largest_positions = 0  # of a micro-batch: rows that the common way would have had
         if plain_class(inner.lm_head) is nn.Linear:
@@ -440,8 +445,8 @@ class TakesLabels(Protocol):
 class LabelOnlyHead(nn.Module):
     """A linear head that owns its weight and, given labels, returns the summed loss.
 
-    Without labels it is the linear layer it replaced, so that generation and saving go on as
-    before; weight and bias are the same parameters under the same names, tied or not.
+    Without labels it is the linear layer that it replaced, so generation and saving work as
+    before. Weight and bias are the same parameters under the same names, tied or not.
     """
 
     takes_labels = True
@@ -485,10 +490,10 @@ def head_cross_entropy(
 
 
 class ObjectiveLoss(nn.Module):
-    """Any module with any loss function: ``loss_fn(model(*inputs), target)`` as (sum, count).
+    """Any module and loss function: ``loss_fn(model(*inputs), target)`` as (sum, count).
 
-    A loss function that returns one number is taken as the mean over its micro-batch, and weighted
-    by ``weight``; one that returns a pair is taken as (sum, count).
+    If a loss function returns one number, it is the mean over its micro-batch, weighted by
+    ``weight``. If it returns a pair, that is (sum, count).
     """
 
     def __init__(self, model: nn.Module, loss_fn: Any) -> None:
@@ -501,11 +506,11 @@ class ObjectiveLoss(nn.Module):
         self, inputs: tuple[Any, ...], named: dict[str, Any], target: Any, weight: int
     ) -> tuple[Tensor, Tensor]:
         """``inputs`` and ``named`` go to the model, ``target`` and its output to the loss."""
-        found = self.loss_fn(self.model(*inputs, **named), target)
-        self.returns_mean = not isinstance(found, tuple)
-        if isinstance(found, tuple):
-            return found[0], torch.as_tensor(found[1])
-        return found * weight, torch.tensor(weight)
+        loss = self.loss_fn(self.model(*inputs, **named), target)
+        self.returns_mean = not isinstance(loss, tuple)
+        if isinstance(loss, tuple):
+            return loss[0], torch.as_tensor(loss[1])
+        return loss * weight, torch.tensor(weight)
 
 
 # Token accuracy: the share of trained tokens that the model would have chosen itself.
@@ -525,33 +530,34 @@ class TokenRecords(Protocol):
     def __getitem__(self, index: int, /) -> TokenizedExample: ...
 
 
-def token_accuracy(model: nn.Module, examples: TokenRecords) -> float:
+def token_accuracy(model: nn.Module, examples: TokenRecords, at_once: int = ROWS) -> float:
     """Share (0 to 1) of the examples' trained tokens that come first among the model's logits.
 
     Args:
         model: a Hugging Face causal language model, with an adapter or without, in ``eval`` mode.
         examples: from position 1 on, each trained token is predicted from those before it.
+        at_once: examples of one pass.
 
     Raises:
         ValueError: no example has a trained token.
     """
-    right = seen = 0
+    right = total = 0
     device = next(model.parameters()).device
-    for start in range(0, len(examples), ROWS):
-        rows = [examples[i] for i in range(start, min(start + ROWS, len(examples)))]
+    for start in range(0, len(examples), at_once):
+        rows = [examples[i] for i in range(start, min(start + at_once, len(examples)))]
         batch = {name: tensor.to(device) for name, tensor in padded(rows).items()}
         hits, count = _hits(model, batch["input_ids"], batch["labels"])
-        right, seen = right + hits, seen + count
-    if not seen:
+        right, total = right + hits, total + count
+    if not total:
         raise ValueError("token accuracy needs an example with a trained token")
-    return right / seen
+    return right / total
 
 
 @torch.no_grad()
 def _hits(model: nn.Module, input_ids: Tensor, labels: Tensor) -> tuple[int, int]:
     """Labels that the model puts first, and labels; both (B, T), labels aligned with positions."""
     hidden = trunk(model)(input_ids=input_ids, use_cache=False).last_hidden_state
-    head, kept = causal_lm(model).lm_head, labels.flatten() != IGNORED
-    rows, wanted = hidden.flatten(0, 1)[kept], labels.flatten()[kept]
+    head, labelled = causal_lm(model).lm_head, labels.flatten() != IGNORED
+    rows, wanted = hidden.flatten(0, 1)[labelled], labels.flatten()[labelled]
     pairs = zip(rows.split(CHUNK), wanted.split(CHUNK), strict=True)
     return sum(int((head(r).argmax(-1) == w).sum()) for r, w in pairs), len(wanted)

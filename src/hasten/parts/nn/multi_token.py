@@ -1,26 +1,33 @@
-"""Tokens further ahead as a training objective: DeepSeek-V3's multi-token prediction.
+"""Multi-token prediction as a training objective, as in DeepSeek-V3.
 
-At each position a model predicts the token that follows. Module k of D beside it predicts the one k
-further on, from the state that the module before it has there and from the token that was to be
-predicted (DeepSeek-V3, arXiv:2412.19437, section 2.2, eq. 21 to 25):
+At each position a model predicts the token that follows. Additional module k of D
+predicts the token k positions further on. Its inputs are the state of the module before
+it at that position, and the token that was to be predicted.
 
-    (1) h' = M [RMSNorm(Emb(t_{i+k})); RMSNorm(h^{k-1})]    at position i; h^0 is the model's state
-    (2) h^k = Norm(Block(h'))                               a layer of the kind of the model's last
+Source: DeepSeek-V3, arXiv:2412.19437, section 2.2, eq. 21 to 25:
+
+    (1) h' = M [RMSNorm(Emb(t_{i+k})); RMSNorm(h^{k-1})]    at position i; h^0: model's state
+
+    (2) h^k = Norm(Block(h'))                               a layer like the model's last one
+
     (3) L^k = sum over i of -log softmax(Head(h^k))[t_{i+k+1}]
 
-and what is minimised is L + weight / D x sum over k of L^k, all divided by the number of tokens
-that carry loss for the model itself (1 / T in eq. 24). Embedding and head are the model's own: the
-gradients of both come together. The order in (1), and that h^0 and h^k are taken behind their
-norms, are those of the released weights as Transformers runs them (its ``modeling_layers``). V4
-carries several streams through its layers; h^0 and h^k are what its last mixing makes of them.
+The objective is L + weight / D x sum over k of L^k. It is divided by the number of
+tokens that carry loss for the model itself (1 / T in eq. 24). Embedding and head are
+the model's own: the gradients of both are added.
+
+The order in (1) is that of the released weights as Transformers runs them (its
+``modeling_layers``). There h^0 and h^k are also taken after their norms. V4 has several
+streams through its layers; h^0 and h^k are the results of its last mixing.
 
     ahead = MultiToken(model, depth=1, weight=0.3)
     minimise_too(loss_of, ahead)          # a WholeLogitsLoss or LabelOnlyLoss of this model
     optimizer = AdamW(loss_of.parameters())
 
-Nothing crosses from one document of a packed row to the next: where a token ahead belongs to
-another, its embedding is zero and nothing is asked. In ``eval`` mode the loss is the model's alone.
-The modules belong to the loss, not to the model, which is saved without them.
+Nothing crosses from one document of a packed row to the next. If a token ahead belongs
+to another document, its embedding is zero and it has no loss. In ``eval`` mode the loss
+is the model's alone. The modules belong to the loss and not to the model, which is
+saved without them.
 """
 
 from __future__ import annotations
@@ -55,13 +62,13 @@ class MultiToken(nn.Module):
     """The modules of all depths, and the loss of the tokens that they predict.
 
     Args:
-        model: a Hugging Face causal language model, whose embedding and head are used, not owned.
+        model: a Hugging Face causal language model. Its embedding and head are used, not
+            owned.
         depth: how many tokens ahead of the next one are predicted, D.
-        weight: of their mean loss; 0: the modules are there, don't learn and aren't run.
+        weight: weight of their mean loss; 0: the modules exist, don't learn and aren't run.
 
     Raises:
-        ValueError: the model is of an architecture that isn't known here, or a number makes no
-            sense.
+        ValueError: the model's architecture isn't supported, or a number makes no sense.
     """
 
     def __init__(self, model: nn.Module, depth: int = 1, weight: float = 0.3) -> None:
@@ -90,17 +97,20 @@ class MultiToken(nn.Module):
         terms: LossTerms = PLAIN,
         **inputs: Any,
     ) -> Tensor:
-        """The weighted loss sum. ``hidden`` (B, T, hidden) are the model's states behind its norm;
-        ``labels`` (B, T) aligned with the position that predicts them, as the model has them."""
+        """Returns the weighted loss sum.
+
+        - ``hidden`` (B, T, hidden): the model's states after its norm
+        - ``labels`` (B, T): aligned with the position that predicts them, as for the model
+        """
         inner = causal_lm(model)
         embed, head = inner.get_input_embeddings(), inner.lm_head
         self.passes, self.last = self.passes + 1, []
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         for distance, ahead in enumerate(self.modules_ahead, start=1):
-            there = same_document(input_ids, inputs.get("position_ids"), distance)
+            in_document = same_document(input_ids, inputs.get("position_ids"), distance)
             tokens = input_ids.roll(-distance, dims=1)
-            wanted = labels.roll(-distance, dims=1).masked_fill(~there, IGNORED)
-            embedded = embed(tokens) * there.unsqueeze(-1).to(hidden.dtype)
+            wanted = labels.roll(-distance, dims=1).masked_fill(~in_document, IGNORED)
+            embedded = embed(tokens) * in_document.unsqueeze(-1).to(hidden.dtype)
             hidden = ahead(embedded, hidden, **inputs)
             loss = _loss(head, hidden, wanted, chunk, terms)
             self.last.append((loss.detach(), (wanted != IGNORED).sum()))
@@ -127,8 +137,8 @@ class PredictionModule(nn.Module):
     def forward(self, embedded: Tensor, hidden: Tensor, **inputs: Any) -> Tensor:
         """Both (B, T, hidden); ``inputs`` are those of the model's decoder but its tokens."""
         both = torch.cat([self.embedding_norm(embedded), self.state_norm(hidden)], dim=-1)
-        found = self.block(inputs_embeds=self.project(both), use_cache=False, **inputs)
-        states: Tensor = found.last_hidden_state
+        output = self.block(inputs_embeds=self.project(both), use_cache=False, **inputs)
+        states: Tensor = output.last_hidden_state
         return states
 
 
@@ -152,21 +162,21 @@ def one_layer(decoder: Any) -> nn.Module:
         attention.use_document_attention(made)
     made.embed_tokens = None  # it is called with embeddings
     freeze_indexers(made)
-    found: nn.Module = made.train()
-    return found
+    layer: nn.Module = made.train()
+    return layer
 
 
 def same_document(input_ids: Tensor, position_ids: Tensor | None, distance: int) -> Tensor:
-    """Whether the token so many places ahead belongs to the same document, (B, T).
+    """True where the token ``distance`` positions ahead is in the same document, (B, T).
 
-    Documents of a packed row begin where positions do; without positions each row is one.
+    Documents of a packed row begin where positions do. Without positions each row is one.
     """
     places = torch.arange(input_ids.shape[1], device=input_ids.device)
-    there = (places + distance < input_ids.shape[1]).expand_as(input_ids)
+    inside = (places + distance < input_ids.shape[1]).expand_as(input_ids)
     if position_ids is None:
-        return there
+        return inside
     number = (position_ids == 0).cumsum(dim=1).expand_as(input_ids)
-    return there & (number == number.roll(-distance, dims=1))
+    return inside & (number == number.roll(-distance, dims=1))
 
 
 def minimise_too(loss_of: nn.Module, ahead: MultiToken) -> None:
@@ -183,18 +193,18 @@ def minimise_too(loss_of: nn.Module, ahead: MultiToken) -> None:
     loss.ahead = ahead
     if not ahead.weight:
         return
-    seen: list[Tensor] = []
+    hidden_states: list[Tensor] = []
 
-    def hear(module: nn.Module, given: Any, output: Any) -> None:
-        seen[:] = [output.last_hidden_state] if loss.training else []
+    def hear(module: nn.Module, args: Any, output: Any) -> None:
+        hidden_states[:] = [output.last_hidden_state] if loss.training else []
 
     def add(
-        module: nn.Module, given: Any, named: dict[str, Any], output: tuple[Tensor, Tensor]
+        module: nn.Module, args: Any, named: dict[str, Any], output: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor] | None:
         if not loss.training:
             return None
         total, count = output
-        more = ahead(model, seen.pop(), chunk=_chunk(loss), terms=loss.terms, **named)
+        more = ahead(model, hidden_states.pop(), chunk=_chunk(loss), terms=loss.terms, **named)
         return total + more, count
 
     trunk(model).register_forward_hook(hear)
@@ -202,7 +212,7 @@ def minimise_too(loss_of: nn.Module, ahead: MultiToken) -> None:
 
 
 def model_of(loss_of: nn.Module) -> nn.Module:
-    """The language model whose loss it is.
+    """Returns the language model of a loss.
 
     Raises:
         ValueError: it is another loss.
@@ -235,12 +245,12 @@ def _chunk(loss_of: Any) -> int:
 
 
 def _loss(head: Any, hidden: Tensor, labels: Tensor, chunk: int, terms: LossTerms) -> Tensor:
-    """The summed loss of positions with a label, through a head that sees no others."""
+    """Returns the summed loss of the labelled positions only, through the head."""
     rows, wanted = hidden.flatten(0, -2), labels.flatten()
     if skips_unlabelled(rows):
         positions = (wanted != IGNORED).nonzero().squeeze(1)
         rows, wanted = rows.index_select(0, positions), wanted.index_select(0, positions)
     if isinstance(head, TakesLabels):
-        found: Tensor = head(rows, wanted, chunk, terms)
-        return found
+        loss_sum: Tensor = head(rows, wanted, chunk, terms)
+        return loss_sum
     return head_cross_entropy(head, rows, wanted, chunk, terms)

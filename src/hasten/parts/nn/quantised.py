@@ -1,15 +1,16 @@
-"""Linear layers in few bits: a frozen weight in 8 or 4, or products whose inputs are float8.
+"""Linear layers in few bits: a frozen weight in 8 or 4, or float8 products.
 
-Where only adapters learn, the base weight is read in forward and backward and never changed, so it
-can rest in few bits (QLoRA, arXiv:2305.14314). Each product widens it for its own moment; nothing
-wide is kept, and no weight gradient is ever made.
+If only adapters learn, the base weight is read in forward and backward and never
+changed. So it can be stored in few bits (QLoRA, arXiv:2305.14314). Each product widens
+it temporarily. Nothing wide is stored, and no weight gradient is ever made.
 
-``int8``: 255 even steps for each row, 8 bits and 32 for the row. ``nf4``: 16 levels at quantiles of
-a normal distribution, which trained weights resemble, a scale for each 64: 4.5 bits (section 3 of
-the paper; its second quantisation, of the scales, saves 0.37 bits more and is left out).
+- ``int8``: 255 even steps for each row, 8 bits and 32 for the row.
+- ``nf4``: 16 levels at quantiles of a normal distribution, which trained weights
+  resemble, and a scale for each 64: 4.5 bits (section 3 of the paper). The paper's
+  second quantisation, of the scales, saves 0.37 bits more and is left out.
 
     layer = QuantisedLinear(nn.Linear(64, 32), "nf4")
-    y = layer(x)                       # dx flows through; layer.widened() is the weight in use
+    y = layer(x)                       # dx is computed; layer.widened() is the weight in use
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_int8(codes: Tensor, scale: Tensor) -> Tensor:
-    """The float32 matrix that codes and scale stand for."""
+    """Decodes the float32 matrix from codes and scale."""
     return codes.float() * scale
 
 
@@ -60,17 +61,17 @@ def to_nf4(weight: Tensor) -> tuple[Tensor, Tensor]:
     scale = blocks.abs().amax(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     levels = torch.tensor(NF4_LEVELS, device=flat.device)
     between = (levels[1:] + levels[:-1]) / 2  # the nearest level lies between two of these
-    found = torch.bucketize(blocks / scale, between).to(torch.uint8).view(-1, 2)
-    return found[:, 0] << 4 | found[:, 1], scale
+    codes = torch.bucketize(blocks / scale, between).to(torch.uint8).view(-1, 2)
+    return codes[:, 0] << 4 | codes[:, 1], scale
 
 
 def from_nf4(
     codes: Tensor, scale: Tensor, shape: tuple[int, int], levels: Tensor | None = None
 ) -> Tensor:
-    """The float32 matrix of this shape that codes and scale stand for.
+    """Decodes the float32 matrix of this shape from codes and scale.
 
-    ``levels`` are ``NF4_LEVELS`` on the device; without them they are sent there, for which a host
-    waits.
+    ``levels`` are ``NF4_LEVELS`` on the device. Without them they are sent there, for which
+    the host waits.
     """
     levels = torch.tensor(NF4_LEVELS, device=codes.device) if levels is None else levels
     both = torch.stack([codes >> 4, codes & 15], dim=1).int().view(-1, NF4_BLOCK)
@@ -79,7 +80,7 @@ def from_nf4(
 
 
 def rounded(weight: Tensor, kind: Kind) -> Tensor:
-    """What a weight becomes by being quantised and widened, in its own format."""
+    """Returns a weight after quantising and widening, in its own format."""
     if kind == "int8":
         return from_int8(*to_int8(weight)).to(weight.dtype)
     rows, columns = weight.shape
@@ -147,18 +148,18 @@ class _Product(torch.autograd.Function):
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Whether it is a linear layer that multiplies as one; DeepSeek-V4's grouped one doesn't."""
+    """Returns True for a plain linear layer; DeepSeek-V4's grouped one isn't."""
     return isinstance(module, nn.Linear) and plain_class(module).forward is nn.Linear.forward
 
 
 def quantise_linears(module: nn.Module, names: Sequence[str], kind: Kind) -> None:
-    """Put a quantised layer in the place of each named one, in this module alone."""
+    """Replaces each named layer by a quantised one, in this module alone."""
     for name in names:
-        parent, _, own = name.rpartition(".")
+        parent, _, child = name.rpartition(".")
         layer = module.get_submodule(name)
         if not isinstance(layer, nn.Linear):
             raise ValueError(f"{name} is a {type(layer).__name__}, not a linear layer")
-        setattr(module.get_submodule(parent), own, QuantisedLinear(layer, kind))
+        setattr(module.get_submodule(parent), child, QuantisedLinear(layer, kind))
 
 
 # Linear layers whose three products take float8 inputs, each block of numbers under its own scale.
@@ -191,7 +192,7 @@ KEPT_WIDE: Final = frozenset(
 
 
 class Float8Blocks(NamedTuple):
-    """A matrix in float8: ``data`` times the scale of the block it lies in."""
+    """A matrix in float8: ``data`` times the scale of its block."""
 
     data: Tensor  # (rows, columns), float8
     scale: Tensor  # (blocks of rows, blocks of columns), float32
@@ -211,7 +212,7 @@ def quantise(x: Tensor, block: tuple[int, int], dtype: torch.dtype = E4M3) -> Fl
 
 
 def dequantise(q: Float8Blocks) -> Tensor:
-    """The float32 matrix that a quantised one stands for."""
+    """Decodes the float32 matrix of a quantised one."""
     blocks = _in_blocks(q.data.float(), q.block) * q.scale[:, None, :, None]
     rows, columns = q.data.shape
     return blocks.flatten(2, 3).flatten(0, 1)[:rows, :columns]
@@ -257,13 +258,13 @@ class Rounding(NamedTuple):
                 F.pad(data.view(torch.uint8), (0, filler)).view(data.dtype)
                 for data in (a_data, b_data)
             )
-        found: Tensor = torch._scaled_mm(
+        product: Tensor = torch._scaled_mm(
             a_data, b_data.t(), scale_a=a_MK.scale, scale_b=b_NK.scale.t(), out_dtype=torch.bfloat16
         )
-        return found.to(dtype)
+        return product.to(dtype)
 
     def in_one_pass(self, x: Tensor) -> bool:
-        """Whether the GPU's kernels round a matrix."""
+        """Returns True if the GPU's kernels round a matrix."""
         if self.emulate or self.recipe != "rowwise":
             return False
         return quantised_gpu.may_round(x)
@@ -275,11 +276,12 @@ class Rounding(NamedTuple):
 
 
 class Float8Weight:
-    """Rounds a layer's weight: for each product anew or, while it is ``kept``, once.
+    """Rounds a layer's weight: again for each product or, while it is ``kept``, once.
 
-    What is kept is let go by ``drop``, and isn't used where the weight is seen to have changed: by
-    its version, which every operator in place raises, or its memory. A write through ``.data`` is
-    seen by neither; so whoever keeps it drops it before others have the weight.
+    ``drop`` releases the stored result. It isn't used if the weight has changed. A change
+    is detected by the weight's version, which every in-place operator raises, or by its
+    memory. A write through ``.data`` isn't detected. So call ``drop`` before other code
+    gets the weight.
     """
 
     def __init__(self, rounding: Rounding) -> None:
@@ -297,9 +299,9 @@ class Float8Weight:
 
     def drop(self) -> bool:
         """Forget what was rounded; whether there was something."""
-        held = self._both is not None
+        had_copy = self._both is not None
         self._both, self._of, self._memory = None, (), None
-        return held
+        return had_copy
 
     def _sides(self, weight: Tensor) -> tuple[Float8Blocks, Float8Blocks]:
         memory = weight.untyped_storage()
@@ -400,7 +402,7 @@ def linear(
 
 
 def learns(weight: Tensor) -> bool:
-    """Whether a backward pass will want the weight's gradient."""
+    """Returns True if a backward pass will need the weight's gradient."""
     return bool(weight.requires_grad) and torch.is_grad_enabled()
 
 
@@ -456,14 +458,14 @@ class Float8Layers:
         self.keep_weights(False)
         self._weights.clear()
 
-    def keep_weights(self, kept: bool) -> None:
-        """Round each weight once, from now on until False is said; 2 bytes for each number.
+    def keep_weights(self, enabled: bool) -> None:
+        """Rounds each weight once, from True until False; takes 2 bytes per number.
 
-        Between the two nothing may write to a weight through its ``.data``.
+        Between the two calls nothing may write to a weight through its ``.data``.
         """
         for weight in self._weights:
-            weight.kept = kept
-            if not kept:
+            weight.kept = enabled
+            if not enabled:
                 self.have_kept |= weight.drop()
 
     def _forward(self, name: str, layer: nn.Linear, of_weight: Float8Weight, x: Tensor) -> Tensor:
@@ -471,8 +473,8 @@ class Float8Layers:
             return F.linear(x, layer.weight, layer.bias)
         self.ran.add(name)
         rounded = self._last.of(x, self._rounding, learns(layer.weight))
-        given = x, layer.weight, layer.bias, self._rounding
-        return linear(*given, rounded=rounded, of_weight=of_weight)
+        arguments = x, layer.weight, layer.bias, self._rounding
+        return linear(*arguments, rounded=rounded, of_weight=of_weight)
 
 
 class _LastInput:
@@ -509,8 +511,8 @@ class _LastInput:
 
 def _version(x: Tensor) -> int:
     """How often operators have written to a tensor in place."""
-    found: int = x._version
-    return found
+    version: int = x._version
+    return version
 
 
 def _in_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:

@@ -39,13 +39,13 @@ LEAST: Final = torch.finfo(torch.float32).tiny  # of a scale
 
 
 def may_round(x: Tensor) -> bool:
-    """Whether the float8 operators take a matrix."""
+    """Returns True if the float8 operators take a matrix."""
     fits = x.dtype in fused_gpu.DTYPES and x.numel() > 0 and x.shape[0] <= MOST_ROWS
     return _runs(FLOAT8, x) and fits
 
 
 def may_widen(codes: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the widening operators take these codes."""
+    """Returns True if the widening operators take these codes."""
     return _runs(WIDENING, codes) and dtype in fused_gpu.DTYPES and codes.numel() > 0
 
 
@@ -54,7 +54,7 @@ def _runs(kernel: str, x: Tensor) -> bool:
 
 
 def has_kernels(device: str) -> bool:
-    """Whether Triton's kernels run on a device."""
+    """Returns True if Triton's kernels run on a device."""
     # A compiler that looks through here takes no cache, and asks once for its graph.
     ask = _asked.__wrapped__ if torch.compiler.is_compiling() else _asked
     return ask(device)
@@ -65,13 +65,13 @@ def _asked(device: str) -> bool:
     return not fused_gpu.why_not(device)
 
 
-def _launch(name: str, *given: Any, **fixed: Any) -> None:
+def _launch(name: str, *args: Any, **fixed: Any) -> None:
     kernels = importlib.import_module("hasten.parts.kernels.few_bits_triton")
-    fused_gpu.launch(getattr(kernels, name), *given, **fixed)
+    fused_gpu.launch(getattr(kernels, name), *args, **fixed)
 
 
 def row_warps(block: int) -> int:
-    """Of a program that rounds a row: one that has the widest whole has all that there are."""
+    """Returns the warps of a program that rounds a row; all warps for the widest row."""
     return fused_gpu.warps(block, 16, 32)
 
 
@@ -108,7 +108,7 @@ def _(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @custom_op("hasten_gpu::float8_both", mutates_args=())
 def float8_both(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What ``float8_rows`` and ``float8_columns`` give."""
+    """Returns the results of ``float8_rows`` and ``float8_columns``."""
     straight, turned = (
         _empty(x.shape[0], x.shape[1], x, dtype),
         _empty(x.shape[1], _filled(x), x, dtype),
@@ -123,7 +123,7 @@ def _(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def empty_columns(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """In the place of ``float8_columns``, where nobody will use them: no numbers, scales of NaN."""
+    """Replaces ``float8_columns`` if they aren't needed: no numbers, scales of NaN."""
     n = x.shape[1]
     return x.new_empty((1, 1), dtype=dtype).expand(n, _filled(x)), _nan(x.device).expand(n, 1)
 
@@ -148,22 +148,22 @@ def _by_tiles(
     of_rows, of_columns = largest[:count], largest[count:]
     programs = -(-n // TILE), -(-filled // TILE)
     shape = {"ROWS": rows, "HIGH": TILE, "WIDE": TILE, "num_warps": WARPS}
-    given, sizes = (programs, x, of_rows, of_columns), (count, n, x.stride(0))
-    _launch("largest_kernel", *given, *sizes, **shape)
+    inputs, sizes = (programs, x, of_rows, of_columns), (count, n, x.stride(0))
+    _launch("largest_kernel", *inputs, *sizes, **shape)
     made, limits = (*straight, *turned), (torch.finfo(dtype).max, LEAST)
-    _launch("float8_tile_kernel", *given, *made, *sizes, filled, *limits, **shape)
+    _launch("float8_tile_kernel", *inputs, *made, *sizes, filled, *limits, **shape)
 
 
 @custom_op("hasten_gpu::widen_nf4", mutates_args=())
 def widen_nf4(
     codes: Tensor, scale: Tensor, levels: Tensor, rows: int, columns: int, dtype: torch.dtype
 ) -> Tensor:
-    """The matrix (rows, columns) that nf4 codes, scales and levels stand for."""
+    """Decodes the matrix (rows, columns) from nf4 codes, scales and levels."""
     out = codes.new_empty((rows, columns), dtype=dtype)
     blocks, together = scale.numel(), WIDEN_BLOCK // NF4_BLOCK
-    given = codes.contiguous(), scale.contiguous(), levels, out, blocks, rows * columns
+    arguments = codes.contiguous(), scale.contiguous(), levels, out, blocks, rows * columns
     shape = {"BYTES": NF4_BLOCK // 2, "TOGETHER": together, "num_warps": WARPS}
-    _launch("nf4_kernel", (-(-blocks // together),), *given, **shape)
+    _launch("nf4_kernel", (-(-blocks // together),), *arguments, **shape)
     return out
 
 
@@ -176,12 +176,12 @@ def _(
 
 @custom_op("hasten_gpu::widen_int8", mutates_args=())
 def widen_int8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The matrix that int8 codes and a scale for each row stand for."""
+    """Decodes the matrix from int8 codes and a scale for each row."""
     rows, n = codes.shape
     out = codes.new_empty((rows, n), dtype=dtype)
     programs = rows, -(-n // WIDEN_BLOCK)
-    given = codes.contiguous(), scale.contiguous(), out, n
-    _launch("int8_kernel", programs, *given, BLOCK=WIDEN_BLOCK, num_warps=WARPS)
+    arguments = codes.contiguous(), scale.contiguous(), out, n
+    _launch("int8_kernel", programs, *arguments, BLOCK=WIDEN_BLOCK, num_warps=WARPS)
     return out
 
 

@@ -1,22 +1,25 @@
-"""Binds code of its own to the forward of one module instance, in a way that copies keep.
+"""Binds code to the forward of one module instance, so that copies keep it.
 
-``module.forward = function`` on an instance puts a closure over that instance into it: a deep copy
-then runs the original, and a pickle fails. Here the instance gets a subclass of its class, whose
-``forward`` calls the function with the module that was called. So
+``module.forward = function`` on an instance stores a closure over that instance. A deep
+copy then runs the original, and a pickle fails. Here the instance gets a subclass of
+its class. The subclass's ``forward`` calls the function with the called module. So:
 
-- ``copy.deepcopy``, ``pickle`` and ``torch.save`` make modules with a forward of their own, in
-  another process too (where hasten is installed);
-- ``isinstance`` holds, and name, module and signature are those of the class below, for
-  transformers, accelerate and PEFT read them: ``architectures`` in a saved config, the classes that
-  FSDP wraps, the columns of a data set that a Trainer keeps;
-- parameters, buffers, hooks and the state dict aren't touched, nor are other instances.
+- ``copy.deepcopy``, ``pickle`` and ``torch.save`` make modules with their own forward,
+  in another process too (if hasten is installed there).
+- ``isinstance`` holds, and name, module and signature are those of the base class.
+  transformers, accelerate and PEFT read them. Examples are ``architectures`` in a saved
+  config, the classes that FSDP wraps, and the data set columns that a Trainer keeps.
+- Parameters, buffers, hooks and the state dict aren't changed, and neither are other
+  instances.
 
-The function is one of a module, since a pickle holds its name, and is called as
-``function(module, usual, *args, **kwargs)``; ``usual`` is the forward below it. What it knows
-beyond the module is its ``state``, which lies in the module and is copied with it. A module that
-was made from the class alone (``type(model)(config)``) has no state: a function that needs one does
-what is usual there. Several functions can be bound to one module; the last one is called first. An
-attribute ``unpickled`` of a function is called where a module with it is unpickled.
+The function must be at module level, because a pickle stores its name. It is called as
+``function(module, usual, *args, **kwargs)``; ``usual`` is the base forward. Further
+data is in its ``state``, which is stored in the module and copied with it. A module
+made from the class alone (``type(model)(config)``) has no state. A function that needs
+one then runs ``usual``.
+
+Several functions can be bound to one module; the last one is called first. If a
+function has an attribute ``unpickled``, it is called when such a module is unpickled.
 """
 
 from __future__ import annotations
@@ -49,10 +52,10 @@ def bind(module: nn.Module, function: Forward, state: Any = None) -> None:
         _put(module, _STATES, function, state)
     if is_bound(module, function):
         return
-    own = module.__dict__.pop("forward", None)
-    if own is not None:  # somebody's wrapper around this instance: it stays below
-        _put(module, _BELOW, function, own)
-    module.__class__ = _class_of(type(module), function, own is not None)
+    wrapper = module.__dict__.pop("forward", None)
+    if wrapper is not None:  # somebody's wrapper around this instance: it stays below
+        _put(module, _BELOW, function, wrapper)
+    module.__class__ = _class_of(type(module), function, wrapper is not None)
 
 
 def unbind(module: nn.Module, function: Forward) -> None:
@@ -61,40 +64,40 @@ def unbind(module: nn.Module, function: Forward) -> None:
     Raises:
         ValueError: another library has changed the module's class since.
     """
-    kept, plain = [], plain_class(module)
+    remaining, plain = [], plain_class(module)
     if _bound_by(type(module)) is None and is_bound(module, function):
         raise ValueError(
             f"{type(module).__name__} was wrapped after {function.__qualname__} was bound to it"
         )
     for one, covers in _stack(type(module)):
         if one is not function:
-            kept.append((one, covers))
-        elif covers and kept:
+            remaining.append((one, covers))
+        elif covers and remaining:
             raise ValueError(f"take off what was bound to {plain.__name__} later first")
         elif covers:
             module.__dict__["forward"] = module.__dict__[_BELOW][function]
     if state_of(module, function) is not None:
         _put(module, _STATES, function, None)
     made = plain
-    for one, covers in reversed(kept):
+    for one, covers in reversed(remaining):
         made = _class_of(made, one, covers)
     if made is not type(module):
         module.__class__ = made
 
 
 def is_bound(module: nn.Module, function: Forward | None = None) -> bool:
-    """Whether ``function`` is bound to the module; without one, whether any is."""
-    found = bound(module)
-    return bool(found) if function is None else any(f is function for f in found)
+    """Returns True if ``function``, or by default any, is bound to the module."""
+    functions = bound(module)
+    return bool(functions) if function is None else any(f is function for f in functions)
 
 
 def bound(module: nn.Module) -> tuple[Forward, ...]:
-    """What is bound to the module, the last one first."""
+    """Returns the functions bound to the module, the last one first."""
     return tuple(function for function, _ in _stack(type(module)))
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether its forward isn't its class's: bound here, or put into the instance by others."""
+    """Returns True if its forward isn't its class's: bound here, or set by other code."""
     return is_bound(module) or "forward" in vars(module)
 
 
@@ -108,39 +111,39 @@ def usual_of(module: nn.Module, function: Forward) -> Forward:
     kind = next(k for k in type(module).__mro__ if (b := _bound_by(k)) and b[0] is function)
     covers = kind.__dict__["_hasten_bound"][1]
     if covers:
-        own: Forward = module.__dict__[_BELOW][function]
-        return own
+        wrapper: Forward = module.__dict__[_BELOW][function]
+        return wrapper
     base: Any = kind.__mro__[1]
     return types.MethodType(base.forward, module)
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """The module's class without what is bound."""
-    found = type(module)
-    for kind in found.__mro__:
+    plain = type(module)
+    for kind in plain.__mro__:
         if _bound_by(kind) is not None:
-            found = kind.__mro__[1]
-    return found
+            plain = kind.__mro__[1]
+    return plain
 
 
-def _put(module: nn.Module, place: str, key: Forward, value: Any) -> None:
+def _put(module: nn.Module, attribute: str, key: Forward, value: Any) -> None:
     """In a dict of its own: a shallow copy of the module has the former one."""
-    module.__dict__[place] = {**module.__dict__.get(place, {}), key: value}
+    module.__dict__[attribute] = {**module.__dict__.get(attribute, {}), key: value}
 
 
 def _bound_by(kind: type) -> tuple[Forward, bool] | None:
-    found: tuple[Forward, bool] | None = kind.__dict__.get("_hasten_bound")
-    return found
+    binding: tuple[Forward, bool] | None = kind.__dict__.get("_hasten_bound")
+    return binding
 
 
 def _stack(kind: type) -> list[tuple[Forward, bool]]:
-    return [found for one in kind.__mro__ if (found := _bound_by(one)) is not None]
+    return [binding for one in kind.__mro__ if (binding := _bound_by(one)) is not None]
 
 
 def _class_of(base: type[Any], function: Forward, covers: bool) -> type[Any]:
-    """The subclass of ``base``, made once, whose forward is ``function``.
+    """Returns the subclass of ``base``, made once, with ``function`` as its forward.
 
-    ``covers``: what is usual isn't the base's forward but one that lay in the instance.
+    ``covers``: the usual forward is one that was set on the instance, not the base's.
     """
     for kind in base.__subclasses__():  # held weakly: a class without instances may go
         if _bound_by(kind) == (function, covers):
@@ -166,10 +169,13 @@ def _class_of(base: type[Any], function: Forward, covers: bool) -> type[Any]:
 
 
 class _BoundClass(type):
-    """Of a class that was made here: a pickle holds how to make it, not its name."""
+    """Metaclass of classes made here: a pickle stores their construction, not the name."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        """Of the class below it: who looks for the blocks of a model takes the class of one."""
+        """Checks against the base class too.
+
+        Code that searches for the blocks of a model uses the class of one block.
+        """
         base = cls.__mro__[1] if _bound_by(cls) is not None else None
         return super().__instancecheck__(instance) or (
             base is not None and isinstance(instance, base)
@@ -178,7 +184,7 @@ class _BoundClass(type):
 
 @functools.cache
 def _kind_of(kind: type[type]) -> type[type]:
-    """The metaclass for subclasses of a class whose own is ``kind``."""
+    """Returns the metaclass for subclasses of a class with the metaclass ``kind``."""
     if issubclass(kind, _BoundClass):
         return kind
     made = _BoundClass if kind is type else type(kind.__name__, (_BoundClass, kind), {})
@@ -187,10 +193,10 @@ def _kind_of(kind: type[type]) -> type[type]:
 
 
 def _reduced(kind: type) -> Any:
-    found = _bound_by(kind)
-    if found is None:  # a subclass by another library
+    binding = _bound_by(kind)
+    if binding is None:  # a subclass by another library
         return kind.__qualname__
-    return _restored, (kind.__mro__[1], *found)
+    return _restored, (kind.__mro__[1], *binding)
 
 
 def _restored(base: type[Any], function: Forward, covers: bool) -> type[Any]:

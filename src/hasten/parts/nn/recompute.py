@@ -1,20 +1,23 @@
-"""Recomputation: the backward pass computes a model's blocks again instead of keeping them.
+"""Recomputation: backward computes a model's blocks again instead of storing them.
 
-A block keeps every tensor its backward pass will read. Under recomputation it keeps its input
-alone, and the rest comes back, block by block, when backward arrives there (Chen et al., Training
-Deep Nets with Sublinear Memory Cost, arXiv:1604.06174; ``torch.utils.checkpoint`` without
-reentrance). Random state is put back for the second pass, so dropout falls on the same places and
-gradients keep their bits. What is recomputed is one of
+A block stores every tensor that its backward pass will read. Under recomputation it
+stores only its input. The other tensors are computed again, block by block, when
+backward needs them. Sources: Chen et al., Training Deep Nets with Sublinear Memory
+Cost, arXiv:1604.06174; ``torch.utils.checkpoint`` without reentrance. Random state is
+restored for the second pass, so dropout uses the same positions and gradients keep
+their bits. The choices are:
 
-- every block (the default): one input per block stays;
-- ``segments=k``: the blocks in k runs of consecutive ones, the last of which is kept as it is, as
-  ``torch.utils.checkpoint.checkpoint_sequential`` does for an ``nn.Sequential``;
-- ``budget=b``: as few blocks as let the share ``b`` of the blocks' bytes stay, after a measurement
-  in the first pass. The first blocks are taken: theirs come back last, when the others are gone;
-- ``offload=True``: nothing; what is kept goes to the host and comes back for backward.
+- every block (the default): one input per block stays.
+- ``segments=k``: the blocks in k runs of consecutive ones. The last run is stored
+  fully, as ``torch.utils.checkpoint.checkpoint_sequential`` does for an
+  ``nn.Sequential``.
+- ``budget=b``: as few blocks as needed to store at most the share ``b`` of the blocks'
+  bytes, after a measurement in the first pass. The first blocks are taken: they are
+  computed again last, when the others are gone.
+- ``offload=True``: none. Stored tensors go to the host and return for backward.
 
-Forwards are bound to the blocks of this one model (:mod:`hasten.parts.nn.rebind`); ``remove()``
-takes them off again.
+Forwards are bound to the blocks of this one model (:mod:`hasten.parts.nn.rebind`).
+``remove()`` removes them again.
 """
 
 from __future__ import annotations
@@ -39,22 +42,24 @@ Forward = Callable[..., Any]
 
 
 def decoder_blocks(module: nn.Module) -> list[nn.Module]:
-    """The members of the list of alike modules with the most parameters: the layers of a model.
+    """Returns the list of like modules with the most parameters: the layers of a model.
 
     In a model without such a list, children of one class that are attributes (``block1``,
-    ``block2``) are one.
+    ``block2``) are used.
 
     Raises:
-        ValueError: there are no two modules of one class beside each other.
+        ValueError: no two neighbouring modules are of one class.
     """
     lists = [
-        list(found)
-        for found in module.modules()
-        if isinstance(found, nn.ModuleList | nn.Sequential)
-        and len(found) > 1
-        and len({type(member) for member in found}) == 1
+        list(candidate)
+        for candidate in module.modules()
+        if isinstance(candidate, nn.ModuleList | nn.Sequential)
+        and len(candidate) > 1
+        and len({type(member) for member in candidate}) == 1
     ]
-    lists = lists or [alike for found in module.modules() for alike in _alike_children(found)]
+    lists = lists or [
+        alike for candidate in module.modules() for alike in _alike_children(candidate)
+    ]
     if not lists:
         raise ValueError(
             "the model has no two blocks of one class beside each other, so nothing can be "
@@ -80,15 +85,15 @@ def _named_blocks(names: tuple[str, ...], module: nn.Module) -> list[nn.Module]:
     Raises:
         ValueError: the model has no module of a name.
     """
-    known = dict(module.named_modules())
-    wrong = [name for name in names if name not in known]
+    modules = dict(module.named_modules())
+    wrong = [name for name in names if name not in modules]
     if wrong or not names:
-        there = ", ".join(name for name, _ in module.named_children())
+        children = ", ".join(name for name, _ in module.named_children())
         raise ValueError(
             f"blocks has {wrong[0] if wrong else 'no name'!r}, which this model has no module for; "
-            f"its children are {there}"
+            f"its children are {children}"
         )
-    return [known[name] for name in names]
+    return [modules[name] for name in names]
 
 
 def checkpoint_sequential(
@@ -117,10 +122,10 @@ def checkpoint_sequential(
 
 
 class BlockRecompute:
-    """Recomputes a model's blocks; called with the model it puts itself in place.
+    """Recomputes a model's blocks; a call with the model installs it.
 
-    ``blocks`` are names of modules of the model, in their order, in the place of those that
-    :func:`decoder_blocks` finds.
+    ``blocks`` are names of modules of the model, in their order. They replace those of
+    :func:`decoder_blocks`.
     """
 
     def __init__(
@@ -164,8 +169,8 @@ class BlockRecompute:
         self.recomputed = {region * size for region in range(regions)}
         for position, block in enumerate(self.blocks):
             inside = position < regions * size
-            place = _Place(self, position - position % size, position, size) if inside else None
-            rebind.bind(block, _recomputed, place)
+            segment = _Place(self, position - position % size, position, size) if inside else None
+            rebind.bind(block, _recomputed, segment)
 
     def remove(self) -> None:
         """Give the blocks their own forwards back."""
@@ -173,7 +178,7 @@ class BlockRecompute:
             rebind.unbind(block, _recomputed)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy of the model, without what a pass has left."""
+        """Returns the state for a copy of the model, without data of a pass."""
         return {**vars(self), "_open": None, "_held": None}
 
     @contextmanager
@@ -192,43 +197,43 @@ class BlockRecompute:
         """
         self._held = []
         try:
-            return saved_bytes(forward, without, beside=self._held)
+            return saved_bytes(forward, without, extra=self._held)
         finally:
             self._held = None
 
-    def first(self, place: _Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def first(self, segment: _Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A segment's first block runs the whole segment."""
         if self.resting or not torch.is_grad_enabled():
             self._open = None
-            return self._usual(place.position)(*args, **kwargs)
+            return self._usual(segment.position)(*args, **kwargs)
         kwargs = _without_cache(kwargs)
-        found = self._region(place.start, place.size, args, kwargs)
-        self._open = (kwargs, found) if place.size > 1 else None
-        return found
+        output = self._region(segment.start, segment.size, args, kwargs)
+        self._open = (kwargs, output) if segment.size > 1 else None
+        return output
 
-    def through(self, place: _Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def through(self, segment: _Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The others of it hand its result on."""
         if self._open is None:
-            return self._usual(place.position)(*args, **kwargs)
-        named, found = self._open
+            return self._usual(segment.position)(*args, **kwargs)
+        named, output = self._open
         kwargs = _without_cache(kwargs)
         same = named.keys() == kwargs.keys() and all(named[k] is kwargs[k] for k in named)
-        if len(args) != 1 or args[0] is not found or not same:
+        if len(args) != 1 or args[0] is not output or not same:
             raise ValueError(
                 "the blocks of this model are not called one after the other with the same "
                 "arguments, so they can't be recomputed in segments; leave segments out"
             )
-        if place.position == place.start + place.size - 1:
+        if segment.position == segment.start + segment.size - 1:
             self._open = None
-        return found
+        return output
 
     def _usual(self, position: int) -> Forward:
         return rebind.usual_of(self.blocks[position], _recomputed)
 
     def _region(self, start: int, size: int, args: Any, kwargs: dict[str, Any]) -> Any:
-        def run(hidden: Any, *rest: Any, **named: Any) -> Any:
+        def run(hidden: Any, *more: Any, **named: Any) -> Any:
             for position in range(start, start + size):
-                hidden = self._usual(position)(hidden, *rest, **named)
+                hidden = self._usual(position)(hidden, *more, **named)
             return hidden
 
         if self.offload:
@@ -246,15 +251,17 @@ class BlockRecompute:
         return checkpoint(_told(run), *args, use_reentrant=False, **kwargs)
 
     def _measure(self, start: int, run: Forward, args: Any, kwargs: dict[str, Any]) -> None:
-        """What this block would keep, by one more pass of it that leaves no trace."""
+        """Measures the bytes that this block would store, in a pass without side effects."""
         hidden = args[0]
         devices, kind = [hidden.device], hidden.device.type
         if kind == "cpu":
             devices, kind = [], "cuda"  # fork_rng needs a kind
         shared = [v for v in _tensors(list(kwargs.values())) if v is not hidden]
         with torch.random.fork_rng(devices=devices, device_type=kind):
-            kept = saved_bytes(lambda: run(*args, **kwargs), self.blocks[start], aside=shared)
-        self._measured[start] = (kept, hidden.untyped_storage().nbytes())
+            stored_bytes = saved_bytes(
+                lambda: run(*args, **kwargs), self.blocks[start], aside=shared
+            )
+        self._measured[start] = (stored_bytes, hidden.untyped_storage().nbytes())
         if len(self._measured) == len(self.blocks):
             assert self.budget is not None
             self.recomputed = blocks_to_recompute(list(self._measured.values()), self.budget)
@@ -270,20 +277,20 @@ class _Place(NamedTuple):
 
 
 def _recomputed(block: nn.Module, usual: Forward, *args: Any, **kwargs: Any) -> Any:
-    place: _Place | None = rebind.state_of(block, _recomputed)
-    if place is None:
+    segment: _Place | None = rebind.state_of(block, _recomputed)
+    if segment is None:
         return usual(*args, **kwargs)
-    call = place.owner.first if place.position == place.start else place.owner.through
-    return call(place, args, kwargs)
+    call = segment.owner.first if segment.position == segment.start else segment.owner.through
+    return call(segment, args, kwargs)
 
 
 _first_pass = threading.local()
 
 
 def is_thrown_away() -> bool:
-    """Whether what this pass saves for backward is thrown away: another pass will save it.
+    """Returns True if this pass's saved tensors are discarded: another pass saves them.
 
-    That one has to save tensors of the same shapes, formats and devices, in the same order.
+    That pass must save tensors of the same shapes, formats and devices, in the same order.
     """
     compiling = torch.compiler.is_compiling()  # a graph has the pass once
     return not compiling and bool(getattr(_first_pass, "now", False))
@@ -312,12 +319,12 @@ def blocks_to_recompute(sizes: list[tuple[int, int]], budget: float) -> set[int]
 
     All of them where even that is more than the budget.
     """
-    stays = sum(kept for kept, _ in sizes)
+    stays = sum(stored for stored, _ in sizes)
     bound = budget * stays
-    for position, (kept, recomputed) in enumerate(sizes):
+    for position, (stored, recomputed) in enumerate(sizes):
         if stays <= bound:
             return set(range(position))
-        stays -= kept - min(recomputed, kept)
+        stays -= stored - min(recomputed, stored)
     return set(range(len(sizes)))
 
 
@@ -325,26 +332,26 @@ def saved_bytes(
     forward: Callable[[], Any],
     without: nn.Module,
     *,
-    beside: list[Tensor] | None = None,
+    extra: list[Tensor] | None = None,
     aside: list[Tensor] | None = None,
 ) -> int:
     """Bytes of the storages that autograd keeps of a forward pass, each counted once.
 
-    Those of ``without``'s parameters and of ``aside`` don't count; those of ``beside`` (read after
+    Those of ``without``'s parameters and of ``aside`` don't count; those of ``extra`` (read after
     the pass) count too.
     """
-    kept: list[Tensor] = []
+    saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        kept.append(tensor.detach())  # a saved result that knows its node would never be freed
-        return kept[-1]
+        saved.append(tensor.detach())  # a saved result that knows its node would never be freed
+        return saved[-1]
 
     with torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor):
         result = forward()
-    own = {_place(p) for p in _pieces([*without.parameters(), *(aside or [])])}
-    found = {_place(t): t.untyped_storage().nbytes() for t in _pieces([*kept, *(beside or [])])}
+    excluded = {_place(p) for p in _pieces([*without.parameters(), *(aside or [])])}
+    sizes = {_place(t): t.untyped_storage().nbytes() for t in _pieces([*saved, *(extra or [])])}
     del result  # until here: a freed storage's address would be given out again
-    return sum(size for place, size in found.items() if place not in own)
+    return sum(size for storage, size in sizes.items() if storage not in excluded)
 
 
 def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -364,7 +371,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _pieces(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """What lies here of tensors that may be dealt out over ranks (DTensor) or made of others."""
+    """Yields the local parts of tensors that may be sharded (DTensor) or composed."""
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
             names, _ = tensor.__tensor_flatten__()
@@ -375,8 +382,8 @@ def _pieces(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _place(tensor: Tensor) -> int:
-    place: int = tensor.untyped_storage()._cdata  # fakes have no memory
-    return place
+    address: int = tensor.untyped_storage()._cdata  # fakes have no memory
+    return address
 
 
 def _parameters(module: nn.Module) -> int:

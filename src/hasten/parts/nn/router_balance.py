@@ -1,27 +1,30 @@
-"""Balance of tokens over experts: a bias that follows the load, a loss on each sequence.
+"""Balance of tokens over experts: a bias that follows the load, a loss per sequence.
 
-Transformers computes with the correction bias of DeepSeek-V3's routers but never moves it, and adds
-no balance loss to V2's. This part does both, on the routers of one model:
+Transformers uses the correction bias of DeepSeek-V3's routers but never moves it, and
+adds no balance loss to V2's. This part does both, on the routers of one model:
 
-- *bias*: after each update b_i += speed * sign(mean load - load_i), the load counted in tokens over
-  the whole global batch. The bias chooses experts and doesn't weigh them, so that the loss has no
-  second master (Wang et al., Auxiliary-Loss-Free Load Balancing, arXiv:2408.15664; DeepSeek-V3,
-  arXiv:2412.19437, section 2.1.2; 0.001 there).
-- *sequence loss*: alpha sum_i f_i P_i of every sequence and layer, with f_i = E / (K T) times the
-  tokens that chose expert i and P_i the mean of the normalised scores (V3, eq. 17 to 20, alpha
-  0.0001; V2, arXiv:2405.04434, section 2.2.3, alpha 0.003, with the choice that was made). It is 1
-  times alpha when all is even. A sequence weighs as much as its trained tokens: the sum, divided
-  by the step's trained tokens, doesn't depend on micro-batches or ranks.
+- *bias*: after each update b_i += speed * sign(mean load - load_i). The load is counted
+  in tokens over the whole global batch. The bias chooses experts and doesn't weight
+  them, so the loss has no second objective. Sources: Wang et al., Auxiliary-Loss-Free
+  Load Balancing, arXiv:2408.15664; DeepSeek-V3, arXiv:2412.19437, section 2.1.2; 0.001
+  there.
+- *sequence loss*: alpha sum_i f_i P_i of every sequence and layer. The factor f_i is E
+  / (K T) times the tokens that chose expert i, and P_i the mean of the normalised
+  scores. Sources: V3, eq. 17 to 20, alpha 0.0001; V2, arXiv:2405.04434, section 2.2.3,
+  alpha 0.003, with the actual choice. It is 1 times alpha if all is even. A sequence
+  has the weight of its trained tokens. The sum, divided by the step's trained tokens,
+  doesn't depend on micro-batches or ranks.
 
     balance = RouterBalance(model, speed=0.001, sequence_loss=0.0001)
     with balance.watching(sequence_ids(lengths, ids.shape)):
         loss, count = loss_of(input_ids=ids, labels=labels)      # sums over trained tokens
+
     loss = loss + balance.loss(labels)
     ...backward, optimizer.step()...
     balance.after_update()
 
-Group-limited routing stays as the model has it. Recomputed passes aren't counted: a router is heard
-inside ``watching`` only, and what it said is worked on after the pass.
+Group-limited routing is unchanged. Recomputed passes aren't counted. A router's outputs
+are recorded only inside ``watching`` and processed after the pass.
 """
 
 from __future__ import annotations
@@ -50,18 +53,18 @@ def routers(model: nn.Module) -> list[Any]:
 
 
 def sequence_ids(lengths: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """The sequence that each slot of a (rows, width) batch belongs to, (rows * width,) int64.
+    """Returns each position's sequence in a (rows, width) batch, (rows * width,) int64.
 
-    With one length per row, sequences stand at the rows' starts; with one row, end to end in it.
-    Slots behind them are filler, -1.
+    With one length per row, sequences start at the rows' starts. With one row, they are end
+    to end in it. Positions after them are padding, -1.
 
     Raises:
         ValueError: the lengths don't fit the batch.
     """
     rows, width = shape
     ids = torch.full((rows, width), FILLER)
-    apart = len(lengths) == rows and max(lengths, default=0) <= width
-    if apart:
+    one_per_row = len(lengths) == rows and max(lengths, default=0) <= width
+    if one_per_row:
         for row, length in enumerate(lengths):
             ids[row, :length] = row
         return ids.flatten()
@@ -108,7 +111,7 @@ def load_ratios(loads: Tensor) -> Tensor:
 
 @dataclass
 class _RouterOutputs:
-    """What the routers said in a pass: logits (N, E) and choices (N, K) by layer."""
+    """Outputs of the routers in a pass: logits (N, E) and choices (N, K) by layer."""
 
     sequences: Tensor
     count: int
@@ -151,7 +154,7 @@ class RouterBalance:
 
     @property
     def biases(self) -> list[Any]:
-        """As they are now: a model that went to another device has new ones."""
+        """Returns the current biases: a model that moved to another device has new ones."""
         return [r.e_score_correction_bias for r in self.routers if _has_bias(r)]
 
     def remove(self) -> None:
@@ -174,7 +177,7 @@ class RouterBalance:
         self._count(self._heard)
 
     def loss(self, labels: Tensor) -> Tensor:
-        """What the pass just watched adds to its loss sum; ``labels`` are those of that pass."""
+        """Returns the addition to the loss sum of the last watched pass, with its ``labels``."""
         heard = self._heard
         if heard is None:
             raise ValueError("no pass was watched: run the model inside `watching`")
@@ -204,10 +207,10 @@ class RouterBalance:
         moves = self.speed * torch.sign(self.last.mean(dim=1, keepdim=True) - self.last)
         on_device: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # sent at once, not by layer
         for layer, bias in zip(range(len(moves)), self.biases, strict=True):
-            place = bias.device, bias.dtype
-            if place not in on_device:
-                on_device[place] = moves.to(*place, non_blocking=True)
-            bias += on_device[place][layer]
+            device_and_dtype = bias.device, bias.dtype
+            if device_and_dtype not in on_device:
+                on_device[device_and_dtype] = moves.to(*device_and_dtype, non_blocking=True)
+            bias += on_device[device_and_dtype][layer]
 
     def discard(self) -> None:
         """Forget the passes since the last update."""
@@ -222,11 +225,13 @@ class RouterBalance:
 
     @torch.no_grad()
     def _count(self, heard: _RouterOutputs) -> None:
-        """A rank that holds some layers hears their routers, or none, and counts 0 for the rest."""
+        """Counts the tokens per expert; a rank without a layer counts 0 for it."""
         if self._loads is None:
             shape = len(self.routers), self.routers[0].num_experts
-            here = [r.weight.device for r in self.routers if not r.weight.is_meta]
-            self._loads = torch.zeros(shape, dtype=torch.float64, device=here[0] if here else None)
+            devices = [r.weight.device for r in self.routers if not r.weight.is_meta]
+            self._loads = torch.zeros(
+                shape, dtype=torch.float64, device=devices[0] if devices else None
+            )
         real = (heard.sequences != FILLER).to(self._loads)
         for layer, chosen in heard.chosen.items():
             each = real.to(chosen.device).unsqueeze(1).expand_as(chosen)

@@ -119,10 +119,10 @@ def with_sum(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_torch_mean(loss_fn: Any) -> bool:
-    """Whether a loss function is a mean of torch's own, as a module, a function or a partial.
+    """Returns True if a loss is torch's own mean, as a module, a function or a partial.
 
-    A subclass, a module with hooks, another reduction and a function around one of them aren't:
-    they may divide by something else.
+    A subclass, a module with hooks, another reduction and a function around one of them
+    aren't. They may divide by something else.
     """
     if isinstance(loss_fn, nn.Module):
         hooks = (loss_fn._forward_hooks, loss_fn._forward_pre_hooks, loss_fn._backward_hooks)
@@ -132,8 +132,8 @@ def is_torch_mean(loss_fn: Any) -> bool:
     if function is None:
         return False
     named = {} if loss_fn is function else dict(loss_fn.keywords)
-    known = (LABELLED | ELEMENTWISE)[function]
-    return named.pop("reduction", "mean") == "mean" and set(named) <= known
+    allowed = (LABELLED | ELEMENTWISE)[function]
+    return named.pop("reduction", "mean") == "mean" and set(named) <= allowed
 
 
 def _function(loss_fn: Any) -> Any:

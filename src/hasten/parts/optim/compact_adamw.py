@@ -1,17 +1,23 @@
-"""AdamW whose two moments take four bytes per weight, or two, in the place of eight.
+"""AdamW with two moments in four bytes per weight, or two, instead of eight.
 
-The update is AdamW's (Loshchilov and Hutter, arXiv:1711.05101) in float32; between two steps the
-moments of matrices are kept as bf16, rounded at random, or in 8 bits. Norms and biases keep float32
-moments: they are few, and they matter. Weights in bf16 that have no float32 masters are rounded at
-random as well: an update is often smaller than half a step of bf16, and would vanish.
+The update is AdamW's (Loshchilov and Hutter, arXiv:1711.05101) in float32. Between two
+steps the moments of matrices are stored as bf16, rounded at random, or in 8 bits. Norms
+and biases keep float32 moments: they are few and important. Weights in bf16 without
+float32 masters are rounded at random as well. An update is often smaller than half a
+step of bf16 and would vanish.
 
-On a GPU one kernel does all of it (`hasten.parts.kernels.adamw`). Elsewhere, and where the kernel
-is refused, it is one tensor at a time, a chunk at a time, so that no float32 copy of the whole
-state ever exists: (1) moments come back as float32 => (2) the gradient goes in => (3) the weights
-move by what is exact at this moment => (4) moments, and weights in bf16, are rounded.
+On a GPU one kernel does all of it (`hasten.parts.kernels.adamw`). Elsewhere, and if the
+kernel is refused, it runs one tensor at a time, a chunk at a time. So no float32 copy
+of the whole state ever exists:
 
-The dice of (4) are thrown by seed, place of the tensor and step, so a resumed run rounds as an
-uninterrupted one, and every rank as its neighbours. The kernel throws other dice than the chunks.
+(1) Moments are converted to float32.
+(2) The gradient is added.
+(3) The weights move by the moments before rounding.
+(4) Moments, and weights in bf16, are rounded.
+
+The random bits of (4) depend on seed, position of the tensor and step. So a resumed run
+rounds like an uninterrupted one, and every rank like its neighbours. The kernel uses
+other random bits than the chunks.
 """
 
 from __future__ import annotations
@@ -81,7 +87,7 @@ class CompactAdamW(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether gradients are divided by ``grad_scale`` in the update itself, by a kernel."""
+        """Returns True if a kernel divides gradients by ``grad_scale`` in the update itself."""
         return all(_by_kernel(p) for group in self.param_groups for p in group["params"])
 
     def write_copies(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
@@ -105,46 +111,55 @@ class CompactAdamW(Optimizer):
         if skipped:
             return loss
         updates: dict[torch.device, list[adamw.TensorUpdate]] = {}
-        place = 0
+        index = 0
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and _by_kernel(parameter):
-                    one = self._planned(parameter, group, place)
+                    one = self._planned(parameter, group, index)
                     updates.setdefault(parameter.device, []).append(one)
                 elif parameter.grad is not None:
-                    self._update(parameter, group, place, divisor)
-                place += 1
+                    self._update(parameter, group, index, divisor)
+                index += 1
         for of_device in updates.values():
             adamw.update(of_device, divisor)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; but moments keep the format they were saved in, which torch would widen.
+        """Loads a state like torch's, but moments keep their saved format.
+
+        torch would widen them.
 
         Raises:
             ValueError: the state has other moments than this optimizer.
         """
         saved = list(chain.from_iterable(g["params"] for g in state_dict["param_groups"]))
-        here = list(chain.from_iterable(g["params"] for g in self.param_groups))
-        for index, parameter in zip(saved, here, strict=False):
-            names = set(state_dict["state"].get(index, ()))
-            expected = set(self._fresh(parameter)) if names else names
+        parameters = list(chain.from_iterable(g["params"] for g in self.param_groups))
+        for index, parameter in zip(saved, parameters, strict=False):
+            values = state_dict["state"].get(index, {})
+            fresh = self._fresh(parameter) if values else {}
+            names, expected = set(values), set(fresh)
             if names != expected:
                 raise ValueError(
                     f"the optimizer's state holds {', '.join(sorted(names))}, and moments="
                     f"{self.moments!r} needs {', '.join(sorted(expected))}: load it with the "
                     "setting that wrote it"
                 )
+            for name, like in fresh.items():
+                if isinstance(like, Tensor) and getattr(values[name], "shape", None) != like.shape:
+                    raise ValueError(
+                        f"the optimizer's {name} of weight {index} is not a tensor of shape "
+                        f"{[*like.shape]}: load the state of the same weights"
+                    )
         super().load_state_dict(state_dict)
-        here = list(chain.from_iterable(g["params"] for g in self.param_groups))
-        for index, parameter in zip(saved, here, strict=True):
+        parameters = list(chain.from_iterable(g["params"] for g in self.param_groups))
+        for index, parameter in zip(saved, parameters, strict=True):
             for name, value in state_dict["state"].get(index, {}).items():
                 if isinstance(value, Tensor):
                     value = value.to(parameter.device, copy=True)
                 self.state[parameter][name] = value
 
-    def _planned(self, parameter: Tensor, group: State, place: int) -> adamw.TensorUpdate:
-        """What the kernel is to do with a parameter."""
+    def _planned(self, parameter: Tensor, group: State, index: int) -> adamw.TensorUpdate:
+        """Returns the kernel's update of a parameter."""
         state, copy, grad = self._next(parameter), self._copies.get(id(parameter)), parameter.grad
         assert grad is not None
         scales = (state["first_scale"], state["second_scale"]) if "first_scale" in state else None
@@ -156,28 +171,28 @@ class CompactAdamW(Optimizer):
             adamw.rule_of(group, state["step"]),
             scales,
             None if copy is None else copy.detach().view(-1),
-            adamw.dice_key(self.seed, place, state["step"]),
+            adamw.dice_key(self.seed, index, state["step"]),
         )
 
-    def _update(self, parameter: Tensor, group: State, place: int, divisor: Tensor | None) -> None:
+    def _update(self, parameter: Tensor, group: State, index: int, divisor: Tensor | None) -> None:
         state, grad = self._next(parameter), parameter.grad
         assert grad is not None
-        dice = self._dice(parameter.device, place, state["step"])
-        whole = parameter.detach().contiguous()  # itself, but for a weight with odd strides
-        weights, grads = whole.view(-1), grad.contiguous().view(-1)
+        dice = self._dice(parameter.device, index, state["step"])
+        contiguous = parameter.detach().contiguous()  # itself, but for a weight with odd strides
+        weights, grads = contiguous.view(-1), grad.contiguous().view(-1)
         in_bf16 = weights.dtype is torch.bfloat16
         chunk = CHUNK.get(parameter.device.type, CHUNK_ELSEWHERE)
         for start in range(0, len(weights), chunk):
             part = slice(start, min(start + chunk, len(weights)))
             first, second = _moments(state, part)
-            given = grads[part].float() if divisor is None else grads[part].float() / divisor
+            gradient = grads[part].float() if divisor is None else grads[part].float() / divisor
             moved = weights[part].float() if in_bf16 else weights[part]
-            _adamw(moved, given, first, second, group, state["step"])
+            _adamw(moved, gradient, first, second, group, state["step"])
             _keep(state, part, first, second, dice)
             if in_bf16:
                 weights[part] = to_bf16(moved, noise(len(moved), dice))
         if not parameter.is_contiguous():
-            parameter.copy_(whole)
+            parameter.copy_(contiguous)
         if (copy := self._copies.get(id(parameter))) is not None:
             copy.copy_(parameter)
 
@@ -205,11 +220,11 @@ class CompactAdamW(Optimizer):
         first = torch.zeros(count, dtype=dtype, device=device)
         return {"step": 0, "first": first, "second": torch.zeros_like(first)}
 
-    def _dice(self, device: torch.device, place: int, step: int) -> torch.Generator:
+    def _dice(self, device: torch.device, index: int, step: int) -> torch.Generator:
         """A generator that seed, tensor and step alone decide."""
         if device not in self._generators:
             self._generators[device] = torch.Generator(device)
-        mixed = (self.seed * 1_000_003 + place) * 0x9E3779B97F4A7C15 + step
+        mixed = (self.seed * 1_000_003 + index) * 0x9E3779B97F4A7C15 + step
         return self._generators[device].manual_seed(mixed % 2**63)
 
 

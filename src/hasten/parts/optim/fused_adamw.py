@@ -1,14 +1,15 @@
-"""AdamW in one pass over memory: clipping, moments, weight decay, update, and the rounded copy.
+"""AdamW in one pass over memory: clipping, moments, decay, update, rounded copy.
 
-An update of a hundred million weights is all memory: each number it needs is read, used once and
-written back. Clipping gradients, widening them to float32 and rounding the new masters to bf16 are
-three more passes where they stand alone; here they happen while the numbers are in the register.
-The rule is AdamW's (Loshchilov and Hutter, arXiv:1711.05101), as torch's own has it. A processor
-runs a loop in C++ for each tensor, an NVIDIA GPU one kernel in Triton for all of them.
+The time of an update of a hundred million weights is all memory. Each number is read,
+used once and written back. Clipping gradients, widening them to float32 and rounding
+the new masters to bf16 would be three more passes. Here they happen while the numbers
+are in the register. The rule is AdamW's (Loshchilov and Hutter, arXiv:1711.05101), as
+in torch. A processor runs a loop in C++ for each tensor, an NVIDIA GPU one kernel in
+Triton for all of them.
 
     optimizer = FusedAdamW(model.parameters(), lr=3e-4)
     optimizer.grad_scale = torch.tensor(2.0)     # optional: gradients are divided by it
-    optimizer.write_copies([(bf16_copy, master)])  # optional: who wants the weights in bf16
+    optimizer.write_copies([(bf16_copy, master)])  # optional: also writes the weights in bf16
 """
 
 from __future__ import annotations
@@ -70,13 +71,13 @@ class FusedAdamW(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Move the weights that have a gradient; returns what ``closure`` returned."""
-        found = None
+        loss = None
         if closure is not None:
             with torch.enable_grad():
-                found = closure()
+                loss = closure()
         divisor, skipped = told_by_scaler(self)
         if skipped:
-            return found
+            return loss
         factor: float | None = None  # read where a loop on the processor needs it
         updates: dict[torch.device, list[adamw.TensorUpdate]] = {}
         for group in self.param_groups:
@@ -94,7 +95,7 @@ class FusedAdamW(Optimizer):
                     rowwise.adamw_(*one[:4], one.copy, (*one.rule, factor))
         for of_device in updates.values():
             adamw.update(of_device, divisor)
-        return found
+        return loss
 
     def _planned(self, weight: Tensor, group: dict[str, Any]) -> adamw.TensorUpdate:
         if weight.dtype != torch.float32 or why_not(weight.device):
@@ -133,10 +134,11 @@ def why_not(device: str | torch.device) -> str:
 
 
 def told_by_scaler(optimizer: Any) -> tuple[Tensor | None, bool]:
-    """What the gradients of this step are divided by, and whether there is no step at all.
+    """Returns the divisor of this step's gradients, and True if the step is skipped.
 
-    ``torch.amp.GradScaler`` tells both to an optimizer that divides gradients itself, by two
-    attributes that it takes away after the step. A ``grad_scale`` that others set holds once.
+    ``torch.amp.GradScaler`` passes both to an optimizer that divides gradients itself. It
+    uses two attributes that it removes after the step. A ``grad_scale`` set by other code
+    is used once.
     """
     divisor, overflow = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
     if overflow is not None:

@@ -1,12 +1,14 @@
-"""bf16 working weights beside float32 masters, half the bytes in each product; and the loss scale.
+"""bf16 working weights with float32 masters: half the bytes per product; loss scale.
 
-A bf16 number has 8 bits of mantissa, so an update smaller than 1/256 of a weight would vanish. The
-optimizer therefore moves float32 masters, and the model computes with their bf16 copies
-(Micikevicius et al., Mixed Precision Training, arXiv:1710.03740, with bf16 in the place of fp16,
-which needs no loss scaling). Gradients of several micro-batches add up in float32.
+A bf16 number has 8 bits of mantissa, so an update smaller than 1/256 of a weight would
+vanish. So the optimizer moves float32 masters, and the model computes with their bf16
+copies. The method is from Micikevicius et al., Mixed Precision Training,
+arXiv:1710.03740, with bf16 instead of fp16, so no loss scaling is needed. Gradients of
+several micro-batches are summed in float32.
 
     masters = MasterWeights()
     masters.prepare(model)            # trainable and frozen weights become bf16, buffers stay
+
     optimizer = AdamW(model.parameters()); masters.own(optimizer)
     loss(model).backward(); masters.collect(); optimizer.step(); masters.publish()
 """
@@ -38,7 +40,7 @@ class WritesCopies(Protocol):
         """
 
     def register_step_post_hook(self, hook: Any) -> Any:
-        """As every optimizer of torch has it: ``hook`` is called after each step."""
+        """Registers ``hook`` to be called after each step, like every optimizer of torch."""
 
 
 class MasterWeights:
@@ -55,11 +57,11 @@ class MasterWeights:
         self._written = False  # the optimizer's last step wrote the working weights too
 
     def prepare(self, module: nn.Module) -> None:
-        """Cast floating parameters to the working format; buffers (rotary tables) keep theirs.
+        """Casts floating parameters to the working format; buffers (rotary tables) don't.
 
-        Floating inputs are cast on their way in and a tensor that comes out is widened to float32,
-        so that a model fed with images works too. Where the module is a loss around a ``model``,
-        this is done to that model: targets keep their digits, and the loss is taken in float32.
+        Floating inputs are cast too, and output tensors are widened to float32. So a model with
+        image inputs works too. If the module is a loss around a ``model``, only that model is
+        prepared. Targets keep their digits, and the loss is computed in float32.
         """
         for parameter in module.parameters():
             if not parameter.is_floating_point():
@@ -77,7 +79,7 @@ class MasterWeights:
         """Nothing to wrap: the weights have the working format already."""
         return nullcontext()
 
-    def own(self, optimizer: Optimizer) -> None:
+    def attach_optimizer(self, optimizer: Optimizer) -> None:
         """Put the masters where the optimizer had the working weights, their state with them.
 
         Frozen weights stay where they are. ``finish`` gives the optimizer its weights back.
@@ -85,8 +87,8 @@ class MasterWeights:
         Raises:
             ValueError: it holds a trainable weight that ``prepare`` has not seen as one.
         """
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        if any(p.requires_grad and id(p) not in self._masters for p in held):
+        weights = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(p.requires_grad and id(p) not in self._masters for p in weights):
             raise ValueError(
                 "the optimizer holds a weight that isn't in the prepared module, or was frozen "
                 "when prepare() saw it"
@@ -120,7 +122,7 @@ class MasterWeights:
                 working.grad = master.grad.to(self.dtype)
                 master.grad = None
 
-    def collect(self) -> None:
+    def accumulate_gradients(self) -> None:
         """Add the working weights' gradients to the masters', in float32, and free them.
 
         An optimizer that reads the working format gets the first one as it is: a step of one
@@ -140,7 +142,7 @@ class MasterWeights:
         return [master for _, master in self._pairs]
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def update_model_weights(self) -> None:
         """Copy the masters, rounded, into the working weights, unless the optimizer just has."""
         written, self._written = self._written, False
         if self._pairs and not written:
@@ -158,10 +160,10 @@ class MasterWeights:
         """
         for hook in self._hooks:
             hook.remove()
-        for working, given in self._given:
+        for working, dtype in self._given:
             master = self._masters.get(id(working))
             if master is None:
-                working.data = working.data.to(given)
+                working.data = working.data.to(dtype)
             else:
                 working.data = master.detach().to(working.device, copy=True)
         if self._optimizer is not None:
@@ -205,7 +207,7 @@ def _widen(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _move_state(optimizer: Optimizer, pairs: list[Pair]) -> None:
-    """What the optimizer remembers of the first of each pair, it remembers of the second."""
+    """Moves the optimizer's state from the first tensor of each pair to the second."""
     for old, new in pairs:
         if old in optimizer.state:
             optimizer.state[new] = optimizer.state.pop(old)
@@ -227,7 +229,7 @@ def _move_state(optimizer: Optimizer, pairs: list[Pair]) -> None:
 
 
 class LossScale:
-    """A dynamic loss scale; ``searching`` tells a step lost to the scale from a failure."""
+    """A dynamic loss scale; ``searching``: a skipped step is due to the scale, no failure."""
 
     def __init__(
         self,

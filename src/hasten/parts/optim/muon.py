@@ -1,15 +1,18 @@
-"""Muon for a model's hidden matrices and AdamW for the rest, in one optimizer.
+"""Muon for a model's hidden matrices and AdamW for its other weights, in one object.
 
-Muon replaces a matrix's momentum by the nearest matrix whose singular values are all alike, so that
+Muon replaces a matrix's momentum by the nearest matrix with equal singular values. So
 no direction of the weight learns slower than another (Jordan et al., 2024,
-kellerjordan.github.io/posts/muon). Scaled by 0.2 sqrt(max(rows, columns)) the update has the size
-of AdamW's, whose learning rate and weight decay then carry over (Liu et al., Muon is Scalable for
-LLM Training, arXiv:2502.16982, section 2.2). Embeddings, head, norms and biases stay with AdamW.
-A stack of matrices (experts, rows, columns) is one matrix per expert. The state of a matrix is one
-momentum, half of AdamW's.
+kellerjordan.github.io/posts/muon). Scaled by 0.2 sqrt(max(rows, columns)) the update
+has the size of AdamW's. AdamW's learning rate and weight decay can then be used.
+Source: Liu et al., Muon is Scalable for LLM Training, arXiv:2502.16982, section 2.2.
 
-torch.optim.Muon does the same for matrices alone; here one optimizer has both kinds of groups, so
-that schedules, clipping and checkpoints see one, and stacks of experts are taken too.
+Embeddings, head, norms and biases stay with AdamW. A stack of matrices (experts, rows,
+columns) is one matrix per expert. The state of a matrix is one momentum, half of
+AdamW's.
+
+torch.optim.Muon does the same for matrices alone. Here one optimizer has both kinds of
+groups, so schedules, clipping and checkpoints handle one object. Stacks of experts are
+supported too.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ OUTER = ("embed", "lm_head", "wte", "wpe", "embeddings")  # in names of embeddin
 
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether a weight is a matrix (or a stack of them) between embeddings and head."""
+    """Returns True if a weight is a matrix (or a stack) between embeddings and head."""
     bias = name.rsplit(".", 1)[-1].endswith("bias")
     return parameter.ndim in (2, 3) and not bias and not any(word in name for word in OUTER)
 
@@ -39,26 +42,27 @@ def orthogonalised(matrices: Tensor) -> Tensor:
     bf16 on a GPU, as the authors do; on a processor float32, which is not slower there.
     """
     a, b, c = COEFFICIENTS
-    found = matrices.to(torch.float32 if matrices.device.type == "cpu" else torch.bfloat16)
-    tall = found.shape[-2] > found.shape[-1]
+    iterate = matrices.to(torch.float32 if matrices.device.type == "cpu" else torch.bfloat16)
+    tall = iterate.shape[-2] > iterate.shape[-1]
     if tall:  # the smaller product
-        found = found.mT
-    found = found / found.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7)
+        iterate = iterate.mT
+    iterate = iterate / iterate.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7)
     for _ in range(ITERATIONS):
-        gram = found @ found.mT
-        found = a * found + (b * gram + c * gram @ gram) @ found
-    return (found.mT if tall else found).to(matrices.dtype)
+        gram = iterate @ iterate.mT
+        iterate = a * iterate + (b * gram + c * gram @ gram) @ iterate
+    return (iterate.mT if tall else iterate).to(matrices.dtype)
 
 
 class MuonAdamW(Optimizer):
-    """Groups with ``muon: True`` are moved by Muon, the others by AdamW.
+    """Optimizer: Muon moves groups with ``muon: True``, AdamW the others.
 
     Args:
-        groups: parameter groups; a group that doesn't say ``muon`` is AdamW's.
+        groups: parameter groups; a group without ``muon`` is AdamW's.
         momentum: Muon's, Nesterov's form.
 
     Raises:
-        ValueError: a parameter that isn't a matrix in a group of Muon's, or a setting out of range.
+        ValueError: a parameter that isn't a matrix in a group of Muon's, or a setting out
+            of range.
     """
 
     def __init__(
@@ -124,10 +128,10 @@ def muon_groups(
 ) -> list[dict[str, Any]]:
     """Each group in two where it needs to be: hidden matrices with ``muon: True``, and the rest."""
     hidden = {id(p) for name, p in named if is_hidden_matrix(name, p)}
-    found = []
+    new_groups = []
     for group in groups:
         for muon in (True, False):
             members = [p for p in group["params"] if (id(p) in hidden) == muon]
             if members:
-                found.append({**group, "params": members, "muon": muon})
-    return found
+                new_groups.append({**group, "params": members, "muon": muon})
+    return new_groups

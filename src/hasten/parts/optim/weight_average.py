@@ -1,9 +1,10 @@
-"""A running mean of the weights, float32 on the host; and groups of parameters by weight decay.
+"""Running mean of the weights, float32 on the host; parameter groups by weight decay.
 
-The mean lies in flatter ground than any one step. DeepSeek-V3 keeps such a mean in host memory to
-see early what the decayed learning rate will bring (arXiv:2412.19437, section 3.2.2). After update
-n, mean <- d mean + (1 - d) weights with d = min(decay, (1 + n) / (10 + n)): a young mean forgets
-its beginning faster. The first update starts it.
+The mean is in a flatter region of the loss than any single step. DeepSeek-V3 keeps such
+a mean in host memory. It shows early the result of the decayed learning rate
+(arXiv:2412.19437, section 3.2.2). After update n, mean <- d mean + (1 - d) weights with
+d = min(decay, (1 + n) / (10 + n)). So a young mean drops its beginning faster. The
+first update starts it.
 
     average = WeightAverage(0.999)
     optimizer.step(); average.after_update(weights)
@@ -25,8 +26,8 @@ from hasten.machine import host
 class WeightAverage:
     """Exponential mean of a list of tensors, always given in the same order.
 
-    Weights on a device are copied to the host without a wait for it, and join the mean when that is
-    looked at or the next ones come.
+    Weights on a device are copied to the host without waiting. They are added to the mean
+    when it is read or the next ones arrive.
 
     Raises:
         ValueError: ``decay`` isn't between 0 and 1.

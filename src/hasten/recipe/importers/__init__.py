@@ -1,15 +1,15 @@
-"""Other tools' configurations as recipes; `FORMATS` lists the tools, and DeepSpeed is the last one.
+"""Imports other tools' configurations as recipes; `FORMATS` lists the tools.
 
-    found = read(Path("sft.yaml"))   # which tool it is of is recognised by its keys
+    found = read(Path("sft.yaml"))   # its keys identify the tool
     found.values                     # the recipe's keys
-    found.rows                       # what became of every key of the file
+    found.rows                       # the result for every key of the file
 
-Nothing in such a file is executed, and a file without one of the marks of a format is refused.
+DeepSpeed is the last format. Nothing in such a file is executed. A file without the
+marks of any format is refused.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +19,7 @@ import yaml
 
 from hasten.data.conversation import columns_of
 from hasten.errors import InputError
+from hasten.foreign_files import parse_json, read_bounded
 from hasten.formatting import did_you_mean
 from hasten.parts.distributed.deepspeed_config import (
     TOP,
@@ -44,7 +45,7 @@ from hasten.recipe.yaml_reader import (
     LARGEST_FILE,
     check_keys,
     one_line,
-    read_yaml_file,
+    read_yaml,
 )
 
 FORMATS: tuple[ModuleType, ...] = (
@@ -75,19 +76,19 @@ class ImportedRecipe:
 
     @property
     def missing(self) -> list[str]:
-        """Keys that a recipe needs and the file doesn't say."""
-        found = [key for key in ("model", "dataset") if key not in self.values]
+        """Keys that a recipe needs and the file doesn't have."""
+        missing_keys = [key for key in ("model", "dataset") if key not in self.values]
         ends = {"max_steps", "epochs", "max_tokens"} & set(self.values)
-        return found if ends else [*found, "max_steps"]
+        return missing_keys if ends else [*missing_keys, "max_steps"]
 
-    def check(self, place: str) -> None:
+    def check(self, origin: str) -> None:
         """Load the recipe as its user will, with something in place of what is missing.
 
         Raises:
             InputError: its keys forbid each other, or a value doesn't fit.
         """
         filled = {"model": "m", "dataset": "d", "max_steps": 1}
-        recipe_from({**{k: filled[k] for k in self.missing}, **self.values}, place)
+        recipe_from({**{k: filled[k] for k in self.missing}, **self.values}, origin)
 
     def to_yaml(self, source: str) -> str:
         """The recipe, each line with the key that it came from.
@@ -101,15 +102,17 @@ class ImportedRecipe:
             came = self.why.get(key)
             comment = f"# {one_line(came)}" if came and came != key else ""
             if key == "plan":
-                lines += [f"# {one_line(words)}" for words in self.plan_why]
+                lines += [f"# {one_line(explanation)}" for explanation in self.plan_why]
             if comment and "\n" in text:
                 lines += [comment, text]
             else:
                 lines.append(f"{text}  {comment}".rstrip())
         lines += [f"# {key}: ...  # missing: {MISSING[key]}" for key in self.missing]
-        left = [row for row in self.rows if row.fate in ("unmapped", "contradicts")]
-        lines += [""] if left else []
-        lines += [f"# not taken over, {one_line(f'{row.key}: {row.words}')}" for row in left]
+        unsupported_rows = [row for row in self.rows if row.fate in ("unmapped", "contradicts")]
+        lines += [""] if unsupported_rows else []
+        lines += [
+            f"# not taken over, {one_line(f'{row.key}: {row.words}')}" for row in unsupported_rows
+        ]
         return check_keys("\n".join(lines) + "\n", list(self.values))
 
 
@@ -124,17 +127,17 @@ def read(path: Path, ranks: int = 1) -> ImportedRecipe:
         InputError: no such file, too large or too deep, of no known format, or of a training
             that isn't supervised fine-tuning or continued pretraining.
     """
-    found = _content(path)
-    if not isinstance(found, dict) or not found:
+    content = _content(path)
+    if not isinstance(content, dict) or not content:
         raise InputError(f"{path} holds no keys: give a configuration file of another trainer")
-    given = {str(key): value for key, value in found.items()}
-    if _count(given) > MOST_KEYS:
+    source = {str(key): value for key, value in content.items()}
+    if _count(source) > MOST_KEYS:
         raise InputError(f"{path} has more than {MOST_KEYS} values; that is no configuration")
-    if _is_deepspeed(given):
-        return _deepspeed(path, given)
-    refuse_other_training(path, given)
-    form = _format(path, given)
-    draft: RecipeDraft = form.draft_of(RecipeDraft(given, form.NAME, path.parent), ranks)
+    if _is_deepspeed(source):
+        return _deepspeed(path, source)
+    refuse_other_training(path, source)
+    form = _format(path, source)
+    draft: RecipeDraft = form.draft_of(RecipeDraft(source, form.NAME, path.parent), ranks)
     sharding.resolve_sharding(draft)
     _check_columns(draft)
     _beside_deepspeed(draft, ranks)
@@ -142,44 +145,36 @@ def read(path: Path, ranks: int = 1) -> ImportedRecipe:
 
 
 def _content(path: Path) -> Any:
-    """What the file holds; a text that begins as an object of JSON is read as JSON first.
+    """The content of the file; text that begins as a JSON object is read as JSON first.
 
     Raises:
         InputError: no such file, too large, or neither JSON nor YAML.
     """
-    if path.is_file() and path.stat().st_size <= LARGEST_FILE:
-        text = path.read_text(encoding="utf-8", errors="replace")
-        try:  # in which tabs are blanks
-            return json.loads(text, object_pairs_hook=_once)
-        except (ValueError, RecursionError) as error:
-            if path.suffix == ".json":
-                raise InputError(f"{path} is not JSON: {error}") from error
-    return read_yaml_file(path, "configuration")
+    text = read_bounded(path, LARGEST_FILE, "configuration").decode("utf-8", "replace")
+    try:  # in which tabs are blanks
+        return parse_json(text, str(path))
+    except InputError:
+        if path.suffix == ".json":
+            raise
+    return read_yaml(text, str(path))
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON whose keys stand once each."""
-    if len({key for key, _ in pairs}) < len(pairs):
-        raise ValueError("a key of an object stands twice")
-    return dict(pairs)
-
-
-def _format(path: Path, given: dict[str, Any]) -> ModuleType:
-    """The tool whose marks the file has, and most of whose keys it knows.
+def _format(path: Path, source: dict[str, Any]) -> ModuleType:
+    """The tool with marks in the file, and with most of the file's keys.
 
     Raises:
-        InputError: no tool, or one that hasten doesn't know.
+        InputError: no tool, or one that hasten doesn't support.
     """
-    scores = [(_marks(f, given), sum(key in f.KEYS for key in given), f) for f in FORMATS]
+    scores = [(_marks(f, source), sum(key in f.KEYS for key in source), f) for f in FORMATS]
     marks, _, best = max(scores, key=lambda score: (score[0] > 0, score[1], score[0]))
     names = ", ".join(f.NAME for f in FORMATS)
     if not marks:
         raise InputError(
             f"{path} is no configuration of {names} or DeepSpeed: none has such keys as "
-            f"{', '.join(list(given)[:3])}"
+            f"{', '.join(list(source)[:3])}"
         )
-    unknown = [key for key, value in given.items() if key not in best.KEYS and not is_off(value)]
-    if len(unknown) > max(1, UNKNOWN_SHARES.get(best, UNKNOWN_SHARE) * len(given)):
+    unknown = [key for key, value in source.items() if key not in best.KEYS and not is_off(value)]
+    if len(unknown) > max(1, UNKNOWN_SHARES.get(best, UNKNOWN_SHARE) * len(source)):
         raise InputError(
             f"{path}: hasten doesn't know which tool this file is of: {', '.join(unknown[:3])} "
             f"are no keys of {best.NAME}, which is nearest; write a recipe with `hasten init`"
@@ -187,33 +182,33 @@ def _format(path: Path, given: dict[str, Any]) -> ModuleType:
     return best
 
 
-def _marks(form: ModuleType, given: dict[str, Any]) -> int:
+def _marks(form: ModuleType, source: dict[str, Any]) -> int:
     marks = form.MARKS
     if form is training_arguments:
         marks = (*marks, *training_arguments.TRL_MARKS, *training_arguments.SCRIPT_MARKS)
-    found = sum(mark in given for mark in marks)
-    return found if found >= getattr(form, "FEWEST_MARKS", 1) else 0
+    count = sum(mark in source for mark in marks)
+    return count if count >= getattr(form, "FEWEST_MARKS", 1) else 0
 
 
 def _check_columns(draft: RecipeDraft) -> None:
-    """Columns that belong to no shape together would stop the training: they are told instead."""
+    """Reports columns that have no common shape, because they would stop the training."""
     sources = draft.values.get("dataset")
     places = [s for s in sources if isinstance(s, dict)] if isinstance(sources, list) else []
-    for place in (draft.values, *places):
-        if "columns" not in place:
+    for section in (draft.values, *places):
+        if "columns" not in section:
             continue
         try:
-            columns_of(place["columns"])
+            columns_of(section["columns"])
         except InputError as error:
-            draft.row("columns", place.pop("columns"), "unmapped", str(error))
+            draft.row("columns", section.pop("columns"), "unmapped", str(error))
             draft.why.pop("columns", None)
 
 
 def _beside_deepspeed(draft: RecipeDraft, ranks: int) -> None:
-    """Where a DeepSpeed configuration says a thing, the plan doesn't say it too.
+    """Removes settings from the plan that a DeepSpeed configuration also has.
 
-    A number format of both is the configuration's, or contradicts it. A configuration with a key
-    that hasten can't follow is left out, and told.
+    If both have a number format, the configuration's is used, or they contradict. A
+    configuration with an unsupported key is left out, and reported.
     """
     config: Any = draft.values.get("deepspeed")
     if config is None:
@@ -226,44 +221,52 @@ def _beside_deepspeed(draft: RecipeDraft, ranks: int) -> None:
         raise InputError(str(error)) from error
     try:
         batch = {"global_batch_size": draft.values.get("global_batch_size")}
-        found = meaning_of(settings, {"nproc": ranks, **batch}, [])
-        words = [f"{row.key}: {row.words}" for row in found.refused]
+        mapped_config = meaning_of(settings, {"nproc": ranks, **batch}, [])
+        problems = [f"{row.key}: {row.words}" for row in mapped_config.refused]
     except ValueError as error:
-        words, found, settings = [str(error)], MappedConfig(), {}
-    if words:
-        draft.withdraw("deepspeed", f"left out, since {words[0]}", "unmapped")
+        problems, mapped_config, settings = [str(error)], MappedConfig(), {}
+    if problems:
+        draft.withdraw("deepspeed", f"left out, since {problems[0]}", "unmapped")
         return
     taken = {
-        "gradient_accumulation": found.micro_batch,
-        "activation_checkpointing": found.recompute,
-        "fsdp2": found.stage,
+        "gradient_accumulation": mapped_config.micro_batch,
+        "activation_checkpointing": mapped_config.recompute,
+        "fsdp2": mapped_config.stage,
     }
-    drop = {technique for technique, said in taken.items() if said}
+    drop = {technique for technique, is_configured in taken.items() if is_configured}
     draft.plan = [e for e in draft.plan if (e if isinstance(e, str) else next(iter(e))) not in drop]
-    if found.stage:
+    if mapped_config.stage:
         draft.withdraw("layout", f"in {name}")
-    for setting in settings_of(found):
+    for setting in settings_of(mapped_config):
         if ": " in draft.why.get(setting, "") or setting == "adam_betas":
             draft.withdraw(setting, f"in {name}")
-    own = next((f for f in ("fp16", "bf16") if section_enabled(settings, f) is True), None)
-    _one_format(draft, own, name, key)
+    number_format = next(
+        (f for f in ("fp16", "bf16") if section_enabled(settings, f) is True), None
+    )
+    _one_format(draft, number_format, name, key)
 
 
-def _one_format(draft: RecipeDraft, own: str | None, name: str, key: str) -> None:
-    """A number format that the DeepSpeed configuration says leaves the plan."""
+def _one_format(draft: RecipeDraft, number_format: str | None, name: str, key: str) -> None:
+    """Removes a number format from the plan if the DeepSpeed configuration has one."""
     entry = next((e for e in draft.plan if isinstance(e, dict) and "autocast" in e), None)
     master = "bf16_master_weights" if "bf16_master_weights" in draft.plan else None
-    if own is None or (entry is None and master is None):
+    if number_format is None or (entry is None and master is None):
         return
     draft.plan.remove(entry or master)
     draft.values["on_obstacle"] = "skip"  # as beside a plan: see _finished
-    asked = entry["autocast"]["dtype"] if entry else "bf16"
+    plan_format = entry["autocast"]["dtype"] if entry else "bf16"
     for index, row in enumerate(draft.rows):
         if row.words.startswith(("plan: autocast", "plan: bf16_master_weights")):
             same = replace(row, words=f"in {name}")
-            other = replace(row, fate="contradicts", words=f"{name} says {own}, which is kept")
-            draft.rows[index] = same if asked == own or row.value == LEFT_OUT else other
-    draft.plan_why = [words for words in draft.plan_why if not words.startswith("autocast")]
+            other = replace(
+                row, fate="contradicts", words=f"{name} says {number_format}, which is kept"
+            )
+            draft.rows[index] = (
+                same if plan_format == number_format or row.value == LEFT_OUT else other
+            )
+    draft.plan_why = [
+        explanation for explanation in draft.plan_why if not explanation.startswith("autocast")
+    ]
 
 
 def _finished(name: str, draft: RecipeDraft, ranks: int) -> ImportedRecipe:
@@ -274,32 +277,32 @@ def _finished(name: str, draft: RecipeDraft, ranks: int) -> ImportedRecipe:
         values["plan"] = draft.plan
         values["on_obstacle"] = "skip"  # what can't work on this machine is said and left out
     used = draft.techniques
-    why = tuple(words for words in draft.plan_why if words.split()[0] in used)
+    why = tuple(explanation for explanation in draft.plan_why if explanation.split()[0] in used)
     return ImportedRecipe(name, values, tuple(draft.rows), draft.why, why)
 
 
-def _is_deepspeed(given: dict[str, Any]) -> bool:
+def _is_deepspeed(source: dict[str, Any]) -> bool:
     """If most keys are of a DeepSpeed configuration, and one that every such file has."""
-    known = sum(key in TOP or is_comment(key) for key in given)
-    marked = bool(set(DEEPSPEED) & set(given))
-    return known >= (len(given) / 2 if marked else max(2, len(given) - 1))
+    recognised = sum(key in TOP or is_comment(key) for key in source)
+    marked = bool(set(DEEPSPEED) & set(source))
+    return recognised >= (len(source) / 2 if marked else max(2, len(source) - 1))
 
 
-def _deepspeed(path: Path, given: dict[str, Any]) -> ImportedRecipe:
+def _deepspeed(path: Path, source: dict[str, Any]) -> ImportedRecipe:
     """Its keys are read where the recipe is; `hasten check --ds-config` shows what they become.
 
     A key of the top that DeepSpeed doesn't know has no effect there: without it, the recipe holds
     the settings themselves.
     """
-    draft = RecipeDraft(given, "DeepSpeed", path.parent)
-    known = {key: value for key, value in given.items() if key in TOP or is_comment(key)}
-    draft.values["deepspeed"] = str(path) if known == given else known
-    for key in given:
-        if key in known:
+    draft = RecipeDraft(source, "DeepSpeed", path.parent)
+    recognised = {key: value for key, value in source.items() if key in TOP or is_comment(key)}
+    draft.values["deepspeed"] = str(path) if recognised == source else recognised
+    for key in source:
+        if key in recognised:
             draft.note(key, "mapped", "read from the file itself (deepspeed)")
         else:
-            words = f"DeepSpeed doesn't know this key{did_you_mean(key, TOP)}"
-            draft.note(key, "unmapped", words)
+            explanation = f"DeepSpeed doesn't know this key{did_you_mean(key, TOP)}"
+            draft.note(key, "unmapped", explanation)
     return _finished("DeepSpeed", draft, 1)
 
 

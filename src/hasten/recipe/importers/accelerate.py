@@ -14,7 +14,7 @@ from hasten.recipe.importers.draft import (
     later,
     table,
     unmapped,
-    whole,
+    whole_number,
 )
 
 NAME = "accelerate"
@@ -67,17 +67,17 @@ STARTS = (
 
 def deepspeed(draft: RecipeDraft, key: str, value: Any) -> None:
     """The file that it names, or the same settings as what such a file would hold."""
-    if not isinstance(value, Mapping) or draft.given.get("distributed_type") != "DEEPSPEED":
+    if not isinstance(value, Mapping) or draft.source.get("distributed_type") != "DEEPSPEED":
         draft.note(key, "needless", "it is off")
         return
-    if found := value.get("deepspeed_config_file"):
-        training.deepspeed(draft, key, str(found))
+    if config_file := value.get("deepspeed_config_file"):
+        training.deepspeed(draft, key, str(config_file))
         return
-    zero: dict[str, Any] = {"stage": whole(value.get("zero_stage", 2))}
+    zero: dict[str, Any] = {"stage": whole_number(value.get("zero_stage", 2))}
     config: dict[str, Any] = {}
     for name, item in value.items():
         if name in INLINE and item not in (None, "auto"):
-            config[name] = whole(item) if name != "gradient_clipping" else float(item)
+            config[name] = whole_number(item) if name != "gradient_clipping" else float(item)
         elif name in ZERO_KEYS and not is_off(item):
             zero[ZERO_KEYS[name]] = item if item is True else {"device": item}
         elif name not in {*ZERO_KEYS, *INLINE, *STARTS, "zero_stage"} and not is_off(item):
@@ -86,11 +86,11 @@ def deepspeed(draft: RecipeDraft, key: str, value: Any) -> None:
 
 
 def mesh(draft: RecipeDraft, key: str, value: Any) -> None:
-    """``parallelism_config``: sizes of replicas and shards are a layout; others are told."""
+    """``parallelism_config``: maps replicas and shards to a layout; reports other sizes."""
     sizes = {
-        str(name).removeprefix("parallelism_config_"): whole(item)
+        str(name).removeprefix("parallelism_config_"): whole_number(item)
         for name, item in (value or {}).items()
-        if str(name).endswith("_size") and whole(item) > 1
+        if str(name).endswith("_size") and whole_number(item) > 1
     }
     shard, copies = sizes.pop("dp_shard_size", 1), sizes.pop("dp_replicate_size", 1)
     tensor = sizes.pop("tp_size", 1)
@@ -109,9 +109,9 @@ def mesh(draft: RecipeDraft, key: str, value: Any) -> None:
 
 
 def float8(draft: RecipeDraft, key: str, value: Any) -> None:
-    on = draft.given.get("mixed_precision") == "fp8" and not is_off(value)
-    words = "the technique float8 has its own settings" if on else "it is off"
-    draft.note(key, "unmapped" if on else "needless", words)
+    on = draft.source.get("mixed_precision") == "fp8" and not is_off(value)
+    explanation = "the technique float8 has its own settings" if on else "it is off"
+    draft.note(key, "unmapped" if on else "needless", explanation)
 
 
 def dynamo(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -125,7 +125,7 @@ KEYS: dict[str, Handler] = table("accelerate") | {
     "num_machines": machines,
     "mixed_precision": precision,
     "use_cpu": lambda d, k, v: d.say(k, "device", "cpu") if v else d.note(k, "needless", "off"),
-    "fsdp_config": sharding.config(lambda given: given.get("distributed_type") == "FSDP"),
+    "fsdp_config": sharding.config(lambda settings: settings.get("distributed_type") == "FSDP"),
     "deepspeed_config": deepspeed,
     "parallelism_config": mesh,
     "fp8_config": float8,

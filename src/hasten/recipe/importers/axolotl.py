@@ -22,7 +22,7 @@ from hasten.recipe.importers.draft import (
     later,
     named,
     table,
-    whole,
+    whole_number,
 )
 from hasten.recipe.importers.training import (
     DEFAULTS,
@@ -60,23 +60,25 @@ TOOL_DEFAULTS = {
 
 
 def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
-    given = draft.given
+    source = draft.source
 
     def finish(draft: RecipeDraft) -> None:
-        size, total = given.get("micro_batch_size"), given.get("batch_size")
-        passes = whole(total) // whole(size or 1) if total else 1
+        size, total = source.get("micro_batch_size"), source.get("batch_size")
+        passes = whole_number(total) // whole_number(size or 1) if total else 1
         batch(draft, ("micro_batch_size", 1), ("gradient_accumulation_steps", passes), ranks)
-        if total and given.get("gradient_accumulation_steps") is None:
+        if total and source.get("gradient_accumulation_steps") is None:
             draft.note("batch_size", "mapped", "examples or rows of a step on a rank")
-        if given.get("warmup_ratio") is None and given.get("warmup_steps") is None:
+        if source.get("warmup_ratio") is None and source.get("warmup_steps") is None:
             default_warmup(draft)
         resolve_batch(draft)
-        if given.get("learning_rate") is None:
+        if source.get("learning_rate") is None:
             rate = default_of("learning_rate")
             draft.row("learning_rate", None, "unmapped", f"axolotl requires it; {rate} here")
         if draft.values.get("finetuning_type") == "lora" and "lora_targets" not in draft.values:
-            words = "left out, so PEFT chooses by architecture, as lora_targets: auto does here"
-            draft.row("lora_target_modules", None, "unmapped", words)
+            explanation = (
+                "left out, so PEFT chooses by architecture, as lora_targets: auto does here"
+            )
+            draft.row("lora_target_modules", None, "unmapped", explanation)
         if draft.values.setdefault("finetuning_type", "full") == "full":
             for name in [name for name in draft.values if name.startswith("lora_")]:
                 draft.withdraw(name, "no adapter is asked for")
@@ -93,8 +95,10 @@ def default_warmup(draft: RecipeDraft) -> None:
             draft.say("warmup_ratio", "warmup_steps", max(number, 2))
     else:
         draft.say("warmup_ratio", "warmup_steps", WARMUP_SHARE)
-        words = f"at most {WARMUP_STEPS} steps there: beyond 3,334 steps say warmup_steps: 100"
-        draft.note("warmup_steps", "unmapped", words)
+        explanation = (
+            f"at most {WARMUP_STEPS} steps there: beyond 3,334 steps say warmup_steps: 100"
+        )
+        draft.note("warmup_steps", "unmapped", explanation)
     draft.at_default = False
 
 
@@ -148,17 +152,17 @@ PART = re.compile(r"[\w.-]+")  # a split without a slice
 
 
 def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
-    """A source for each entry; what an entry says beyond its place has a row of its own."""
+    """Maps each entry to a source; further keys of an entry have a row of their own."""
     entries = [value] if isinstance(value, str | Mapping) else list(value or ())
     sources: list[Any] = []
     for number, entry in enumerate(entries):
-        place = f"{key}[{number}]"
+        entry_key = f"{key}[{number}]"
         if isinstance(entry, str):
             sources.append(entry)
         elif isinstance(entry, Mapping):
-            sources += _sources(draft, place, entry)
+            sources += _sources(draft, entry_key, entry)
         else:
-            draft.row(place, entry, "unmapped", "it names no data set")
+            draft.row(entry_key, entry, "unmapped", "it names no data set")
     if len(sources) == 1 and isinstance(sources[0], dict):
         draft.say(key, "columns", sources[0]["columns"])
         sources = [sources[0]["path"]]
@@ -166,38 +170,38 @@ def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
         draft.say(key, "dataset", sources[0] if sources == [str(sources[0])] else sources)
 
 
-def _sources(draft: RecipeDraft, place: str, entry: Mapping[str, Any]) -> list[Any]:  # noqa: C901  # a clause for each kind of source
+def _sources(draft: RecipeDraft, entry_key: str, entry: Mapping[str, Any]) -> list[Any]:  # noqa: C901  # a clause for each kind of source
     columns: dict[str, str] = {}
     for name, item in entry.items():
         if name in ("name", "split") and _hub(entry):
-            _configuration(draft, f"{place}.{name}", name, item)
+            _configuration(draft, f"{entry_key}.{name}", name, item)
         elif name == "type":
-            _type(draft, f"{place}.type", item, entry, columns)
+            _type(draft, f"{entry_key}.type", item, entry, columns)
         elif name in FIELDS and isinstance(item, str):
             if item not in (FIELDS[name], "conversations"):
                 columns[FIELDS[name]] = item
-                draft.row(f"{place}.{name}", item, "mapped", f"columns: {FIELDS[name]}: {item}")
+                draft.row(f"{entry_key}.{name}", item, "mapped", f"columns: {FIELDS[name]}: {item}")
         elif name in ("message_field_role", "message_field_content") and isinstance(item, str):
-            _turn(draft, f"{place}.{name}", name.rpartition("_")[2], item, columns)
+            _turn(draft, f"{entry_key}.{name}", name.rpartition("_")[2], item, columns)
         elif name == "message_field_training" and isinstance(item, str):
             columns["train_tag"] = item
-            draft.row(f"{place}.{name}", item, "mapped", f"columns: train_tag: {item}")
+            draft.row(f"{entry_key}.{name}", item, "mapped", f"columns: train_tag: {item}")
         elif name == "message_property_mappings" and isinstance(item, Mapping):
-            for part, own in item.items():
-                _turn(draft, f"{place}.{name}.{part}", str(part), str(own), columns)
+            for part, field_name in item.items():
+                _turn(draft, f"{entry_key}.{name}.{part}", str(part), str(field_name), columns)
         elif name == "roles" and isinstance(item, Mapping):
-            _roles(draft, f"{place}.roles", item, columns)
+            _roles(draft, f"{entry_key}.roles", item, columns)
         elif name == "chat_template":
-            template(draft, f"{place}.{name}", item)
+            template(draft, f"{entry_key}.{name}", item)
         elif name not in NO_MATTER and not _ordinary(name, item):
-            draft.row(f"{place}.{name}", item, "unmapped", "hasten reads a source without this")
+            draft.row(f"{entry_key}.{name}", item, "unmapped", "hasten reads a source without this")
     if any(tag in columns for tag in (*OF_TURNS.values(), "user_tag", "train_tag")):
         columns.setdefault("messages", str(entry.get("field_messages") or "messages"))
     files = entry.get("data_files")
     names = [entry.get("path")]
     if files and _hub(entry):
-        words = "all files of the hub's data set are read: fetch these and name them here"
-        draft.row(f"{place}.data_files", files, "unmapped", words)
+        explanation = "all files of the hub's data set are read: fetch these and name them here"
+        draft.row(f"{entry_key}.data_files", files, "unmapped", explanation)
     elif files:
         names = files if isinstance(files, list) else [files]
     paths = [_path(entry, str(name)) for name in names if name]
@@ -225,8 +229,10 @@ def _configuration(draft: RecipeDraft, key: str, name: str, value: Any) -> None:
     if is_off(value):
         return
     if name == "split" and not PART.fullmatch(str(value)):
-        words = "a part of a split isn't taken: the split train is read; max_examples limits it"
-        draft.row(key, value, "unmapped", words)
+        explanation = (
+            "a part of a split isn't taken: the split train is read; max_examples limits it"
+        )
+        draft.row(key, value, "unmapped", explanation)
     elif value != "train" or name == "name":
         draft.row(key, value, "mapped", f"dataset: the {name} is part of its name")
 
@@ -235,22 +241,24 @@ def _ordinary(name: str, value: Any) -> bool:
     return value in (None, False, "", [], {}) or value in AS_IT_IS.get(name, ())
 
 
-def _turn(draft: RecipeDraft, key: str, part: str, own: str, columns: dict[str, str]) -> None:
-    """What a turn calls its role and its content."""
+def _turn(
+    draft: RecipeDraft, key: str, part: str, field_name: str, columns: dict[str, str]
+) -> None:
+    """Maps the keys for a turn's role and content."""
     tag = OF_TURNS.get(part)
-    if SHAREGPT.get(part) == own:
-        draft.row(key, own, "needless", "turns of from and value are recognised")
-    elif tag is None and part != own:
-        draft.row(key, own, "unmapped", "a turn is read by its role and content alone")
-    elif tag is not None and part != own:
-        columns[tag] = own
-        draft.row(key, own, "mapped", f"columns: {tag}: {own}")
+    if SHAREGPT.get(part) == field_name:
+        draft.row(key, field_name, "needless", "turns of from and value are recognised")
+    elif tag is None and part != field_name:
+        draft.row(key, field_name, "unmapped", "a turn is read by its role and content alone")
+    elif tag is not None and part != field_name:
+        columns[tag] = field_name
+        draft.row(key, field_name, "mapped", f"columns: {tag}: {field_name}")
 
 
 def _roles(draft: RecipeDraft, key: str, roles: Mapping[str, Any], columns: dict[str, str]) -> None:
     for role, names in roles.items():
-        own = [str(n) for n in names] if isinstance(names, list) else [str(names)]
-        other = [n for n in own if n not in USUAL_ROLES.get(str(role), ())]
+        role_names = [str(n) for n in names] if isinstance(names, list) else [str(names)]
+        other = [n for n in role_names if n not in USUAL_ROLES.get(str(role), ())]
         tag = f"{role}_tag"
         if len(other) == 1 and role in ("user", "assistant", "system"):
             columns[tag] = other[0]
@@ -269,34 +277,36 @@ def _type(
     """The shape of the examples, which hasten recognises, and the prompt around them."""
     if isinstance(kind, Mapping):
         for name, item in kind.items():
-            known = FIELDS.get(str(name))
-            if known and isinstance(item, str) and name != "field":
-                if item != known:
-                    columns[known] = item
-                draft.row(f"{key}.{name}", item, "mapped", f"columns: {known}: {item}")
+            column = FIELDS.get(str(name))
+            if column and isinstance(item, str) and name != "field":
+                if item != column:
+                    columns[column] = item
+                draft.row(f"{key}.{name}", item, "mapped", f"columns: {column}: {item}")
             elif not is_off(item):
-                words = "a format of your own: give a .jinja file as chat_template"
-                draft.row(f"{key}.{name}", item, "unmapped", words)
+                explanation = "a format of your own: give a .jinja file as chat_template"
+                draft.row(f"{key}.{name}", item, "unmapped", explanation)
         return
     name = str(kind or "").split(":")[0].partition(".")[0]
     if is_off(kind) or (name in SHAPES and name != "alpaca"):
         return
-    found = PROMPTS.get(str(kind))
-    if found and _types(draft) <= {*PROMPTS, "completion"}:
-        draft.say(key, "chat_template", found)
-    elif found:
-        words = f"other data sets have another prompt: chat_template is one for all, not {found}"
-        draft.row(key, kind, "unmapped", words)
+    prompt = PROMPTS.get(str(kind))
+    if prompt and _types(draft) <= {*PROMPTS, "completion"}:
+        draft.say(key, "chat_template", prompt)
+    elif prompt:
+        explanation = (
+            f"other data sets have another prompt: chat_template is one for all, not {prompt}"
+        )
+        draft.row(key, kind, "unmapped", explanation)
     else:
-        words = f"hasten has no prompt format {kind!r}: give a .jinja file as chat_template"
-        draft.row(key, kind, "unmapped", words)
+        explanation = f"hasten has no prompt format {kind!r}: give a .jinja file as chat_template"
+        draft.row(key, kind, "unmapped", explanation)
 
 
 def _types(draft: RecipeDraft) -> set[str]:
     """The kinds of prompt that the data sets have."""
-    entries = draft.given.get("datasets")
-    found = [e.get("type") for e in entries or () if isinstance(e, Mapping)]
-    return {"own" if isinstance(kind, Mapping) else str(kind) for kind in found}
+    entries = draft.source.get("datasets")
+    kinds = [e.get("type") for e in entries or () if isinstance(e, Mapping)]
+    return {"own" if isinstance(kind, Mapping) else str(kind) for kind in kinds}
 
 
 def template(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -311,18 +321,18 @@ def template(draft: RecipeDraft, key: str, value: Any) -> None:
     if value == "tokenizer_default":
         draft.row(key, value, "mapped", "chat_template: auto, the tokenizer's own")
     elif value == "jinja":
-        words = "write chat_template_jinja into a .jinja file and name it as chat_template"
-        draft.row(key, value, "unmapped", words)
+        explanation = "write chat_template_jinja into a .jinja file and name it as chat_template"
+        draft.row(key, value, "unmapped", explanation)
     elif base != value:
-        words = f"chat_template: auto, the tokenizer's own; without one it isn't {base}"
-        draft.row(key, value, "unmapped", words)
+        explanation = f"chat_template: auto, the tokenizer's own; without one it isn't {base}"
+        draft.row(key, value, "unmapped", explanation)
     elif value in TEMPLATES:
         draft.say(key, "chat_template", TEMPLATES[str(value)])
         if value in BUT:
             draft.row(key, value, "unmapped", BUT[str(value)])
     else:
-        words = f"hasten has no chat template {value!r}: give it as a .jinja file"
-        draft.row(key, value, "unmapped", words)
+        explanation = f"hasten has no chat template {value!r}: give it as a .jinja file"
+        draft.row(key, value, "unmapped", explanation)
 
 
 PROMPTS: Mapping[str, str] = {
@@ -371,7 +381,7 @@ def targets(draft: RecipeDraft, key: str, value: Any) -> None:
         return
     if names == ["all-linear"] or "all-linear" in names:
         names = "all-linear"
-    if draft.given.get("lora_target_linear") is True and names != "all-linear":
+    if draft.source.get("lora_target_linear") is True and names != "all-linear":
         draft.note(key, "mapped", "lora_target_linear adds all linear layers to it")
     else:
         draft.say(key, "lora_targets", names)
@@ -380,22 +390,22 @@ def targets(draft: RecipeDraft, key: str, value: Any) -> None:
 def packing(draft: RecipeDraft, key: str, value: Any) -> None:
     """Rows of ``sequence_len`` out of the whole epoch, documents kept apart."""
     if value in (True, "true"):
-        packed_rows(draft, key, whole(draft.setting("sequence_len", SEQUENCE)))
+        packed_rows(draft, key, whole_number(draft.setting("sequence_len", SEQUENCE)))
 
 
 def pretraining(draft: RecipeDraft, key: str, value: Any) -> None:
     """Texts; they are packed into rows of ``sequence_len`` as they come."""
     datasets(draft, key, value)
-    if not draft.row_tokens and draft.given.get("pretraining_sample_concatenation") is not False:
-        packed_rows(draft, key, whole(draft.setting("sequence_len", SEQUENCE)))
+    if not draft.row_tokens and draft.source.get("pretraining_sample_concatenation") is not False:
+        packed_rows(draft, key, whole_number(draft.setting("sequence_len", SEQUENCE)))
 
 
 def too_long(draft: RecipeDraft, key: str, value: Any) -> None:
     if value in ("drop", "truncate"):
         draft.say(key, "too_long", value)
     elif value is not None:
-        words = "a longer example isn't an error here: too_long is truncate, split or drop"
-        draft.note(key, "unmapped", words)
+        explanation = "a longer example isn't an error here: too_long is truncate, split or drop"
+        draft.note(key, "unmapped", explanation)
 
 
 def everything(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -412,21 +422,21 @@ def tokens(draft: RecipeDraft, key: str, value: Any) -> None:
     """The padding token changes nothing that is trained."""
     others = {k: v for k, v in dict(value or {}).items() if k != "pad_token" and v}
     if others:
-        words = f"the tokenizer's own tokens are used, not {', '.join(map(str, others))}"
-        draft.note(key, "unmapped", words)
+        explanation = f"the tokenizer's own tokens are used, not {', '.join(map(str, others))}"
+        draft.note(key, "unmapped", explanation)
     else:
         draft.note(key, "needless", "padding isn't trained")
 
 
 def patience(draft: RecipeDraft, key: str, value: Any) -> None:
     if value:
-        draft.say(key, "patience", whole(value))
+        draft.say(key, "patience", whole_number(value))
 
 
 def saves_per_epoch(draft: RecipeDraft, key: str, value: Any) -> None:
     if value:
-        words = "say checkpoint_every: dynamic, or a number of steps"
-        draft.note(key, "unmapped", words)
+        explanation = "say checkpoint_every: dynamic, or a number of steps"
+        draft.note(key, "unmapped", explanation)
 
 
 def plugins(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -443,7 +453,7 @@ def plugins(draft: RecipeDraft, key: str, value: Any) -> None:
 
 
 def shards(draft: RecipeDraft, key: str, value: Any) -> None:
-    if whole(value or 1) > 1:
+    if whole_number(value or 1) > 1:
         draft.say(key, "layout", "fsdp2")
 
 
@@ -489,6 +499,6 @@ KEYS: dict[str, Handler] = (
         "use_tensorboard": implied("log_to", ["tensorboard"]),
         "tokenizer_config": named("tokenizer"),
         "fsdp": sharding.words,
-        "fsdp_config": sharding.config(lambda given: True),
+        "fsdp_config": sharding.config(lambda settings: True),
     }
 )

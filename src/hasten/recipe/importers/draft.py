@@ -1,11 +1,15 @@
-"""A recipe that grows out of another tool's settings: what becomes of every key and every default.
+"""Builds a recipe from another tool's settings, with a fate for every key and default.
 
-The **fate** of a key is one of: ``mapped`` (the recipe says it), ``needless`` (hasten does it
-anyway, or it has no meaning here), ``unmapped`` (asked for, and the recipe differs from the
-source), ``contradicts`` (two keys of the source can't both be meant).
+The **fate** of a key is one of:
 
-A key that the file leaves out stands at the tool's own default. Where that is another training
-than hasten's default, the recipe says it, so that a recipe needs no knowledge of its source.
+- ``mapped``: The recipe has it.
+- ``needless``: The result is the same without it, or it has no meaning in hasten.
+- ``unmapped``: The source requests it, and the recipe differs from the source.
+- ``contradicts``: Two keys of the source exclude each other.
+
+A key that the file leaves out has the tool's own default. If that makes another
+training than hasten's default, the recipe contains it. A recipe therefore requires no
+knowledge of its source.
 """
 
 from __future__ import annotations
@@ -36,9 +40,9 @@ class ImportedKey:
 
 @dataclass
 class RecipeDraft:
-    """Values and plan of the recipe so far; ``given`` is the source's mapping."""
+    """Values and plan of the recipe so far; ``source`` is the mapping of its file."""
 
-    given: Mapping[str, Any]
+    source: Mapping[str, Any]
     tool: str = ""
     folder: Path = Path()  # of the file, for the paths that it names
     values: dict[str, Any] = field(default_factory=dict)
@@ -49,35 +53,35 @@ class RecipeDraft:
     row_tokens: int | None = None  # of packed rows, which the source's batch counts
     at_default: bool = False  # the key at hand is left out in the file
 
-    def note(self, key: str, fate: Fate, words: str) -> None:
-        self.row(key, self.given.get(key), fate, words)
+    def note(self, key: str, fate: Fate, explanation: str) -> None:
+        self.row(key, self.source.get(key), fate, explanation)
 
-    def row(self, key: str, value: Any, fate: Fate, words: str) -> None:
+    def row(self, key: str, value: Any, fate: Fate, explanation: str) -> None:
         """A row for a part of a key's value."""
         text = " ".join(repr(value).split())
         shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
         if self.at_default:
             if fate == "needless":
                 return
-            shown, words = LEFT_OUT, f"{words} ({self.tool}'s default)"
-        self.rows.append(ImportedKey(key, shown, fate, words))
+            shown, explanation = LEFT_OUT, f"{explanation} ({self.tool}'s default)"
+        self.rows.append(ImportedKey(key, shown, fate, explanation))
 
     def say(self, key: str, name: str, value: Any) -> None:
-        """The recipe's key ``name`` is ``value``, because the source's ``key`` says so."""
+        """Sets the recipe's key ``name`` to ``value``, derived from the source's ``key``."""
         if self.at_default:
             if name in self.values or value == default_of(name):
                 return
             self.why[name] = f"{key}: {self.tool}'s default"
         elif name in self.values and self.values[name] != value:
             first = self.why[name]
-            words = f"{first} has already made {name} {self.values[name]!r}, which is kept"
-            self.note(key, "contradicts", words)
+            explanation = f"{first} has already made {name} {self.values[name]!r}, which is kept"
+            self.note(key, "contradicts", explanation)
             return
         self.values[name], self.why[name] = value, self.why.get(name, key)
-        self.row(key, self.given.get(key, value), "mapped", f"{name}: {value}")
+        self.row(key, self.source.get(key, value), "mapped", f"{name}: {value}")
 
     def use(self, key: str, technique: str, settings: Mapping[str, Any] | None = None) -> None:
-        """The plan has a technique, because the source's ``key`` says so."""
+        """Adds a technique to the plan, derived from the source's ``key``."""
         self.add(technique, settings)
         if self.at_default:
             self.plan_why.append(f"{technique} is {self.tool}'s default ({key})")
@@ -88,18 +92,20 @@ class RecipeDraft:
         if technique not in self.techniques:
             self.plan.append({technique: dict(settings)} if settings else technique)
 
-    def withdraw(self, name: str, words: str, fate: Fate = "needless") -> None:
-        """Take a key of the recipe back, and say why where the source's key has its row."""
+    def withdraw(self, name: str, explanation: str, fate: Fate = "needless") -> None:
+        """Removes a key of the recipe, and adds the reason to the row of the source's key."""
         if name not in self.values:
             return
         del self.values[name]
         key, _, default = self.why.pop(name).partition(": ")
-        changed = [replace(r, fate=fate, words=words) if r.key == key else r for r in self.rows]
+        changed = [
+            replace(r, fate=fate, words=explanation) if r.key == key else r for r in self.rows
+        ]
         self.rows = [r for r in self.rows if r.key != key] if default else changed
 
     def setting(self, key: str, default: Any) -> Any:
         """The source's value, or the tool's default where it is left out."""
-        value = self.given.get(key)
+        value = self.source.get(key)
         return default if value is None else value
 
     @property
@@ -122,18 +128,20 @@ def drafted(
     quiet: tuple[Any, ...] = (),
     defaults: Mapping[str, Any] | None = None,
 ) -> RecipeDraft:
-    """Every key of the source through its handler; an unknown one that is ``quiet`` asks nothing.
+    """Passes every key of the source to its handler.
+
+    An unknown key with a value in ``quiet`` is ignored.
 
     Args:
-        defaults: the tool's values of keys that are left out. ``a|b`` is used where neither is
-            given, and goes to the handler of ``a``.
+        defaults: the tool's values of missing keys. The value of ``a|b`` is used if neither
+            is present, and goes to the handler of ``a``.
 
     Raises:
-        InputError: a value of a kind that its key can't have.
+        InputError: a value of a wrong type for its key.
     """
-    given, key = draft.given, ""
+    source, key = draft.source, ""
     try:
-        for key, value in given.items():
+        for key, value in source.items():
             if key in handlers:
                 before = len(draft.rows)
                 handlers[key](draft, key, value)
@@ -145,18 +153,18 @@ def drafted(
         for names, value in (defaults or {}).items():
             keys = names.split("|")
             key = keys[0]
-            if all(given.get(name) is None for name in keys):
+            if all(source.get(name) is None for name in keys):
                 handlers[key](draft, key, value)
         draft.at_default = False
         key = "its batch"
         finish(draft)
     except (TypeError, ValueError, AttributeError, OverflowError, KeyError) as error:
         raise InputError(
-            f"{key} is {str(given.get(key, 'of another kind'))[:SHOWN]!r}, which it can't be: "
+            f"{key} is {str(source.get(key, 'of another kind'))[:SHOWN]!r}, which it can't be: "
             f"{str(error).splitlines()[0][:SHOWN] if str(error) else type(error).__name__}"
         ) from error
     listed = {row.key for row in draft.rows}
-    for name in [name for name in given if name not in listed and name in handlers]:
+    for name in [name for name in source if name not in listed and name in handlers]:
         draft.note(name, "needless", "it is off")
     return draft
 
@@ -175,9 +183,9 @@ def named(name: str, kind: Callable[[Any], Any] | None = None) -> Handler:
     return handle
 
 
-def needless(words: str) -> Handler:
+def needless(explanation: str) -> Handler:
     """A key that changes nothing here, and why."""
-    return lambda draft, key, value: draft.note(key, "needless", words)
+    return lambda draft, key, value: draft.note(key, "needless", explanation)
 
 
 OFF: tuple[Any, ...] = (None, False, 0, "", "none", "no", "None", "False", "false", [], {})
@@ -188,12 +196,16 @@ def is_off(value: Any) -> bool:
     return any(value is word or value == word for word in OFF)
 
 
-def unmapped(words: str, off: tuple[Any, ...] = ()) -> Handler:
-    """A key that hasten can't follow; one that is off, or at ``off``, asks for nothing."""
+def unmapped(explanation: str, off: tuple[Any, ...] = ()) -> Handler:
+    """A handler for an unsupported key; values that are off, or in ``off``, need nothing."""
 
     def handle(draft: RecipeDraft, key: str, value: Any) -> None:
-        asked = not is_off(value) and value not in off
-        draft.note(key, "unmapped" if asked else "needless", words if asked else "it is off")
+        is_requested = not is_off(value) and value not in off
+        draft.note(
+            key,
+            "unmapped" if is_requested else "needless",
+            explanation if is_requested else "it is off",
+        )
 
     return handle
 
@@ -209,7 +221,7 @@ def switch(technique: str, on: tuple[Any, ...] = (True, "auto", "true")) -> Hand
 
 
 def implied(name: str, meant: Any) -> Handler:
-    """A key that, where it is on, says that the recipe's ``name`` is ``meant``."""
+    """A handler that sets the recipe's ``name`` to ``meant`` if the key is on."""
 
     def handle(draft: RecipeDraft, key: str, value: Any) -> None:
         if value:
@@ -221,7 +233,7 @@ def implied(name: str, meant: Any) -> Handler:
 ROWS = json.loads(Path(__file__).with_name("keys.json").read_text(encoding="utf-8"))
 
 
-def whole(value: Any) -> int:
+def whole_number(value: Any) -> int:
     """A whole number, also one that is written as 8.0 or "8".
 
     Raises:
@@ -232,22 +244,22 @@ def whole(value: Any) -> int:
     return int(float(value))
 
 
-KINDS: Mapping[str, Callable[[Any], Any]] = {"int": whole, "float": float, "bool": bool}
+KINDS: Mapping[str, Callable[[Any], Any]] = {"int": whole_number, "float": float, "bool": bool}
 
 
 def table(name: str) -> dict[str, Handler]:
     """Handlers of the keys that ``keys.json`` speaks of under ``name``."""
     rows = ROWS[name]
-    found: dict[str, Handler] = {}
+    handlers: dict[str, Handler] = {}
     kinds: dict[str, Callable[[str], Handler]] = {
         "needless": needless,
         "unmapped": unmapped,
-        "sizes": lambda words: unmapped(words, off=(1,)),  # of groups of ranks
+        "sizes": lambda explanation: unmapped(explanation, off=(1,)),  # of groups of ranks
     }
     for kind, handler in kinds.items():
-        for words, keys in rows.get(kind, {}).items():
-            found |= {key: handler(words) for key in keys}
-    found |= {key: switch(technique) for key, technique in rows.get("switch", {}).items()}
+        for explanation, keys in rows.get(kind, {}).items():
+            handlers |= {key: handler(explanation) for key in keys}
+    handlers |= {key: switch(technique) for key, technique in rows.get("switch", {}).items()}
     for key, (meant, *types) in rows.get("named", {}).items():
-        found[key] = named(meant, *(KINDS[kind] for kind in types))
-    return found
+        handlers[key] = named(meant, *(KINDS[kind] for kind in types))
+    return handlers

@@ -20,7 +20,7 @@ from hasten.recipe.importers.draft import (
     later,
     switch,
     table,
-    whole,
+    whole_number,
 )
 from hasten.recipe.importers.training import (
     DEFAULTS,
@@ -91,7 +91,7 @@ OTHER_TOOLS = ("qwen3_5", "qwen3_5_nothink", "qwen3_6")  # the same text, but fo
 
 
 def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
-    given = draft.given
+    source = draft.source
 
     def finish(draft: RecipeDraft) -> None:
         packing(draft)
@@ -103,9 +103,11 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
         else:
             for name in [name for name in draft.values if name.startswith("lora_")]:
                 draft.withdraw(name, "no adapter is asked for")
-        if given.get("stage", "sft") == "sft" and given.get("template") is None:
-            words = "no template: the dataset's own text, or the tokenizer's chat template here"
-            draft.row("template", None, "unmapped", words)
+        if source.get("stage", "sft") == "sft" and source.get("template") is None:
+            explanation = (
+                "no template: the dataset's own text, or the tokenizer's chat template here"
+            )
+            draft.row("template", None, "unmapped", explanation)
 
     return drafted(draft, KEYS, finish, defaults=TOOL_DEFAULTS)
 
@@ -115,30 +117,32 @@ def lora(draft: RecipeDraft) -> None:
     draft.at_default = True
     draft.say("lora_rank", "lora_rank", 8)
     draft.say("lora_target", "lora_targets", "all-linear")
-    if draft.given.get("lora_alpha") is None:
+    if draft.source.get("lora_alpha") is None:
         draft.say("lora_alpha", "lora_alpha", 2 * draft.values.get("lora_rank", 16))
     draft.at_default = False
 
 
 def packing(draft: RecipeDraft) -> None:
     """Rows that are filled: of dialogues where it is asked for, of texts unless it is off."""
-    given = draft.given
-    key = "neat_packing" if given.get("neat_packing") is True else "packing"
-    texts = given.get("stage") == "pt"
-    asked = given.get(key)
-    if not (asked is True or (texts and asked is None)):
+    source = draft.source
+    key = "neat_packing" if source.get("neat_packing") is True else "packing"
+    texts = source.get("stage") == "pt"
+    requested = source.get(key)
+    if not (requested is True or (texts and requested is None)):
         return
-    cutoff = whole(draft.setting("cutoff_len", CUTOFF))
-    draft.at_default = asked is None
-    if asked is True:  # as in its DataArguments
+    cutoff = whole_number(draft.setting("cutoff_len", CUTOFF))
+    draft.at_default = requested is None
+    if requested is True:  # as in its DataArguments
         cutoff -= 1
         draft.values["cutoff_len"] = cutoff
         draft.why["cutoff_len"] = "cutoff_len, one less with packing"
     packed_rows(draft, key, cutoff)
     draft.at_default = False
     if key == "packing":
-        words = "examples of a row see each other there; here each sees itself (as neat_packing)"
-        draft.row(key, given.get(key, LEFT_OUT), "unmapped", words)
+        explanation = (
+            "examples of a row see each other there; here each sees itself (as neat_packing)"
+        )
+        draft.row(key, source.get(key, LEFT_OUT), "unmapped", explanation)
 
 
 def stage(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -159,45 +163,47 @@ def targets(draft: RecipeDraft, key: str, value: Any) -> None:
 
 
 def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
-    """Names stand in dataset_info.json; a name that is a file is one.
+    """Maps names to entries of dataset_info.json; a name with a file suffix is a file.
 
-    ``max_samples`` takes the first so many examples of each data set.
+    ``max_samples`` takes only the first examples of each data set.
     """
     names = [n.strip() for n in value.split(",")] if isinstance(value, str) else list(value or [])
-    folder = str(draft.given.get("dataset_dir") or "data")
+    folder = str(draft.source.get("dataset_dir") or "data")
     if folder == "ONLINE" or folder.startswith("REMOTE:"):
-        words = "data sets by a hub's list: name them as owner/name"
-        draft.row("dataset_dir", folder, "unmapped", words)
+        explanation = "data sets by a hub's list: name them as owner/name"
+        draft.row("dataset_dir", folder, "unmapped", explanation)
     info = Path(folder) / "dataset_info.json"
-    found: list[Any] = [n if Path(n).suffix else f"{info}:{n}" for n in map(str, names) if n]
+    sources: list[Any] = [n if Path(n).suffix else f"{info}:{n}" for n in map(str, names) if n]
     if folder == "ONLINE":
-        found = [str(name) for name in names]
-    most = draft.given.get("max_samples")
+        sources = [str(name) for name in names]
+    most = draft.source.get("max_samples")
     if most is not None:
-        found = [{"path": path, "max_examples": whole(most)} for path in found]
+        sources = [{"path": path, "max_examples": whole_number(most)} for path in sources]
         draft.note("max_samples", "mapped", "max_examples of each data set, the first ones")
-    if found:
-        one = len(found) == 1 and isinstance(found[0], str)
-        draft.say(key, "dataset", found[0] if one else found)
+    if sources:
+        one = len(sources) == 1 and isinstance(sources[0], str)
+        draft.say(key, "dataset", sources[0] if one else sources)
 
 
 def template(draft: RecipeDraft, key: str, value: Any) -> None:
-    known = TEMPLATES.get(str(value))
-    if draft.given.get("enable_thinking") is False:  # its default is true
-        known = WITHOUT_THOUGHTS.get(str(value), known)
-    if known is not None:
-        draft.say(key, "chat_template", known)
+    chat_template = TEMPLATES.get(str(value))
+    if draft.source.get("enable_thinking") is False:  # its default is true
+        chat_template = WITHOUT_THOUGHTS.get(str(value), chat_template)
+    if chat_template is not None:
+        draft.say(key, "chat_template", chat_template)
         if value in OTHER_TOOLS:
-            draft.note(key, "unmapped", f"tools are written in another way there than in {known}")
+            draft.note(
+                key, "unmapped", f"tools are written in another way there than in {chat_template}"
+            )
     elif value is not None:
-        words = f"hasten has no template {value!r}: give it as a .jinja file (chat_template)"
-        draft.note(key, "unmapped", words)
+        explanation = f"hasten has no template {value!r}: give it as a .jinja file (chat_template)"
+        draft.note(key, "unmapped", explanation)
 
 
 def quantised(draft: RecipeDraft, key: str, value: Any) -> None:
     if not value:
         return
-    base = {4: "nf4", 8: "int8"}.get(whole(value))
+    base = {4: "nf4", 8: "int8"}.get(whole_number(value))
     if base is None:
         draft.note(key, "unmapped", "a frozen base has 4 or 8 bits")
     else:
@@ -206,7 +212,7 @@ def quantised(draft: RecipeDraft, key: str, value: Any) -> None:
 
 def workers(draft: RecipeDraft, key: str, value: Any) -> None:
     if value:
-        draft.say(key, "data_workers", whole(value))
+        draft.say(key, "data_workers", whole_number(value))
 
 
 def stored_activations(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -219,14 +225,14 @@ def stored_activations(draft: RecipeDraft, key: str, value: Any) -> None:
 
 def thinking(draft: RecipeDraft, key: str, value: Any) -> None:
     thoughts = ("deepseekr1", "keye_vl") if value is False else ()
-    known = draft.given.get("template") not in thoughts
-    words = "the chat template decides on thoughts"
-    draft.note(key, "needless" if known else "unmapped", words)
+    is_needless = draft.source.get("template") not in thoughts
+    explanation = "the chat template decides on thoughts"
+    draft.note(key, "needless" if is_needless else "unmapped", explanation)
 
 
 def eval_data(draft: RecipeDraft, key: str, value: Any) -> None:
-    """Only beside ``eval_dataset`` nothing is split off."""
-    if draft.given.get("eval_dataset"):
+    """Maps the split for eval data; with ``eval_dataset``, nothing is split off."""
+    if draft.source.get("eval_dataset"):
         draft.note(key, "needless", "eval_dataset is given")
     else:
         share_or_count(draft, key, value)
@@ -235,7 +241,7 @@ def eval_data(draft: RecipeDraft, key: str, value: Any) -> None:
 def eval_dataset(draft: RecipeDraft, key: str, value: Any) -> None:
     names = [n.strip() for n in value.split(",")] if isinstance(value, str) else list(value or [])
     if len(names) == 1:
-        folder = Path(str(draft.given.get("dataset_dir") or "data"))
+        folder = Path(str(draft.source.get("dataset_dir") or "data"))
         path = names[0] if Path(names[0]).suffix else f"{folder / 'dataset_info.json'}:{names[0]}"
         draft.say(key, "eval_data", path)
     elif names:
@@ -268,6 +274,6 @@ KEYS: dict[str, Handler] = (
         "train_on_prompt": implied("loss_on", "everything"),
         "mask_history": implied("loss_on", "last_answer"),
         "fsdp": sharding.words,
-        "fsdp_config": sharding.config(lambda given: bool(given.get("fsdp"))),
+        "fsdp_config": sharding.config(lambda settings: bool(settings.get("fsdp"))),
     }
 )

@@ -1,7 +1,8 @@
 """LLaMA-Factory's v1 format: flat keys, and ``*_config`` mappings with a ``name``.
 
-Meanings and defaults: LLaMA-Factory's ``v1/config/*_args.py``, ``v1/core/base_trainer.py`` and
-``v1/plugins``. Its data sets stand in a YAML file of their own.
+Meanings and defaults are from LLaMA-Factory's ``v1/config/*_args.py``,
+``v1/core/base_trainer.py`` and ``v1/plugins``. Its data sets are in a separate YAML
+file.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from hasten.recipe.importers.draft import (
     is_off,
     later,
     table,
-    whole,
+    whole_number,
 )
 from hasten.recipe.importers.training import (
     TRAINING,
@@ -61,32 +62,32 @@ TOOL_DEFAULTS = {
 def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
     def finish(draft: RecipeDraft) -> None:
         each, total = (
-            whole(draft.setting("micro_batch_size", 1)),
-            draft.given.get("global_batch_size"),
+            whole_number(draft.setting("micro_batch_size", 1)),
+            draft.source.get("global_batch_size"),
         )
-        size = whole(draft.given.get("cp_size") or 1)
-        passes = max(whole(total) * size // (each * ranks), 1) if total else 1
+        size = whole_number(draft.source.get("cp_size") or 1)
+        passes = max(whole_number(total) * size // (each * ranks), 1) if total else 1
         batching(draft)
         batch(draft, ("micro_batch_size", 1), ("passes", passes), max(ranks // size, 1))
         if total:
             draft.note("global_batch_size", "mapped", "examples of a step over all ranks")
         resolve_batch(draft)
         draft.values.setdefault("finetuning_type", "full")
-        if draft.given.get("optim_config") is None:  # torch's AdamW without arguments
+        if draft.source.get("optim_config") is None:  # torch's AdamW without arguments
             draft.values["weight_decay"], draft.why["weight_decay"] = 0.01, "torch.optim.AdamW"
-            words = "0.01, torch's default there, norms and biases too; matrices alone here"
-            draft.row("weight_decay", 0.01, "unmapped", words)
+            explanation = "0.01, torch's default there, norms and biases too; matrices alone here"
+            draft.row("weight_decay", 0.01, "unmapped", explanation)
 
     return drafted(draft, KEYS, finish, defaults=TOOL_DEFAULTS)
 
 
 def batching(draft: RecipeDraft) -> None:
     """Padded examples, examples in one row, or as many as fit into a pass's tokens."""
-    key, strategy = "batching_strategy", str(draft.given.get("batching_strategy") or "normal")
+    key, strategy = "batching_strategy", str(draft.source.get("batching_strategy") or "normal")
     if strategy == "padding_free":
         examples_kept(draft, key, True)
     elif strategy.startswith("dynamic"):
-        packed_rows(draft, key, whole(draft.setting("cutoff_len", CUTOFF)))
+        packed_rows(draft, key, whole_number(draft.setting("cutoff_len", CUTOFF)))
         if strategy == "dynamic_batching":
             draft.note(key, "unmapped", "padding counts as tokens there; rows have none here")
     elif strategy != "normal":
@@ -97,19 +98,19 @@ def adapter(draft: RecipeDraft, key: str, value: Any) -> None:
     """LoRA's rank is r; others are refused before a key is read."""
     if not value:
         return
-    found = dict(value)
-    if found.pop("name", "lora") != "lora":
+    settings = dict(value)
+    if settings.pop("name", "lora") != "lora":
         return
     draft.say(key, "finetuning_type", "lora")
-    draft.say(key, "lora_rank", whole(found.pop("r", 8)))
-    draft.say(key, "lora_alpha", whole(found.pop("lora_alpha", 16)))
-    draft.say(key, "lora_dropout", float(found.pop("lora_dropout", 0.05)))
-    targets = found.pop("target_modules", "all")
+    draft.say(key, "lora_rank", whole_number(settings.pop("r", 8)))
+    draft.say(key, "lora_alpha", whole_number(settings.pop("lora_alpha", 16)))
+    draft.say(key, "lora_dropout", float(settings.pop("lora_dropout", 0.05)))
+    targets = settings.pop("target_modules", "all")
     names = [t.strip() for t in targets.split(",")] if isinstance(targets, str) else list(targets)
     draft.say(key, "lora_targets", "all-linear" if "all" in names else names)
-    draft.say(key, "lora_rslora", bool(found.pop("use_rslora", False)))
-    draft.say(key, "lora_dora", bool(found.pop("use_dora", False)))
-    rest(draft, key, found)
+    draft.say(key, "lora_rslora", bool(settings.pop("use_rslora", False)))
+    draft.say(key, "lora_dora", bool(settings.pop("use_dora", False)))
+    rest(draft, key, settings)
 
 
 def rest(draft: RecipeDraft, key: str, settings: Mapping[str, Any]) -> None:
@@ -120,14 +121,14 @@ def rest(draft: RecipeDraft, key: str, settings: Mapping[str, Any]) -> None:
 
 
 def layout(draft: RecipeDraft, key: str, value: Any) -> None:
-    found = dict(value or {})
-    name = found.pop("name", None)
+    settings = dict(value or {})
+    name = settings.pop("name", None)
     if name == "fsdp2":
         draft.say(key, "layout", "fsdp2")
-        sharding.config(lambda given: True)(draft, key, found)
+        sharding.config(lambda source: True)(draft, key, settings)
     elif name == "deepspeed":
-        deepspeed(draft, key, found.pop("config_file", None))
-        rest(draft, key, found)
+        deepspeed(draft, key, settings.pop("config_file", None))
+        rest(draft, key, settings)
     elif name is not None:
         draft.note(key, "unmapped", f"there is no layout {name!r}: say layout in the recipe")
 
@@ -141,39 +142,39 @@ def kernels(draft: RecipeDraft, key: str, value: Any) -> None:
 
 
 def quantised(draft: RecipeDraft, key: str, value: Any) -> None:
-    found = dict(value or {})
-    bits = found.get("quantization_bit")
-    base = {4: "nf4", 8: "int8"}.get(whole(bits)) if bits else None
+    settings = dict(value or {})
+    bits = settings.get("quantization_bit")
+    base = {4: "nf4", 8: "int8"}.get(whole_number(bits)) if bits else None
     if base:
         draft.say(key, "lora_base", base)
-    elif found:
+    elif settings:
         draft.note(key, "unmapped", "a frozen base has 4 or 8 bits (lora_base)")
 
 
 def optimizer(draft: RecipeDraft, key: str, value: Any) -> None:
-    found = dict(value or {})
-    name = str(found.pop("name", "adamw"))
-    found.pop("lr", None)  # learning_rate is used instead, as there
+    settings = dict(value or {})
+    name = str(settings.pop("name", "adamw"))
+    settings.pop("lr", None)  # learning_rate is used instead, as there
     TRAINING["optim"](draft, key, name)
-    decay = found.pop("weight_decay", found.pop("wd", None))
+    decay = settings.pop("weight_decay", settings.pop("wd", None))
     if decay is not None:
         draft.say(key, "weight_decay", float(decay))
-    betas = found.pop("betas", found.pop("adamw_betas", None))
+    betas = settings.pop("betas", settings.pop("adamw_betas", None))
     if betas is not None:
         draft.values["adam_betas"] = [float(b) for b in betas]
         draft.why["adam_betas"] = key
-    rest(draft, key, {k: v for k, v in found.items() if not (k.endswith("eps") and v == 1e-8)})
+    rest(draft, key, {k: v for k, v in settings.items() if not (k.endswith("eps") and v == 1e-8)})
 
 
 def scheduler(draft: RecipeDraft, key: str, value: Any) -> None:
-    found = dict(value or {})
-    schedule(draft, key, found.pop("name", None))
-    steps = found.pop(
-        "warmup_steps", found.pop("num_warmup_steps", found.pop("warmup_ratio", None))
+    settings = dict(value or {})
+    schedule(draft, key, settings.pop("name", None))
+    steps = settings.pop(
+        "warmup_steps", settings.pop("num_warmup_steps", settings.pop("warmup_ratio", None))
     )
     if steps:
         TRAINING["warmup_steps"](draft, key, steps)
-    rest(draft, key, found)
+    rest(draft, key, settings)
 
 
 def activation_checkpointing(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -194,30 +195,30 @@ def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
         return
     path = found_file(value, draft.folder)
     if path is None:
-        words = f"there is no file {value} here or above: name the files of its examples"
-        draft.note(key, "unmapped", words)
+        explanation = f"there is no file {value} here or above: name the files of its examples"
+        draft.note(key, "unmapped", explanation)
         return
     listing = read_yaml_file(path, "list of data sets")
     sources: list[Any] = []
     for name, entry in (listing if isinstance(listing, dict) else {}).items():
-        found = dict(entry or {})
-        if found.get("converter") in ("pair", "dpo"):
+        fields = dict(entry or {})
+        if fields.get("converter") in ("pair", "dpo"):
             raise InputError(
                 f"{path}: {name} has pairs of preferences, which means preference training; "
                 "hasten imports supervised fine-tuning, so nothing was written"
             )
-        place = str(found.pop("path", name))
-        source: dict[str, Any] = {"path": str(found_file(place, draft.folder) or place)}
-        size, weight = found.pop("size", None), found.pop("weight", None)
-        source |= {"max_examples": whole(size)} if size else {}
+        location = str(fields.pop("path", name))
+        source: dict[str, Any] = {"path": str(found_file(location, draft.folder) or location)}
+        size, weight = fields.pop("size", None), fields.pop("weight", None)
+        source |= {"max_examples": whole_number(size)} if size else {}
         source |= {"weight": float(weight)} if weight else {}
         if size or weight:
             draft.row(f"{key}.{name}", size or weight, "unmapped", "it is drawn with repeats there")
-        split = found.pop("split", "train")
-        if found.pop("source", "hf_hub") == "hf_hub" and split not in ("train", None):
+        split = fields.pop("split", "train")
+        if fields.pop("source", "hf_hub") == "hf_hub" and split not in ("train", None):
             source["path"] += f":{split}"
-        found.pop("converter", None)
-        rest(draft, f"{key}.{name}", found)
+        fields.pop("converter", None)
+        rest(draft, f"{key}.{name}", fields)
         sources.append(source if len(source) > 1 else source["path"])
     draft.say(key, "dataset", sources)
 

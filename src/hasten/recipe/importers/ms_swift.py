@@ -18,7 +18,7 @@ from hasten.recipe.importers.draft import (
     later,
     named,
     table,
-    whole,
+    whole_number,
 )
 from hasten.recipe.importers.training import (
     DEFAULTS,
@@ -74,21 +74,26 @@ ZERO = {
 
 
 def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
-    given = draft.given
+    source = draft.source
 
     def finish(draft: RecipeDraft) -> None:
         packing(draft)
-        if given.get("micro_batch_size") is not None or given.get("global_batch_size") is not None:
-            each = whole(draft.setting("micro_batch_size", 1))
-            passes = max(whole(draft.setting("global_batch_size", EXAMPLES)) // (each * ranks), 1)
+        if (
+            source.get("micro_batch_size") is not None
+            or source.get("global_batch_size") is not None
+        ):
+            each = whole_number(draft.setting("micro_batch_size", 1))
+            passes = max(
+                whole_number(draft.setting("global_batch_size", EXAMPLES)) // (each * ranks), 1
+            )
             batch(draft, ("micro_batch_size", 1), ("passes", passes), ranks)
             draft.note("global_batch_size", "mapped", "of a step over all ranks")
         else:
-            each = whole(draft.setting("per_device_train_batch_size", 1))
+            each = whole_number(draft.setting("per_device_train_batch_size", 1))
             passes = max(math.ceil(EXAMPLES / each / ranks), 1)
             size = ("per_device_train_batch_size", 1)
             batch(draft, size, ("gradient_accumulation_steps", passes), ranks)
-        if given.get("adam_beta2") is None:
+        if source.get("adam_beta2") is None:
             draft.values["adam_betas"] = [draft.values["adam_betas"][0], BETA2]
         draft.at_default = True
         kind = draft.values.get("finetuning_type", "full")
@@ -102,22 +107,22 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
         if kind != "lora":
             for name in [name for name in draft.values if name.startswith("lora_")]:
                 draft.withdraw(name, "all weights are trained")
-        minimum, rate = given.get("min_lr"), draft.values.get("learning_rate")
+        minimum, rate = source.get("min_lr"), draft.values.get("learning_rate")
         if minimum and rate:
             draft.say("min_lr", "min_lr_ratio", float(minimum) / float(rate))
         resolve_batch(draft)
-        if given.get("max_length") is None:
-            words = "left out, so the model's own limit holds there; cutoff_len is 2048 here"
-            draft.note("max_length", "unmapped", words)
+        if source.get("max_length") is None:
+            explanation = "left out, so the model's own limit holds there; cutoff_len is 2048 here"
+            draft.note("max_length", "unmapped", explanation)
 
     return drafted(draft, KEYS, finish, defaults=TOOL_DEFAULTS)
 
 
 def packing(draft: RecipeDraft) -> None:
-    if draft.given.get("packing") in (True, "true"):
+    if draft.source.get("packing") in (True, "true"):
         row = draft.setting("packing_length", draft.setting("max_length", 2048))
-        packed_rows(draft, "packing", whole(row))
-    elif draft.given.get("padding_free") in (True, "true"):
+        packed_rows(draft, "packing", whole_number(row))
+    elif draft.source.get("padding_free") in (True, "true"):
         examples_kept(draft, "padding_free", True)
 
 
@@ -135,10 +140,10 @@ def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
         path, _, count = name.partition("#")
         if ":" in path and not path.startswith(("/", ".")):
             path += ":train"  # a subset, of which the split train is read
-        sources.append({"path": path, "max_examples": whole(count)} if count else path)
+        sources.append({"path": path, "max_examples": whole_number(count)} if count else path)
         if "#" in name:
-            words = f"the first {count} examples of {path}; there they are drawn"
-            draft.row(f"{key}: {name}", name, "unmapped", words)
+            explanation = f"the first {count} examples of {path}; there they are drawn"
+            draft.row(f"{key}: {name}", name, "unmapped", explanation)
     if sources:
         one = len(sources) == 1 and isinstance(sources[0], str)
         draft.say(key, "dataset", sources[0] if one else sources)
@@ -153,7 +158,7 @@ def eval_file(draft: RecipeDraft, key: str, value: Any) -> None:
 
 
 def precision(draft: RecipeDraft, key: str, value: Any) -> None:
-    if draft.given.get("bf16") is None and draft.given.get("fp16") is None:
+    if draft.source.get("bf16") is None and draft.source.get("fp16") is None:
         dtype = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp16"}.get(str(value))
         if dtype:
             half(dtype)(draft, key, True)
@@ -182,17 +187,17 @@ def zero(draft: RecipeDraft, key: str, value: Any) -> None:
 
 
 def scale(draft: RecipeDraft, key: str, value: Any) -> None:
-    found = {"all": "everything", "last_round": "last_answer"}.get(str(value))
-    if found:
-        draft.say(key, "loss_on", found)
+    loss_scope = {"all": "everything", "last_round": "last_answer"}.get(str(value))
+    if loss_scope:
+        draft.say(key, "loss_on", loss_scope)
     elif value not in (None, "default"):
         draft.note(key, "unmapped", "loss is on every answer alike")
 
 
 def template(draft: RecipeDraft, key: str, value: Any) -> None:
     if value:
-        words = f"hasten has no template {value!r}: give it as a .jinja file (chat_template)"
-        draft.note(key, "unmapped", words)
+        explanation = f"hasten has no template {value!r}: give it as a .jinja file (chat_template)"
+        draft.note(key, "unmapped", explanation)
 
 
 def quantised(draft: RecipeDraft, key: str, value: Any) -> None:

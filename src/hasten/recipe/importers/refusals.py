@@ -26,51 +26,51 @@ TUNERS = ("lora", "full", "qlora", "none")
 SFT_LOSSES = ("nll", "dft", "chunked_nll", "cross_entropy")  # TRL's SFTConfig
 
 
-def refuse_other_training(path: Path, given: Mapping[str, Any]) -> None:
-    """Refuse a file whose keys ask for another training, with the key and its value.
+def refuse_other_training(path: Path, source: Mapping[str, Any]) -> None:
+    """Refuses a file with keys for an unsupported kind of training; names key and value.
 
     Raises:
-        InputError: it does.
+        InputError: the file has such a key.
     """
-    found = _other_training(given)
-    if found is not None:
-        key, what = found
-        asked = one_line(f"{key}: {given[key]}")[:80]
+    refusal = _other_training(source)
+    if refusal is not None:
+        key, what = refusal
+        setting = one_line(f"{key}: {source[key]}")[:80]
         raise InputError(
-            f"{path}: {asked} means {what}; hasten imports supervised fine-tuning and continued "
+            f"{path}: {setting} means {what}; hasten imports supervised fine-tuning and continued "
             "pretraining, of all weights or LoRA, so nothing was written"
         )
 
 
-def _other_training(given: Mapping[str, Any]) -> tuple[str, str] | None:  # noqa: C901  # a clause for each refusal
-    """The key that asks for it, and what it is called."""
+def _other_training(source: Mapping[str, Any]) -> tuple[str, str] | None:  # noqa: C901  # a clause for each refusal
+    """The key that requests another kind of training, and the name of that training."""
     for key in STAGE_KEYS:
-        value = given.get(key)
+        value = source.get(key)
         if not is_off(value) and str(value).lower() not in OURS:
             return key, STAGES.get(str(value).lower(), "another training")
     for key, what in SIGNS.items():
-        trains = key in WITH_DATA and given.get("train_dataset")
-        if not is_off(given.get(key)) and not trains:
+        trains = key in WITH_DATA and source.get("train_dataset")
+        if not is_off(source.get(key)) and not trains:
             return key, what
     for key in TUNER_KEYS:
-        value = given.get(key)
+        value = source.get(key)
         if not is_off(value) and str(value).lower() not in TUNERS:
             return key, STAGES.get(str(value).lower(), "another way of training")
-    config = given.get("peft_config")
+    config = source.get("peft_config")
     name = config.get("name") if isinstance(config, Mapping) else None
     if isinstance(config, Mapping) and config.get("export_dir"):
         return "peft_config", "merging and exporting a model, which `hasten merge` does"
     if name is not None and str(name) not in TUNERS:
         return "peft_config", STAGES.get(str(name), "another way of training")
-    loss = given.get("loss_type")
+    loss = source.get("loss_type")
     if not is_off(loss) and str(loss) not in SFT_LOSSES:
         return "loss_type", "another loss, as of preference training"
     for key in ("do_predict", "predict_with_generate"):
-        if given.get(key) is True and given.get("do_train") is not True:
+        if source.get(key) is True and source.get("do_train") is not True:
             return key, "predictions of a trained model"
-    if given.get("tokenized_path") and given.get("do_train") is not True:
+    if source.get("tokenized_path") and source.get("do_train") is not True:
         return "tokenized_path", "preparing data without training"
-    plugins = given.get("plugins")
+    plugins = source.get("plugins")
     for plugin in plugins if isinstance(plugins, list) else ():
         if "diffusion" in str(plugin).lower():
             return "plugins", SIGNS["diffusion"]

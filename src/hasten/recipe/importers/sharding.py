@@ -1,7 +1,7 @@
-"""What other trainers say of FSDP: the words of ``fsdp`` and every key of ``fsdp_config``.
+"""FSDP settings of other trainers: words of ``fsdp``, keys of ``fsdp_config``.
 
-Strategies are those of PyTorch's ``ShardingStrategy``, as words and as accelerate's numbers:
-https://huggingface.co/docs/accelerate/usage_guides/fsdp.
+Strategies are those of PyTorch's ``ShardingStrategy``, as words and as accelerate's
+numbers: https://huggingface.co/docs/accelerate/usage_guides/fsdp.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NUMBERS = {
 }
 COPIES = "one sharded copy a host is `fsdp2: {replicas: N}` in the plan, N being the hosts"
 BY_LAYER = "blocks are sharded one by one (layout: fsdp2)"
-WHOLE = "weights are saved whole, and read on any number of ranks"
+WHOLE = "weights are saved whole_number, and read on any number of ranks"
 ALWAYS = "fsdp2 does it"
 ONE_BUILDS = "one rank of a host builds the model and sends the others their part"
 NEEDLESS = {
@@ -49,12 +49,12 @@ def words(draft: RecipeDraft, key: str, value: Any) -> None:
     """``fsdp: "shard_grad_op offload auto_wrap"``, as text or list; true: full shards."""
     if value in (True, "true"):
         value = FULL
-    asked = value.replace(",", " ").split() if isinstance(value, str) else list(value or ())
-    if not asked:
+    options = value.replace(",", " ").split() if isinstance(value, str) else list(value or ())
+    if not options:
         draft.note(key, "needless", "it is off")
         return
     draft.say(key, "layout", "fsdp2")
-    for word in asked:
+    for word in options:
         name = str(word).lower()
         if name == "offload":
             _set(draft, f"{key}: {word}", word, "offload", True)
@@ -68,24 +68,24 @@ def config(is_on: Callable[[Mapping[str, Any]], bool]) -> Callable[[RecipeDraft,
     """The handler of ``fsdp_config``: a row for each of its keys.
 
     Args:
-        is_on: whether a configuration asks for FSDP at all.
+        is_on: returns True if a configuration uses FSDP at all.
     """
 
     def handle(draft: RecipeDraft, key: str, value: Any) -> None:
-        found = value if isinstance(value, Mapping) else {}
-        if not found or not is_on(draft.given):
+        settings = value if isinstance(value, Mapping) else {}
+        if not settings or not is_on(draft.source):
             draft.note(key, "needless", "it is off")
             return
         if draft.values.get("layout") is None:
             draft.say(key, "layout", "fsdp2")
-        for name, item in found.items():
+        for name, item in settings.items():
             _key(draft, f"{key}.{name}", str(name).removeprefix("fsdp_"), item)
 
     return handle
 
 
 def resolve_sharding(draft: RecipeDraft) -> None:
-    """Once all keys were read: settings of fsdp2 stand in the plan, in the place of the layout."""
+    """Resolves sharding after all keys: settings of fsdp2 in the plan replace the layout."""
     if "fsdp2" in draft.techniques and draft.values.get("layout") == "fsdp2":
         del draft.values["layout"]
     elif draft.values.get("layout") == "ddp":  # NO_SHARD: replicas
@@ -137,14 +137,14 @@ def _strategy(draft: RecipeDraft, key: str, value: Any) -> None:
 
 
 def _set(draft: RecipeDraft, key: str, value: Any, name: str, wanted: bool) -> None:
-    """A setting of fsdp2; one that was said before is kept."""
+    """Sets a setting of fsdp2; if another key has set it before, that value stays."""
     entry = next((e for e in draft.plan if isinstance(e, dict) and "fsdp2" in e), None)
     if entry is None:
         entry = {"fsdp2": {}}
         draft.plan.append(entry)
     settings = entry["fsdp2"]
     if settings.setdefault(name, wanted) != wanted:
-        words = f"another key has already made {name} {settings[name]!r}, which is kept"
-        draft.row(key, value, "contradicts", words)
+        explanation = f"another key has already made {name} {settings[name]!r}, which is kept"
+        draft.row(key, value, "contradicts", explanation)
         return
     draft.row(key, value, "mapped", f"fsdp2: {name}: {str(wanted).lower()}")

@@ -17,7 +17,7 @@ from hasten.recipe.importers.draft import (
     is_off,
     switch,
     table,
-    whole,
+    whole_number,
 )
 
 SCHEDULES = {
@@ -48,7 +48,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def epochs(draft: RecipeDraft, key: str, value: Any) -> None:
-    """Whole passes; a part of one is rounded up, and said so."""
+    """Full passes; a fraction is rounded up, and this is reported."""
     if value is None:
         return
     passes = math.ceil(float(value))
@@ -59,25 +59,25 @@ def epochs(draft: RecipeDraft, key: str, value: Any) -> None:
 
 def steps(draft: RecipeDraft, key: str, value: Any) -> None:
     if value is not None and float(value) > 0:
-        draft.say(key, "max_steps", whole(value))
+        draft.say(key, "max_steps", whole_number(value))
 
 
 def schedule(draft: RecipeDraft, key: str, value: Any) -> None:
     if value is None:
         return
-    found = SCHEDULES.get(str(value).lower())
-    if found is None:
-        known = ", ".join(sorted(set(SCHEDULES.values())))
-        draft.note(key, "unmapped", f"there is no schedule {value!r}; hasten has {known}")
+    schedule_name = SCHEDULES.get(str(value).lower())
+    if schedule_name is None:
+        available = ", ".join(sorted(set(SCHEDULES.values())))
+        draft.note(key, "unmapped", f"there is no schedule {value!r}; hasten has {available}")
     else:
-        draft.say(key, "lr_schedule", found)
+        draft.say(key, "lr_schedule", schedule_name)
 
 
 def schedule_settings(draft: RecipeDraft, key: str, value: Any) -> None:
     """``lr_scheduler_kwargs``: the lowest rate is followed, as a share or a rate."""
-    found = json.loads(value) if isinstance(value, str) and value.strip() else value
-    for name, item in (found or {}).items():
-        peak = draft.given.get("learning_rate")
+    settings = json.loads(value) if isinstance(value, str) and value.strip() else value
+    for name, item in (settings or {}).items():
+        peak = draft.source.get("learning_rate")
         if name == "min_lr_rate":
             draft.say(key, "min_lr_ratio", float(item))
         elif name == "min_lr" and peak:
@@ -90,7 +90,7 @@ def warmup(draft: RecipeDraft, key: str, value: Any) -> None:
     """Steps, or a share of all steps below 1, under either of the two names."""
     number = float(value or 0)
     if number:
-        draft.say(key, "warmup_steps", number if number < 1 else whole(number))
+        draft.say(key, "warmup_steps", number if number < 1 else whole_number(number))
 
 
 def optimizer(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -99,8 +99,8 @@ def optimizer(draft: RecipeDraft, key: str, value: Any) -> None:
     if value in ADAMW:
         draft.note(key, "mapped", "AdamW is the optimizer where the plan names none")
     elif value in PAGED:
-        words = "AdamW with 32-bit moments; they stay on the device"
-        draft.note(key, "mapped", words)
+        explanation = "AdamW with 32-bit moments; they stay on the device"
+        draft.note(key, "mapped", explanation)
     elif value in INT8:
         draft.use(key, "compact_adamw", {"moments": "int8"})
     elif value == "muon":
@@ -109,24 +109,24 @@ def optimizer(draft: RecipeDraft, key: str, value: Any) -> None:
         draft.note(key, "unmapped", f"there is no optimizer {value!r}: AdamW is used instead")
 
 
-def beta(place: int) -> Handler:
+def beta(index: int) -> Handler:
     """One of AdamW's two, next to the other tools' default of the second one."""
 
     def handle(draft: RecipeDraft, key: str, value: Any) -> None:
-        found = list(draft.values.get("adam_betas", BETAS))
-        found[place] = BETAS[place] if value is None else float(value)
-        words = f"adam_betas: {found}"
-        draft.values["adam_betas"] = found
+        betas = list(draft.values.get("adam_betas", BETAS))
+        betas[index] = BETAS[index] if value is None else float(value)
+        explanation = f"adam_betas: {betas}"
+        draft.values["adam_betas"] = betas
         draft.why["adam_betas"] = f"{draft.tool}'s default" if draft.at_default else key
-        draft.note(key, "mapped", words)
+        draft.note(key, "mapped", explanation)
 
     return handle
 
 
 def epsilon(draft: RecipeDraft, key: str, value: Any) -> None:
     same = value is None or float(value) == EPSILON
-    words = f"hasten's AdamW has {EPSILON}" + ("" if same else f", not {value}")
-    draft.note(key, "needless" if same else "unmapped", words)
+    explanation = f"hasten's AdamW has {EPSILON}" + ("" if same else f", not {value}")
+    draft.note(key, "needless" if same else "unmapped", explanation)
 
 
 def clipping(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -143,8 +143,8 @@ def half(dtype: str) -> Handler:
             return
         if "autocast" in draft.techniques or "bf16_master_weights" in draft.techniques:
             if not draft.at_default:
-                words = "another number format is on already, which is kept"
-                draft.note(key, "contradicts", words)
+                explanation = "another number format is on already, which is kept"
+                draft.note(key, "contradicts", explanation)
         else:
             draft.use(key, "autocast", {"dtype": dtype})
 
@@ -170,13 +170,13 @@ def pure(dtype: str) -> Handler:
 
 
 def writers(draft: RecipeDraft, key: str, value: Any) -> None:
-    asked = [value] if isinstance(value, str) else list(value or [])
-    known = [w for w in asked if w in WRITERS]
-    if known:
-        draft.say(key, "log_to", known)
-    rest = [w for w in asked if w not in (*WRITERS, "none", "all", None)]
-    if rest:
-        draft.note(key, "unmapped", f"hasten doesn't write to {', '.join(map(str, rest))}")
+    requested = [value] if isinstance(value, str) else list(value or [])
+    supported = [w for w in requested if w in WRITERS]
+    if supported:
+        draft.say(key, "log_to", supported)
+    unsupported = [w for w in requested if w not in (*WRITERS, "none", "all", None)]
+    if unsupported:
+        draft.note(key, "unmapped", f"hasten doesn't write to {', '.join(map(str, unsupported))}")
 
 
 activation_checkpointing = switch(
@@ -186,9 +186,9 @@ activation_checkpointing = switch(
 
 
 def share_or_count(draft: RecipeDraft, key: str, value: Any) -> None:
-    """What is held out: a share below 1, or a number of examples."""
+    """Maps the eval data: a share below 1, or a number of examples."""
     number = float(value or 0)
-    draft.say(key, "eval_data", number if number < 1 else whole(number))
+    draft.say(key, "eval_data", number if number < 1 else whole_number(number))
 
 
 def examples_kept(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -218,9 +218,9 @@ def batch(
         size: the key of examples of a pass on a rank, and the tool's default.
         accumulation: the key of passes, and the tool's default.
     """
-    key, each = size[0], whole(draft.setting(*size))
-    passes = whole(draft.setting(*accumulation))
-    draft.at_default = draft.given.get(key) is None
+    key, each = size[0], whole_number(draft.setting(*size))
+    passes = whole_number(draft.setting(*accumulation))
+    draft.at_default = draft.source.get(key) is None
     count = each * passes * ranks
     if draft.row_tokens:
         draft.say(key, "global_batch_tokens", count * draft.row_tokens)
@@ -229,9 +229,9 @@ def batch(
         draft.say(key, "global_batch_size", count)
         unit = "examples"
     draft.at_default = False
-    if accumulation[0] in draft.given:
-        words = f"{each} {unit} x {passes} passes x {ranks} ranks make the global batch"
-        draft.note(accumulation[0], "mapped", words)
+    if accumulation[0] in draft.source:
+        explanation = f"{each} {unit} x {passes} passes x {ranks} ranks make the global batch"
+        draft.note(accumulation[0], "mapped", explanation)
     if passes > 1 and not draft.row_tokens:
         draft.add("gradient_accumulation", {"micro_batch_size": each})
 
@@ -240,41 +240,41 @@ def resumed(draft: RecipeDraft, key: str, value: Any) -> None:
     if value in (True, "auto"):
         draft.say(key, "resume", "auto")
     elif isinstance(value, str) and value:
-        words = "another trainer's checkpoint can't be resumed: name its model as `model`"
-        draft.note(key, "unmapped", words)
+        explanation = "another trainer's checkpoint can't be resumed: name its model as `model`"
+        draft.note(key, "unmapped", explanation)
 
 
 def saves(draft: RecipeDraft, key: str, value: Any) -> None:
     """``save_steps``, with ``save_strategy`` next to it."""
-    strategy = draft.given.get("save_strategy")
+    strategy = draft.source.get("save_strategy")
     number = float(value) if isinstance(value, int | float | str) and value not in ("", True) else 0
     if strategy == "epoch" or (strategy is not None and is_off(strategy)):
         draft.note(key, "needless", f"save_strategy is {strategy}")
     elif number >= 1:
-        draft.say(key, "checkpoint_every", whole(number))
+        draft.say(key, "checkpoint_every", whole_number(number))
     elif number > 0:
-        words = "say checkpoint_every in steps, or dynamic; `hasten check` counts the steps"
-        draft.note(key, "unmapped", words)
+        explanation = "say checkpoint_every in steps, or dynamic; `hasten check` counts the steps"
+        draft.note(key, "unmapped", explanation)
     else:
         draft.note(key, "needless", "the model is saved at the end")
 
 
 def save_strategy(draft: RecipeDraft, key: str, value: Any) -> None:
     if value in ("epoch", "best"):
-        words = "say checkpoint_every in steps, or dynamic; `hasten check` counts the steps"
-        draft.note(key, "unmapped", words)
+        explanation = "say checkpoint_every in steps, or dynamic; `hasten check` counts the steps"
+        draft.note(key, "unmapped", explanation)
     else:
         draft.note(key, "needless", "checkpoint_every decides")
 
 
 def evaluated(draft: RecipeDraft, key: str, value: Any) -> None:
     """``eval_steps`` of Trainer: a step count, or a share of all steps; off without a strategy."""
-    strategy = draft.setting("eval_strategy", draft.given.get("evaluation_strategy"))
+    strategy = draft.setting("eval_strategy", draft.source.get("evaluation_strategy"))
     number = float(value or 0)
     if strategy in (False, "no", "epoch"):
         draft.note(key, "needless", f"eval_strategy is {strategy}")
     elif number:
-        draft.say(key, "eval_every", number if number < 1 else whole(number))
+        draft.say(key, "eval_every", number if number < 1 else whole_number(number))
 
 
 def eval_strategy(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -292,9 +292,9 @@ def per_epoch(draft: RecipeDraft, key: str, value: Any) -> None:
 
 def evaluations(draft: RecipeDraft, key: str, count: float) -> None:
     """So many evaluations of a whole training, as a share of all steps."""
-    if float(draft.given.get("max_steps") or 0) > 0:
-        words = "say eval_every in steps; `hasten check` says how many there are"
-        draft.note(key, "unmapped", words)
+    if float(draft.source.get("max_steps") or 0) > 0:
+        explanation = "say eval_every in steps; `hasten check` says how many there are"
+        draft.note(key, "unmapped", explanation)
     elif count <= 1:
         draft.note(key, "needless", "eval examples are evaluated at the end")
     else:
@@ -302,20 +302,22 @@ def evaluations(draft: RecipeDraft, key: str, count: float) -> None:
 
 
 def resolve_batch(draft: RecipeDraft) -> None:
-    """What keys mean together, once all of them are read."""
+    """Resolves keys that depend on each other, after all of them are read."""
     if "max_steps" in draft.values:  # as in Trainer
         draft.withdraw("epochs", "max_steps ends the training, as in that tool")
-    scheduler = draft.setting("lr_scheduler_type", draft.given.get("lr_scheduler"))
+    scheduler = draft.setting("lr_scheduler_type", draft.source.get("lr_scheduler"))
     if scheduler == "constant":
-        words = "a constant schedule ignores warm-up, as transformers' get_constant_schedule does"
-        draft.withdraw("warmup_steps", words)
+        explanation = (
+            "a constant schedule ignores warm-up, as transformers' get_constant_schedule does"
+        )
+        draft.withdraw("warmup_steps", explanation)
     draft.values.setdefault("eval_data", 0.0)
     draft.why.setdefault("eval_data", f"eval_data: {draft.tool} holds nothing out by itself")
     if not draft.values["eval_data"]:
         draft.withdraw("eval_every", "nothing is held out")
     if "eval_every" not in draft.values:
-        words = "patience counts evaluations: say eval_every and eval_data too"
-        draft.withdraw("patience", words, "unmapped")
+        explanation = "patience counts evaluations: say eval_every and eval_data too"
+        draft.withdraw("patience", explanation, "unmapped")
 
 
 def deepspeed(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -326,8 +328,8 @@ def deepspeed(draft: RecipeDraft, key: str, value: Any) -> None:
     elif isinstance(value, str) and value:
         path = found_file(value, draft.folder)
         if path is None:
-            words = f"there is no file {value} here or above the file: name it as `deepspeed`"
-            draft.note(key, "unmapped", words)
+            explanation = f"there is no file {value} here or above the file: name it as `deepspeed`"
+            draft.note(key, "unmapped", explanation)
             return
         draft.say(key, "deepspeed", str(path))
 
@@ -336,12 +338,12 @@ def found_file(name: str, folder: Path) -> Path | None:
     """A file that is named from the working folder, the given folder or one above it."""
     above = [folder, *folder.resolve().parents]
     places = [Path(name), *(base / name for base in above)]
-    found = next((place for place in places if place.is_file()), None)
-    if found is None or found == Path(name):
-        return found
-    found = found.resolve()
-    here = Path.cwd().resolve()
-    return found.relative_to(here) if found.is_relative_to(here) else found
+    path = next((candidate for candidate in places if candidate.is_file()), None)
+    if path is None or path == Path(name):
+        return path
+    path = path.resolve()
+    working_dir = Path.cwd().resolve()
+    return path.relative_to(working_dir) if path.is_relative_to(working_dir) else path
 
 
 TRAINING: dict[str, Handler] = table("training") | {

@@ -19,7 +19,7 @@ from hasten.recipe.importers.draft import (
     later,
     named,
     table,
-    whole,
+    whole_number,
 )
 from hasten.recipe.importers.training import (
     DEFAULTS,
@@ -55,25 +55,25 @@ TRL_DEFAULTS = {
 STRATEGIES = {"bfd": "", "bfd_split": "split"}  # others cut examples where a row ends
 
 
-def is_script(given: Mapping[str, Any]) -> bool:
+def is_script(source: Mapping[str, Any]) -> bool:
     """If the file is of run_clm.py: its texts are cut into blocks."""
-    return any(mark in given for mark in SCRIPT_MARKS)
+    return any(mark in source for mark in SCRIPT_MARKS)
 
 
-def is_trl(given: Mapping[str, Any]) -> bool:
-    return any(mark in given for mark in TRL_MARKS) and not is_script(given)
+def is_trl(source: Mapping[str, Any]) -> bool:
+    return any(mark in source for mark in TRL_MARKS) and not is_script(source)
 
 
 def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
-    """Keys that stand at their default in a dump of all are said nothing about."""
-    trl = is_trl(draft.given)
+    """Builds the draft; keys with their default value in a full dump have no row."""
+    trl = is_trl(draft.source)
     draft.tool = "TRL" if trl else "transformers"
 
     def finish(draft: RecipeDraft) -> None:
         if trl:
             trl_packing(draft)
             trl_loss(draft)
-        elif is_script(draft.given):
+        elif is_script(draft.source):
             blocks(draft)
         passes = ("gradient_accumulation_steps", 1)
         batch(draft, ("per_device_train_batch_size", 8), passes, ranks)
@@ -98,66 +98,68 @@ def lora(draft: RecipeDraft) -> None:
     if "lora_targets" not in draft.values:
         draft.values["lora_targets"] = "all-linear"
         draft.why["lora_targets"] = "lora_target_modules: left out"
-        words = "left out, so PEFT chooses by architecture; all-linear here"
-        draft.note("lora_target_modules", "unmapped", words)
+        explanation = "left out, so PEFT chooses by architecture; all-linear here"
+        draft.note("lora_target_modules", "unmapped", explanation)
 
 
 def blocks(draft: RecipeDraft) -> None:
     """Texts end to end, in rows of ``block_size``."""
-    draft.at_default = draft.given.get("block_size") is None
-    row = whole(draft.setting("block_size", BLOCK))
+    draft.at_default = draft.source.get("block_size") is None
+    row = whole_number(draft.setting("block_size", BLOCK))
     draft.say("block_size", "cutoff_len", row)
     packed_rows(draft, "block_size", row)
     draft.at_default = False
-    words = "texts of a row see each other there; here each sees itself"
-    draft.row("block_size", row, "unmapped", words)
+    explanation = "texts of a row see each other there; here each sees itself"
+    draft.row("block_size", row, "unmapped", explanation)
 
 
 def trl_packing(draft: RecipeDraft) -> None:
-    given = draft.given
-    if given.get("packing") in (True, "true"):
-        strategy = given.get("packing_strategy") or "bfd"
+    source = draft.source
+    if source.get("packing") in (True, "true"):
+        strategy = source.get("packing_strategy") or "bfd"
         length = draft.setting("max_length", draft.setting("max_seq_length", TRL_LENGTH))
-        packed_rows(draft, "packing", whole(length))
+        packed_rows(draft, "packing", whole_number(length))
         if strategy == "wrapped":
-            words = "examples are cut at the end of a row there; here each stays whole"
-            draft.note("packing_strategy", "unmapped", words)
+            explanation = "examples are cut at the end of a row there; here each stays whole"
+            draft.note("packing_strategy", "unmapped", explanation)
         elif strategy == "bfd_split":
             draft.say("packing_strategy", "too_long", "split")
-    elif given.get("padding_free") in (True, "true"):
+    elif source.get("padding_free") in (True, "true"):
         examples_kept(draft, "padding_free", True)
 
 
 def trl_loss(draft: RecipeDraft) -> None:
     """TRL trains every token of ``messages``, unless it is asked not to."""
-    given, key = draft.given, "assistant_only_loss"
-    if given.get(key) in (True, "true"):
+    source, key = draft.source, "assistant_only_loss"
+    if source.get(key) in (True, "true"):
         draft.note(key, "mapped", "loss is on the assistant's tokens")
         return
-    if given.get("completion_only_loss") in (True, "true"):
+    if source.get("completion_only_loss") in (True, "true"):
         draft.note("completion_only_loss", "mapped", "loss is on the completion")
         return
-    draft.at_default = key not in given
+    draft.at_default = key not in source
     draft.say(key, "loss_on", "everything")
     draft.at_default = False
-    if given.get("completion_only_loss") is None:
-        words = "left out: say loss_on: answers if the examples are prompt and completion"
-        draft.note("completion_only_loss", "unmapped", words)
+    if source.get("completion_only_loss") is None:
+        explanation = "left out: say loss_on: answers if the examples are prompt and completion"
+        draft.note("completion_only_loss", "unmapped", explanation)
 
 
 def dataset(draft: RecipeDraft, key: str, value: Any) -> None:
     """A hub's name with its configuration and split, or a path."""
     if not value:
         return
-    given, name = draft.given, str(value)
-    config = given.get("dataset_config") or given.get("dataset_config_name")
-    split = draft.given.get("dataset_train_split") or "train"
+    source, name = draft.source, str(value)
+    config = source.get("dataset_config") or source.get("dataset_config_name")
+    split = draft.source.get("dataset_train_split") or "train"
     if config:
         name += f":{config}:{split}"
     elif split != "train":
         name += f":{split}"
-    most = given.get("max_train_samples")
-    draft.say(key, "dataset", [{"path": name, "max_examples": whole(most)}] if most else name)
+    most = source.get("max_train_samples")
+    draft.say(
+        key, "dataset", [{"path": name, "max_examples": whole_number(most)}] if most else name
+    )
     if most:
         draft.note("max_train_samples", "mapped", "max_examples of the data set, the first ones")
 
@@ -166,16 +168,16 @@ def mixture(draft: RecipeDraft, key: str, value: Any) -> None:
     """TRL's ``datasets``: a list of path, name, split."""
     sources = []
     for number, entry in enumerate(value or ()):
-        found = dict(entry)
-        source, config = str(found.pop("path")), found.pop("name", None)
-        split = found.pop("split", None) or "train"
+        fields = dict(entry)
+        source, config = str(fields.pop("path")), fields.pop("name", None)
+        split = fields.pop("split", None) or "train"
         source += f":{config}:{split}" if config else "" if split == "train" else f":{split}"
-        fraction = found.pop("fraction", None)
+        fraction = fields.pop("fraction", None)
         sources.append({"path": source, "weight": float(fraction)} if fraction else source)
-        for name, item in found.items():
+        for name, item in fields.items():
             if not is_off(item):
-                words = "hasten reads a source without this"
-                draft.row(f"{key}[{number}].{name}", item, "unmapped", words)
+                explanation = "hasten reads a source without this"
+                draft.row(f"{key}[{number}].{name}", item, "unmapped", explanation)
     if sources:
         draft.say(key, "dataset", sources)
 
@@ -197,10 +199,10 @@ def targets(draft: RecipeDraft, key: str, value: Any) -> None:
 
 def length(draft: RecipeDraft, key: str, value: Any) -> None:
     if value is None and not draft.at_default:
-        if key in draft.given:
+        if key in draft.source:
             draft.note(key, "unmapped", "examples aren't cut there; cutoff_len limits them here")
         return
-    draft.say(key, "cutoff_len", whole(value))
+    draft.say(key, "cutoff_len", whole_number(value))
 
 
 def loss(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -220,8 +222,8 @@ def sampling(draft: RecipeDraft, key: str, value: Any) -> None:
 
 def precision(draft: RecipeDraft, key: str, value: Any) -> None:
     if value in ("bfloat16", "float16"):
-        words = "weights are float32 here; products are in the format of bf16 or fp16"
-        draft.note(key, "unmapped", words)
+        explanation = "weights are float32 here; products are in the format of bf16 or fp16"
+        draft.note(key, "unmapped", explanation)
     else:
         draft.note(key, "needless", "weights are float32")
 
@@ -264,6 +266,6 @@ KEYS: dict[str, Handler] = (
         "use_dora": named("lora_dora", bool),
         "shuffle_dataset": stopped_shuffle,
         "fsdp": sharding.words,
-        "fsdp_config": sharding.config(lambda given: bool(given.get("fsdp"))),
+        "fsdp_config": sharding.config(lambda settings: bool(settings.get("fsdp"))),
     }
 )

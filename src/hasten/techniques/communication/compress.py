@@ -116,23 +116,23 @@ class PowerSGD(CompressesGradients):
 
 def technique_of(compressor: GradientCompressor) -> Technique:
     """The technique with a compressor's settings; it builds one of its own for each run."""
-    given = compressor.settings()
-    method, minimum, scope = given["method"], given["minimum"], given["scope"]
-    if given["dense_steps"]:
+    settings = compressor.settings()
+    method, minimum, scope = settings["method"], settings["minimum"], settings["scope"]
+    if settings["dense_steps"]:
         raise InputError(
             "a trainer counts its dense start as a share of the run: give a technique with "
             "dense_share in the place of a compressor with dense_steps"
         )
     if method == "none":
         raise InputError("a compressor with sparsity_method 'none' compresses nothing: give False")
-    found: dict[str, Technique] = {
+    techniques: dict[str, Technique] = {
         "half": Half("fp16", minimum, scope=scope),
         "bf16": Half("bf16", minimum, scope=scope),
         "int8": Quantised(8, 0.0, minimum, scope=scope),
         "int4": Quantised(4, 0.0, minimum, scope=scope),
-        "topk": TopK(given["ratio"], given["momentum"], 0.0, minimum, scope=scope),
-        "powersgd": PowerSGD(given["rank"], 0.0, minimum, scope=scope),
-        "diloco": LocalSteps(given["every"]),
+        "topk": TopK(settings["ratio"], settings["momentum"], 0.0, minimum, scope=scope),
+        "powersgd": PowerSGD(settings["rank"], 0.0, minimum, scope=scope),
+        "diloco": LocalSteps(settings["every"]),
         "stream": Stream(),
     }
-    return found[method]
+    return techniques[method]

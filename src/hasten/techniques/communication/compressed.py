@@ -166,8 +166,8 @@ class CompressesGradients(Technique):
             return
         settings = self.settings()
         start = dense_steps(setup, settings.get("dense_share", 0.0))
-        given = {**self._given(), "dense_steps": start}
-        setup.communication = Compressed(setup, self.name(), given, settings["check_every"])
+        arguments = {**self._given(), "dense_steps": start}
+        setup.communication = Compressed(setup, self.name(), arguments, settings["check_every"])
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
         return no_torch_distributed()
@@ -195,8 +195,11 @@ class Compressed:
     memory begins anew.
     """
 
-    def __init__(self, setup: Setup, kind: str, given: dict[str, Any], check_every: int) -> None:
-        self.kind, self.compressor = kind, GradientCompressor(communication_backend=None, **given)
+    def __init__(self, setup: Setup, kind: str, settings: dict[str, Any], check_every: int) -> None:
+        self.kind, self.compressor = (
+            kind,
+            GradientCompressor(communication_backend=None, **settings),
+        )
         self.merged_from = self.lost_from = 0  # ranks whose memory became a mean, or was left
         self.shards: Exchange | None = None
         self._merges = True  # ranks' memories are of the same weights
@@ -229,16 +232,16 @@ class Compressed:
 
     def state_dict(self) -> dict[str, Any]:
         """Of all ranks, on the first; every rank calls it."""
-        mine = self.compressor.state_dict()
+        local_state = self.compressor.state_dict()
         if self.shards is not None:
-            mine["travel"] = self.shards.state()
+            local_state["travel"] = self.shards.state()
         parted = self._setup.layout.data_size < self.size or self.compressor.hosts > 1
         if parted or self.shards is not None:  # ranks may remember other weights
             rows: list[Any] = [None] * self.size
-            dist.gather_object(mine, rows if self.is_main else None)
+            dist.gather_object(local_state, rows if self.is_main else None)
             states = rows
         else:
-            states = _of_ranks(mine, self)
+            states = _of_ranks(local_state, self)
         return {"technique": self.kind, "ranks": states if self.is_main else []}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -322,11 +325,11 @@ def _of_ranks(value: Any, communication: Compressed) -> list[Any]:
             return [value] * communication.size
         return [row.view(value.shape).clone() for row in rows]
     if isinstance(value, dict):
-        found: list[dict[str, Any]] = [{} for _ in range(communication.size)]
+        by_rank: list[dict[str, Any]] = [{} for _ in range(communication.size)]
         for key in sorted(value):
-            for place, item in zip(found, _of_ranks(value[key], communication), strict=True):
-                place[key] = item
-        return found
+            for rank_state, item in zip(by_rank, _of_ranks(value[key], communication), strict=True):
+                rank_state[key] = item
+        return by_rank
     return [value] * communication.size
 
 

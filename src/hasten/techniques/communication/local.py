@@ -117,8 +117,8 @@ class Stream(TrainsApart):
         limit = datetime.timedelta(seconds=self.timeout_seconds)
 
         def build(parameters: Parameters) -> streaming_local_sgd.Stream:
-            found = None if self.codec == AUTO else codec(self.codec)
-            return streaming_local_sgd.Stream(parameters, found, self._count, timeout=limit)
+            chosen = None if self.codec == AUTO else codec(self.codec)
+            return streaming_local_sgd.Stream(parameters, chosen, self._count, timeout=limit)
 
         enable_local_steps(setup, self, build)
 
@@ -150,12 +150,12 @@ class Apart(Communication):
     def skipped(self) -> None:
         self._done(0)
 
-    def counts(self, mine: WorkCounts, stop: bool) -> tuple[WorkCounts, bool]:
+    def counts(self, local_counts: WorkCounts, stop: bool) -> tuple[WorkCounts, bool]:
         """What this rank has, times the ranks; whether an exchange has told of a wish to stop."""
         part = self._running()
-        self._tokens, self._stop = mine.trained_tokens, stop
+        self._tokens, self._stop = local_counts.trained_tokens, stop
         size = self.setup.layout.size
-        return WorkCounts(*(size * value for value in astuple(mine))), part.stop
+        return WorkCounts(*(size * value for value in astuple(local_counts))), part.stop
 
     def sum(self, values: Tensor) -> Tensor:
         return values * self.setup.layout.size
@@ -164,7 +164,7 @@ class Apart(Communication):
         if self.part is None or self._buffers is None:
             return  # no step was begun: all are as they started
         if self.part.synchronize():
-            self.setup.precision.publish()
+            self.setup.precision.update_model_weights()
             self._buffers.average()
         if self._traffic is not None:
             self._traffic.begin()  # what was waited for now is no step's
@@ -176,13 +176,13 @@ class Apart(Communication):
     def gather_states(self, state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
         """Tensor by tensor, so that a rank beside the first holds no more than its own."""
         size, first = self.setup.layout.size, self.setup.context.world.rank == 0
-        found: list[dict[str, Tensor]] = [{} for _ in range(size - 1)] if first else []
+        states: list[dict[str, Tensor]] = [{} for _ in range(size - 1)] if first else []
         for name, tensor in state.items():
-            here = [torch.empty_like(tensor) for _ in range(size)] if first else None
-            dist.gather(tensor.contiguous(), here, dst=0)
-            for place, value in zip(found, (here or [])[1:], strict=False):
-                place[name] = value
-        return found
+            received = [torch.empty_like(tensor) for _ in range(size)] if first else None
+            dist.gather(tensor.contiguous(), received, dst=0)
+            for rank_state, value in zip(states, (received or [])[1:], strict=False):
+                rank_state[name] = value
+        return states
 
     def state_dict(self) -> dict[str, Any]:
         return {"technique": self.kind, "part": self._running().state_dict()}
@@ -208,7 +208,7 @@ class Apart(Communication):
 
     def _done(self, tokens: int) -> None:
         if self._running().after_step(tokens, self._stop):
-            self.setup.precision.publish()
+            self.setup.precision.update_model_weights()
 
 
 def enable_local_steps(setup: Setup, technique: Technique, build: Build) -> None:
@@ -243,6 +243,6 @@ def _forecast(context: JobContext, name: str, rarer: int, copies: int) -> Foreca
     """Every rank's message goes to every other, once in ``rarer`` steps; float32 in DDP's ring."""
     numbers = max(context.model.parameters, 1)
     per_weight = codec(name).message_bytes(numbers) / numbers
-    whole = per_weight * context.world.size / DDP_BYTES if name != "none" else 1.0
-    share = whole / rarer
+    volume = per_weight * context.world.size / DDP_BYTES if name != "none" else 1.0
+    share = volume / rarer
     return Forecast(comm_bytes=share, resident_bytes=4.0 * copies * context.model.parameters)

@@ -36,12 +36,12 @@ class ReplicaTraffic:
 
     def traffic(self) -> CommTiming | None:
         """Of the step that has just run; None where the reducer's clock can't be asked."""
-        found = under_way(self._module) if self._known else None
+        timing = under_way(self._module) if self._known else None
         late, self.late, sent = self.late, False, self._sent()
-        if found is None:
+        if timing is None:
             return None
-        hidden = 0.0 if late else found.hidden
-        return CommTiming(found.exposed + found.hidden - hidden, hidden, sent)
+        hidden = 0.0 if late else timing.hidden
+        return CommTiming(timing.exposed + timing.hidden - hidden, hidden, sent)
 
     def _sent(self) -> int | None:
         if not isinstance(self._communication, CountsBytes):
@@ -75,11 +75,11 @@ class WeightTraffic:
         part, hidden = self._part, None
         if part.hidden_seconds is not None and self._hidden is not None:
             hidden = part.hidden_seconds - self._hidden
-        found = CommTiming(
+        timing = CommTiming(
             part.waited_seconds - self._waited, hidden, part.sent_bytes - self._sent, OPTIMIZER
         )
         self.begin()
-        return found
+        return timing
 
 
 def no_torch_distributed() -> tuple[str, ...]:

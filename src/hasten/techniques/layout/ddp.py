@@ -75,7 +75,7 @@ class DDP(Technique):
 class Replicas:
     """The model on every rank, in torch's DistributedDataParallel."""
 
-    whole = True
+    replicated = True
 
     def __init__(self, world: World, bucket_cap_mb: int, device: str) -> None:
         self.size = self.data_size = self.averages = world.size

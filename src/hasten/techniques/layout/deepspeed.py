@@ -72,7 +72,7 @@ class DeepSpeed(Technique):
     def fidelity(self) -> Fidelity:
         return Fidelity.ROUNDING
 
-    def settings_of(self, known: TrainerSettings) -> dict[str, Any]:
+    def settings_of(self, trainer_settings: TrainerSettings) -> dict[str, Any]:
         """The config without any "auto".
 
         Raises:
@@ -85,19 +85,24 @@ class DeepSpeed(Technique):
         try:
             if self.config:
                 config = read_config(Path(self.config))
-            said = {name: section_enabled(config, name) for name in DTYPES[1:]}
-            if self.dtype != "float32" and said[self.dtype] is None and True not in said.values():
+            enabled = {name: section_enabled(config, name) for name in DTYPES[1:]}
+            if (
+                self.dtype != "float32"
+                and enabled[self.dtype] is None
+                and True not in enabled.values()
+            ):
                 config[self.dtype] = {"enabled": True}
-            batch_sizes(config, known)  # the rest of what the job decides isn't DeepSpeed's
-            found = fill_auto({k: v for k, v in config.items() if k not in JOBS}, known)
+            # the rest of what the job decides isn't DeepSpeed's
+            batch_sizes(config, trainer_settings)
+            filled = fill_auto({k: v for k, v in config.items() if k not in JOBS}, trainer_settings)
         except ValueError as error:
             raise InputError(f"{self.name()}: {error}") from error
-        if not (found.get("zero_optimization") or {}).get("stage"):
+        if not (filled.get("zero_optimization") or {}).get("stage"):
             raise InputError(
                 f"{self.name()}: {self.config} has no zero_optimization stage above 0; say 1, 2 "
                 "or 3, or take ddp as the layout"
             )
-        return found
+        return filled
 
     def apply(self, setup: Setup) -> None:
         if setup.context.world.size == 1:
@@ -164,25 +169,25 @@ class DeepSpeed(Technique):
         engine, steps = session.engine, session.progress.step
         if not isinstance(engine, ZeroEngine):
             return EffectCheck(False, "one rank holds everything")
-        held = engine.zero.held()
+        local_count = engine.zero.held()
         return EffectCheck(
             steps > 0 and session.setup.layout.size > 1,
             f"ZeRO-{engine.zero.stage} on {session.setup.layout.size} ranks; the optimizer of this "
-            f"one moves {held:,} weights; {steps} steps",
+            f"one moves {local_count:,} weights; {steps} steps",
         )
 
 
 def _extensions(context: JobContext) -> Path:
     """Where DeepSpeed's operators are compiled: a folder of their own for each torch."""
-    given = environment.variable(EXTENSIONS)
+    folder = environment.variable(EXTENSIONS)
     name = f"torch-{context.versions.get('torch', torch.__version__)}"
-    return Path(given) if given else Path.home() / ".cache" / "hasten" / "deepspeed" / name
+    return Path(folder) if folder else Path.home() / ".cache" / "hasten" / "deepspeed" / name
 
 
 class Zero:
     """Ranks among which ZeRO deals out the model's state; each has its own examples."""
 
-    whole = False
+    replicated = False
 
     def __init__(self, setup: Setup) -> None:
         world = setup.context.world
@@ -215,7 +220,7 @@ class Zero:
     def gather(self, model: nn.Module) -> AbstractContextManager[bool]:
         if self.zero is None:
             return nullcontext(True)
-        return self.zero.plain(model, mine=self.data_rank == 0)
+        return self.zero.plain(model, is_first=self.data_rank == 0)
 
 
 class ZeroEngine:
@@ -261,7 +266,7 @@ class ZeroEngine:
             self.setup.routing.after_update(self.setup.rank_sync.sum)
             self.setup.routing.discard()
 
-    def discard(self) -> None:
+    def zero_grad(self) -> None:
         if self.setup.routing is not None:
             self.setup.routing.discard()
         self.zero.give_up()

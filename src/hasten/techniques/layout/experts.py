@@ -122,8 +122,8 @@ def forecast(context: JobContext, ranks: int, shards: int = 1) -> Forecast:
     if context.world.size == 1:
         return Forecast()
     experts = routed(context)
-    rest = context.model.parameters - experts
-    gone = ADAMW_FLOAT32 * (experts * (1 - 1 / ranks) + rest * (1 - 1 / shards))
+    other_weights = context.model.parameters - experts
+    gone = ADAMW_FLOAT32 * (experts * (1 - 1 / ranks) + other_weights * (1 - 1 / shards))
     return Forecast(resident_bytes=-gone)
 
 
@@ -142,7 +142,7 @@ def proof(shared: SharedExperts, more: str = "") -> EffectCheck:
 class ExpertsInDDP:
     """Experts on ``ranks`` neighbours each, the rest in DistributedDataParallel over all."""
 
-    whole = False
+    replicated = False
     pieces = False
 
     def __init__(self, world: World, ranks: int, bucket_cap_mb: int, device: str) -> None:
@@ -196,8 +196,8 @@ class ExpertsInDDP:
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """Each expert once: its copies in other groups have the same gradient."""
-        rest = total_norm([p for p in parameters if not holds_part(p)])
-        return norm_with_experts(rest, parameters, self._held())
+        dense_norm = total_norm([p for p in parameters if not holds_part(p)])
+        return norm_with_experts(dense_norm, parameters, self._held())
 
     def gather(self, model: nn.Module) -> AbstractContextManager[bool]:
         return self._held().gathered()
@@ -205,8 +205,8 @@ class ExpertsInDDP:
     def full_tensor(self, weight: Tensor, value: Tensor) -> Tensor:
         return full_tensor(weight, value)
 
-    def local_shard(self, weight: Tensor, whole: Tensor) -> Tensor:
-        return local_shard(weight, whole)
+    def local_shard(self, weight: Tensor, full: Tensor) -> Tensor:
+        return local_shard(weight, full)
 
     def _held(self) -> SharedExperts:
         if self.shared is None:
@@ -225,14 +225,16 @@ def shared_out(
         raise InputError(f"{name}: {error}") from error
 
 
-def norm_with_experts(rest: Tensor, parameters: Sequence[Tensor], shared: SharedExperts) -> Tensor:
-    """Of the whole gradient: ``rest`` is that of all but the experts, on every rank."""
+def norm_with_experts(
+    dense_norm: Tensor, parameters: Sequence[Tensor], shared: SharedExperts
+) -> Tensor:
+    """Of the whole gradient: ``dense_norm`` is that of all but the experts, on every rank."""
     parts = [p for p in parameters if holds_part(p) and p.grad is not None]
     if not parts:
-        return rest
+        return dense_norm
     square = total_norm(parts).double().square()
     dist.all_reduce(square, group=shared.group)
-    return (square + rest.double().square()).sqrt().to(rest.dtype)
+    return (square + dense_norm.double().square()).sqrt().to(dense_norm.dtype)
 
 
 def full_tensor(weight: Tensor, value: Tensor) -> Tensor:
@@ -249,17 +251,17 @@ def full_tensor(weight: Tensor, value: Tensor) -> Tensor:
             "so the ranks' parts don't make a whole; leave checkpoints out, or choose another "
             "optimizer"
         )
-    whole = layer_of(weight).whole(value)
-    return value if whole is None else whole.cpu()  # a device holds one at a time
+    full = layer_of(weight).whole(value)
+    return value if full is None else full.cpu()  # a device holds one at a time
 
 
-def local_shard(weight: Tensor, whole: Tensor) -> Tensor:
+def local_shard(weight: Tensor, full: Tensor) -> Tensor:
     """This rank's experts' part of what belongs to a weight of all."""
     if not holds_part(weight):
-        return whole
+        return full
     layer = layer_of(weight)
-    dealt = whole.shape == (layer.total, *weight.shape[1:])
-    return layer.own(whole) if dealt else whole
+    dealt = full.shape == (layer.total, *weight.shape[1:])
+    return layer.own(full) if dealt else full
 
 
 def refuse_own_choices(setup: Setup) -> None:
@@ -278,7 +280,7 @@ def refuse_own_choices(setup: Setup) -> None:
 class ExpertsInFSDP:
     """Experts on ``ranks`` neighbours each; of the rest every rank keeps a piece."""
 
-    whole = False
+    replicated = False
     pieces = True
 
     def __init__(
@@ -325,12 +327,12 @@ class ExpertsInFSDP:
                 "technique out, or give ep beside dp"
             )
         self._module, shared = module, self._held()
-        self.place(module)  # copies are made alike next, by what carries the device's memory
+        self.move_parts(module)  # copies are made alike next, by what carries the device's memory
         self._gradients = ExpertGradients(shared.parameters(), self._replicas, self.averages)
         shard_rest(module, shared, data_mesh(self.mesh), self._reshard)
         return module
 
-    def place(self, module: nn.Module) -> None:
+    def move_parts(self, module: nn.Module) -> None:
         """Shards are on the device already; experts, which FSDP2 leaves alone, go there."""
         for weight in self._held().parameters():
             weight.data = weight.data.to(self._device)
@@ -353,27 +355,27 @@ class ExpertsInFSDP:
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """Each piece once, and each expert once: its copies have the same gradient."""
-        rest = [p for p in parameters if not holds_part(p)]
-        found = self.weights.norm(rest, self.size, self.all_reduce_world)
-        return norm_with_experts(found, parameters, self._held())
+        dense = [p for p in parameters if not holds_part(p)]
+        dense_norm = self.weights.norm(dense, self.size, self.all_reduce_world)
+        return norm_with_experts(dense_norm, parameters, self._held())
 
     @contextmanager
     def gather(self, model: nn.Module) -> Iterator[bool]:
         with (
             self._held().gathered() as first,
-            whole_on_first(self._module, model, first) as whole,
+            whole_on_first(self._module, model, first) as gathered,
         ):
-            yield whole
+            yield gathered
 
     def full_tensor(self, weight: Tensor, value: Tensor) -> Tensor:
         if holds_part(weight):
             return full_tensor(weight, value)
         return layout_dealt.full_tensor("hybrid", self.weights, weight, value, not self.data_rank)
 
-    def local_shard(self, weight: Tensor, whole: Tensor) -> Tensor:
+    def local_shard(self, weight: Tensor, full: Tensor) -> Tensor:
         if holds_part(weight):
-            return local_shard(weight, whole)
-        return layout_dealt.local_shard(self.weights, weight, whole)
+            return local_shard(weight, full)
+        return layout_dealt.local_shard(self.weights, weight, full)
 
     def _held(self) -> SharedExperts:
         assert self.shared is not None  # within() comes first

@@ -51,18 +51,18 @@ class FSDP2(Technique):
         lay_out(setup, MeshSizes(dp=self.replicas, shard=max(world // self.replicas, 1)), how)
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
-        found = list(no_ranks(context))
+        reasons = list(no_ranks(context))
         if context.world.size % self.replicas:
-            found.append(
+            reasons.append(
                 f"{context.world.size} ranks can't be dealt into {self.replicas} copies of equal "
                 f"size"
             )
         if self.offload and not context.on_gpu:
-            found.append(
+            reasons.append(
                 f"the weights of {context.model.architecture} are in host memory already on a "
                 "processor; leave offload out"
             )
-        return tuple(found)
+        return tuple(reasons)
 
     def forecast(self, context: JobContext) -> Forecast:
         """Communication is an all-gather more for each pass: 3/2 of an all-reduce, or 1.
@@ -72,18 +72,18 @@ class FSDP2(Technique):
         shards = max(context.world.size // self.replicas, 1)
         if shards == 1:
             return Forecast()
-        here = 0.0 if self.offload and context.on_gpu else 1 / shards
-        gone = ADAMW_FLOAT32 * context.model.parameters * (1 - here)
+        local_share = 0.0 if self.offload and context.on_gpu else 1 / shards
+        gone = ADAMW_FLOAT32 * context.model.parameters * (1 - local_share)
         return Forecast(comm_bytes=1.5 if self.reshard else 1.0, resident_bytes=-gone)
 
     def check_effect(self, session: Session) -> EffectCheck:
         layout, steps = session.setup.layout, session.progress.step
         if not isinstance(layout, MeshLayout) or not is_sharded(session.module):
             return EffectCheck(False, "one rank holds everything")
-        held = sum(p.numel() for p in layout.weights.parameters())
-        whole = sum(p.numel() for p in session.module.parameters() if p.requires_grad)
+        local_count = sum(p.numel() for p in layout.weights.parameters())
+        total = sum(p.numel() for p in session.module.parameters() if p.requires_grad)
         return EffectCheck(
-            steps > 0 and (held < whole or layout.sizes.shard == 1),
+            steps > 0 and (local_count < total or layout.sizes.shard == 1),
             f"{layout.sizes.dp} x {layout.sizes.shard} rank(s), {groups(session.module)} groups; "
-            f"this rank holds {held:,} of {whole:,} trained weights; {steps} steps",
+            f"this rank holds {local_count:,} of {total:,} trained weights; {steps} steps",
         )

@@ -98,8 +98,8 @@ class Hybrid(Technique):
                 "or nproc",
             )
         other = self._other()
-        found = other.unsupported_reasons(context) if other else no_ranks(context)
-        return (*found, *no_plan(context, self.tp))
+        reasons = other.unsupported_reasons(context) if other else no_ranks(context)
+        return (*reasons, *no_plan(context, self.tp))
 
     def forecast(self, context: JobContext) -> Forecast:
         other, sizes = self._other(), self._sizes()
@@ -112,6 +112,6 @@ class Hybrid(Technique):
     def check_effect(self, session: Session) -> EffectCheck:
         other, layout = self._other(), session.setup.layout
         if isinstance(layout, ExpertsInFSDP) and layout.shared is not None:
-            held = sum(p.numel() for p in layout.weights.parameters())
-            return experts.proof(layout.shared, f"; this rank holds {held:,} weights")
+            local_count = sum(p.numel() for p in layout.weights.parameters())
+            return experts.proof(layout.shared, f"; this rank holds {local_count:,} weights")
         return other.check_effect(session) if other else proof(session)

@@ -52,12 +52,12 @@ def full_tensor(
         ) from error
 
 
-def local_shard(weights: LocalShards, weight: Tensor, whole: Tensor) -> Tensor:
+def local_shard(weights: LocalShards, weight: Tensor, full: Tensor) -> Tensor:
     """This rank's piece of what belongs to a weight."""
     parameter = weights.parameter_of(weight)
-    if not isinstance(parameter, DTensor) or whole.shape != parameter.shape:
-        return whole
-    part = local_shards.local_shard(whole, parameter)
+    if not isinstance(parameter, DTensor) or full.shape != parameter.shape:
+        return full
+    part = local_shards.local_shard(full, parameter)
     return part if parameter is weight else part.to_local()
 
 
@@ -87,7 +87,7 @@ class LayoutOptions:
 class MeshLayout:
     """Ranks on a mesh of copies, shards and pieces of layers."""
 
-    whole = False
+    replicated = False
     pieces = True
 
     def __init__(self, setup: Setup, sizes: MeshSizes, how: LayoutOptions) -> None:
@@ -110,7 +110,7 @@ class MeshLayout:
         # Ranks may begin with a skeleton where the job knows one, and nothing looks at weights
         # before they are there, as routing that is balanced, a base in few bits and DoRA do.
         adapters = [t.settings() for t in setup.plan if t.slot is Slot.ADAPTER]
-        looks = any(given.get("base") or given.get("dora") for given in adapters)
+        looks = any(settings.get("base") or settings.get("dora") for settings in adapters)
         plain = setup.routing is None and not looks
         has_skeleton = setup.job.skeleton is not None and setup.context.world.size > 1
         self._sends = how.once and plain and has_skeleton
@@ -158,12 +158,14 @@ class MeshLayout:
             None if compressed is None else CompressionSettings(**compressed.compressor.settings())
         )
         factor = lambda: self._setup.loss_factor  # noqa: E731
-        found = exchange_for(self.how.name, self.sizes, self.mesh, communication, settings, factor)
+        exchange = exchange_for(
+            self.how.name, self.sizes, self.mesh, communication, settings, factor
+        )
         if compressed is not None:
-            compressed.enter(found, merges=self.sizes.dp == self.sizes.tp == 1)
-        return found
+            compressed.enter(exchange, merges=self.sizes.dp == self.sizes.tp == 1)
+        return exchange
 
-    def place(self, module: nn.Module) -> None:
+    def move_parts(self, module: nn.Module) -> None:
         """Shards are there already: FSDP2 moves a group as it cuts it. What it hasn't cut moves."""
         if not is_sharded(module):
             on_device(module, self._device)
@@ -198,8 +200,8 @@ class MeshLayout:
     def full_tensor(self, weight: Tensor, value: Tensor) -> Tensor:
         return full_tensor(self.how.name, self.weights, weight, value, self._first)
 
-    def local_shard(self, weight: Tensor, whole: Tensor) -> Tensor:
-        return local_shard(self.weights, weight, whole)
+    def local_shard(self, weight: Tensor, full: Tensor) -> Tensor:
+        return local_shard(self.weights, weight, full)
 
 
 def lay_out(setup: Setup, sizes: MeshSizes, how: LayoutOptions) -> None:

@@ -55,13 +55,15 @@ class PipelineEngine(PlainEngine):
         self.passes = self.filler = 0  # micro-batches so far
         self._filled: list[MicroBatch] = []  # of the step, as they run
         self._stage_pass = _StagePass()
-        beside = nothing_beside if self.setup.routing is None else self._heard
-        self.runner = layout.cut.start(PassHooks(precision.region, precision.collect, beside))
+        hook = nothing_beside if self.setup.routing is None else self._heard
+        self.runner = layout.cut.start(
+            PassHooks(precision.region, precision.accumulate_gradients, hook)
+        )
 
     def gradients(self, micro_batches: Sequence[MicroBatch], denominator: float) -> Tensor:
         layout, precision = self.layout, self.setup.precision
-        settings, given = layout.settings, len(micro_batches)
-        count = enough_micro_batches(settings.schedule, settings.ranks, given)
+        settings, original_count = layout.settings, len(micro_batches)
+        count = enough_micro_batches(settings.schedule, settings.ranks, original_count)
         try:
             pieces = equal_micro_batches([m.inputs for m in micro_batches], count)
         except ValueError as error:
@@ -70,17 +72,17 @@ class PipelineEngine(PlainEngine):
             MicroBatch(inputs, m.counts, m.examples)
             for inputs, m in zip(pieces, micro_batches, strict=False)
         ]
-        self._filled += [MicroBatch(inputs, WorkCounts()) for inputs in pieces[given:]]
+        self._filled += [MicroBatch(inputs, WorkCounts()) for inputs in pieces[original_count:]]
         precision.before_backward(reduces=False)
         scale = self.setup.loss_factor * layout.averages / (denominator or 1.0)
         loss_sum = self.runner.run(pieces, scale)
         if layout.data_size > 1:
             precision.before_backward(reduces=True)
             layout.average()
-            precision.collect()
+            precision.accumulate_gradients()
         # After the average: a codec may round the two ends of a tied weight apart.
         layout.cut.tied.add(layout.carrier(precision.parameters()))
-        self.passes, self.filler = self.passes + count, self.filler + count - given
+        self.passes, self.filler = self.passes + count, self.filler + count - original_count
         return loss_sum
 
     def _heard(self, number: int, run: Pass) -> tuple[Tensor, Tensor | None]:
@@ -159,7 +161,7 @@ class Pipeline(Technique):
 
         def smaller(examples: Sequence[Any]) -> list[list[Any]]:
             pieces = before(examples)
-            return [p for piece in pieces for p in collate.by_count(piece, self.micro_batch_size)]
+            return [p for part in pieces for p in collate.by_count(part, self.micro_batch_size)]
 
         setup.split_micro_batches = smaller
 
@@ -169,31 +171,31 @@ class Pipeline(Technique):
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
         ranks, layers = self.ranks(context.world.size), context.model.layers
-        architecture, found = context.model.architecture, []
+        architecture, reasons = context.model.architecture, []
         if architecture not in KNOWN:
-            found.append(
+            reasons.append(
                 f"{architecture} can't be cut into pipeline stages here; known are "
                 f"{', '.join(KNOWN)}"
             )
         if context.model.router_loss:
-            found.append(
+            reasons.append(
                 f"the last stage computes the loss, and that of {architecture} has a part for the "
                 "routers of all stages; set output_router_logits to false in its config.json"
             )
         if reason := why_missing(self.schedule):
-            found.append(reason)
+            reasons.append(reason)
         if context.world.size % ranks:
-            found.append(
+            reasons.append(
                 f"{context.world.size} ranks can't be dealt into pipelines of {ranks} stages; make "
                 "nproc a multiple of stages"
             )
         wanted = ranks * stages_per_rank(self.schedule)
         if 0 < layers < wanted:
-            found.append(
+            reasons.append(
                 f"{self.schedule} on {ranks} ranks needs {wanted} stages and {architecture} has "
                 f"{layers} layers here; take fewer stages"
             )
-        return tuple(found)
+        return tuple(reasons)
 
     def forecast(self, context: JobContext) -> Forecast:
         """The rank's part of the weights; hidden states travel instead of gradients."""
@@ -206,12 +208,13 @@ class Pipeline(Technique):
             return EffectCheck(False, "one rank holds all layers")
         layout = engine.layout
         layers, schedule = "+".join(map(str, layout.cut.sizes)), layout.settings.schedule
-        held = sum(p.numel() for p in session.module.parameters())
+        local_count = sum(p.numel() for p in session.module.parameters())
         if isinstance(layout, StagesInPieces):
-            held = sum(p.numel() for p in layout.weights.parameters())
+            local_count = sum(p.numel() for p in layout.weights.parameters())
         return EffectCheck(
             engine.passes > 0 and session.progress.step > 0,
             f"{layout.data_size} pipeline(s) of {layers} layers, {schedule}; this rank holds "
-            f"{held:,} weights; {engine.passes} micro-batches, {engine.filler} of them filler, in "
+            f"{local_count:,} weights; {engine.passes} micro-batches, {engine.filler} of them "
+            f"filler, in "
             f"{session.progress.step} steps",
         )

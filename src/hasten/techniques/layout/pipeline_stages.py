@@ -96,8 +96,8 @@ class Cut:
         """Cut by cost, and let go what other ranks hold; evaluation goes through all stages."""
         check_company(self.setup, self.settings)
         try:
-            whole = LanguageModel(module)
-            costs, first, last = whole.costs()
+            language_model = LanguageModel(module)
+            costs, first, last = language_model.costs()
             self.sizes = partition.balanced_layers(costs, len(self.settings.homes), first, last)
         except AttributeError as error:
             raise InputError(
@@ -106,19 +106,21 @@ class Cut:
             ) from error
         except ValueError as error:
             raise InputError(f"pipeline: {error}") from error
-        self._tied = TiedHead(whole, self.settings.homes, self.group)
+        self._tied = TiedHead(language_model, self.settings.homes, self.group)
         state = module.state_dict(keep_vars=True)
         originals = {id(tensor): name for name, tensor in reversed(state.items())}
         self.names = tuple(state)
         self._trained = [
             (n, p.detach().to("meta")) for n, p in module.named_parameters() if p.requires_grad
         ]
-        self._pruned = prune_stage(whole, self.sizes, self.settings.homes, self._stage)
-        here = module.state_dict(keep_vars=True)
-        both = {name: originals[id(tensor)] for name, tensor in here.items()}
-        self.copies = {name: original for name, original in both.items() if original not in here}
+        self._pruned = prune_stage(language_model, self.sizes, self.settings.homes, self._stage)
+        local_state = module.state_dict(keep_vars=True)
+        both = {name: originals[id(tensor)] for name, tensor in local_state.items()}
+        self.copies = {
+            name: original for name, original in both.items() if original not in local_state
+        }
         if isinstance(self.setup.recompute, BlockRecompute):
-            self.setup.recompute.among = lambda module: list(whole.trunk.layers)
+            self.setup.recompute.among = lambda module: list(language_model.trunk.layers)
         loss: Any = module
         loss.forward = self._evaluate  # of this instance; the class's own runs in the last stage
         return module
@@ -132,8 +134,8 @@ class Cut:
 
     def start(self, seams: PassHooks) -> RanksRunner:
         """What runs this rank's stages."""
-        whole, work = self.model, PipelineWork(self.settings, seams, self._device)
-        shape = hidden_shape(whole.causal.config.hidden_size, lambda: whole.dtype)
+        language_model, work = self.model, PipelineWork(self.settings, seams, self._device)
+        shape = hidden_shape(language_model.causal.config.hidden_size, lambda: language_model.dtype)
         self.runner = RanksRunner(self.stages, work, self.group, self._device, shape)
         return self.runner
 
@@ -153,28 +155,28 @@ class Cut:
         assert self.setup.optimizer is not None  # prepare() put the job's there
         return order_of(self.setup.optimizer, self._trained)
 
-    def all_gather_object(self, mine: Any) -> list[Any]:
+    def all_gather_object(self, local_object: Any) -> list[Any]:
         """What each rank of the pipeline says."""
-        found: list[Any] = [None] * self.settings.ranks
-        dist.all_gather_object(found, mine, group=self.group)
-        return found
+        gathered: list[Any] = [None] * self.settings.ranks
+        dist.all_gather_object(gathered, local_object, group=self.group)
+        return gathered
 
-    def gather_to_rank0(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def gather_to_rank0(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Everybody's tensors on the first rank of the first pipeline."""
-        return gather_state(mine, self.group) if self._first else dict(mine)
+        return gather_state(tensors, self.group) if self._first else dict(tensors)
 
 
 def check_company(setup: Setup, settings: PipelineSettings) -> None:
     """InputError for techniques that reach into passes which a pipeline runs itself."""
-    said = {
+    reasons = {
         "compiled": isinstance(setup.compile, Compiling)
         and "since it compiles a whole model's blocks and a rank has some of them; leave it out",
         "adaptive_batch": setup.run_passes is not run_once
         and "no rank can run its passes again by itself; leave it out",
-        "recompute": isinstance(setup.recompute, BlockRecompute)
+        "activation_checkpointing": isinstance(setup.recompute, BlockRecompute)
         and _no_recompute(setup.recompute, settings),
     }
-    for name, reason in said.items():
+    for name, reason in reasons.items():
         if reason:
             raise InputError(
                 f"plan: {name} doesn't work under pipeline here, {reason}, or take another layout"
@@ -210,11 +212,11 @@ class StageWeightsSplit:
     def ordered(self) -> list[str]:
         return self.cut.ordered()
 
-    def all_gather_object(self, mine: Any) -> list[Any]:
-        return self.cut.all_gather_object(mine)
+    def all_gather_object(self, local_object: Any) -> list[Any]:
+        return self.cut.all_gather_object(local_object)
 
-    def gather_to_rank0(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return self.cut.gather_to_rank0(mine)
+    def gather_to_rank0(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self.cut.gather_to_rank0(tensors)
 
 
 # The layout.
@@ -227,7 +229,7 @@ class Stages(StageWeightsSplit):
     step are done, in DistributedDataParallel's buckets and by the communication method's codec.
     """
 
-    whole = False
+    replicated = False
 
     def __init__(self, setup: Setup, settings: PipelineSettings) -> None:
         world = setup.context.world
@@ -291,10 +293,10 @@ class Stages(StageWeightsSplit):
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """Squares summed over stages; a tied head counts where it embeds."""
         twice = None if self.cut.tied.counts else self.carrier(parameters)
-        own = total_norm([p for p in parameters if p is not twice])
-        squares = own.to(self._device, torch.float64) ** 2
+        stage_norm = total_norm([p for p in parameters if p is not twice])
+        squares = stage_norm.to(self._device, torch.float64) ** 2
         dist.all_reduce(squares, group=self.cut.group)
-        return squares.sqrt().to(own.dtype)
+        return squares.sqrt().to(stage_norm.dtype)
 
     def gather(self, model: nn.Module) -> AbstractContextManager[bool]:
         return nullcontext(False) if self.data_rank else self.cut.put_together()
@@ -335,7 +337,7 @@ class StagesInPieces(StageWeightsSplit):
     neighbours. Hidden states travel whole; embedding and head are whole on each piece's rank.
     """
 
-    whole = False
+    replicated = False
     pieces = True
 
     def __init__(self, setup: Setup, settings: PipelineSettings, sizes: MeshSizes) -> None:
@@ -398,7 +400,7 @@ class StagesInPieces(StageWeightsSplit):
                 shard_stage(stage, self.cut.model.trunk.layers, data_mesh(self.mesh))
         return module
 
-    def place(self, module: nn.Module) -> None:
+    def move_parts(self, module: nn.Module) -> None:
         """Shards are on the device already; what isn't sharded goes there."""
         if self.data_size == 1:
             on_device(module, str(self._device))
@@ -437,8 +439,8 @@ class StagesInPieces(StageWeightsSplit):
     @contextmanager
     def gather(self, model: nn.Module) -> Iterator[bool]:
         """First each stage is made whole, on one rank, then all of them on the first."""
-        with whole_on_first(self._module, model, self._keeps) as kept:
-            if not kept:
+        with whole_on_first(self._module, model, self._keeps) as gathered:
+            if not gathered:
                 yield False
                 return
             with self.cut.put_together() as first:
@@ -448,5 +450,5 @@ class StagesInPieces(StageWeightsSplit):
         """Whole on one rank of the stage; ``gather_state`` takes it to the first."""
         return layout_dealt.full_tensor("hybrid", self.weights, weight, value, self._keeps)
 
-    def local_shard(self, weight: Tensor, whole: Tensor) -> Tensor:
-        return layout_dealt.local_shard(self.weights, weight, whole)
+    def local_shard(self, weight: Tensor, full: Tensor) -> Tensor:
+        return layout_dealt.local_shard(self.weights, weight, full)

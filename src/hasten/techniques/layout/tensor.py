@@ -54,13 +54,13 @@ class TensorParallel(Technique):
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
         size = self.size or context.world.size
-        found = [*no_ranks(context), *no_plan(context, size)]
+        reasons = [*no_ranks(context), *no_plan(context, size)]
         if self.size is not None and self.size != context.world.size:
-            found.append(
+            reasons.append(
                 f"{size} ranks share each layer and {context.world.size} are running; say "
                 f"hybrid with tp: {size}, or change nproc"
             )
-        return tuple(found)
+        return tuple(reasons)
 
     def forecast(self, context: JobContext) -> Forecast:
         return forecast(context, MeshSizes(tp=self.size or context.world.size))
@@ -109,8 +109,8 @@ def refuse_other_code(setup: Setup, name: str) -> None:
     taken = {
         "float8": isinstance(precision, AutocastRegion) and precision.layers is not None,
     }
-    for other, there in taken.items():
-        if there:
+    for other, active in taken.items():
+        if active:
             raise InputError(
                 f"plan: {name} cuts torch's own layers, and {other} puts code of its own in their "
                 "place; leave one of them out"
@@ -144,8 +144,8 @@ def forecast(context: JobContext, sizes: MeshSizes) -> Forecast:
     if context.world.size == 1 or pieces == 1:
         return Forecast()
     experts = routed(context)
-    rest = context.model.parameters - experts
-    gone = ADAMW_FLOAT32 * (rest * (1 - 1 / pieces) + experts * (1 - 1 / sizes.shard))
+    other_weights = context.model.parameters - experts
+    gone = ADAMW_FLOAT32 * (other_weights * (1 - 1 / pieces) + experts * (1 - 1 / sizes.shard))
     return Forecast(flops=1 / sizes.tp, resident_bytes=-gone)
 
 
@@ -153,7 +153,10 @@ def proof(session: Session) -> EffectCheck:
     layout, steps = session.setup.layout, session.progress.step
     if not isinstance(layout, MeshLayout):
         return EffectCheck(False, "one rank holds everything")
-    held = sum(p.numel() for p in layout.weights.parameters())
-    whole = sum(p.numel() for p in session.module.parameters() if p.requires_grad)
-    said = f"{layout.sizes}: this rank holds {held:,} of {whole:,} trained weights; {steps} steps"
-    return EffectCheck(steps > 0 and (held < whole or layout.sizes.dp > 1), said)
+    local_count = sum(p.numel() for p in layout.weights.parameters())
+    total = sum(p.numel() for p in session.module.parameters() if p.requires_grad)
+    evidence = (
+        f"{layout.sizes}: this rank holds {local_count:,} of {total:,} trained weights; {steps} "
+        f"steps"
+    )
+    return EffectCheck(steps > 0 and (local_count < total or layout.sizes.dp > 1), evidence)

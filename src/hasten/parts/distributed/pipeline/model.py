@@ -2,21 +2,24 @@
 
     pipeline = AsyncPipeline(stages=4, microbatch_size=8, overlap_communication=True)
     model = pipeline.partition_model(model)           # this process's stages, balanced by cost
+
     optimizer = AdamW(model.parameters())
     for batch in loader:                              # the same batch on every rank
-        loss = pipeline.step(model, batch)            # gradients are left, the loss returned
+        loss = pipeline.step(model, batch)            # computes gradients, returns the loss
         optimizer.step(); optimizer.zero_grad()
 
-Without an optimizer over its parameters the pipeline takes one of its own, see
+Without an optimizer over its parameters the pipeline creates its own, see
 :mod:`hasten.parts.distributed.pipeline.runtime`.
 
-With a process group of ``stages`` ranks each rank keeps its own part of the model and
-``torch.distributed.pipelining`` runs the schedule. Without one, all stages run in this process on
-the devices there are. A Hugging Face causal language model takes its usual batch (``input_ids``,
-``labels``, ...); the loss is the mean over all trained tokens of the batch, whatever the cut.
-An ``nn.Sequential`` takes ``(x, y)`` and a ``loss_fn(output, y)``: a mean over rows, or one of
-torch's own over labels, which may be ignored or weighted. Without one it is cross-entropy if ``y``
-has whole numbers, else the mean squared error.
+With a process group of ``stages`` ranks each rank keeps its own part of the model, and
+``torch.distributed.pipelining`` runs the schedule. Without one, all stages run in this
+process on the available devices.
+
+A Hugging Face causal language model takes its usual batch (``input_ids``, ``labels``,
+...). The loss is the mean over all trained tokens of the batch, for any cut. An
+``nn.Sequential`` takes ``(x, y)`` and a ``loss_fn(output, y)``. This is a mean over
+rows, or one of torch's own over labels, which may be ignored or weighted. The default
+is cross-entropy if ``y`` has whole numbers, else the mean squared error.
 """
 
 from __future__ import annotations
@@ -61,22 +64,24 @@ from hasten.parts.nn.losses import WholeLogitsLoss
 
 
 class AsyncPipeline:
-    """How a model is laid out as a pipeline and stepped.
+    """Lays out a model as a pipeline and runs its steps.
 
     Args:
-        stages: ranks (or devices of this process) that the model is spread over.
-        microbatch_size: rows of a micro-batch; a batch that it doesn't divide is cut into the
-            largest equal pieces that are no larger.
-        overlap_communication: messages travel while ranks compute; False: each is waited for
-            where torch's plain schedules do, for comparison.
+        stages: number of ranks (or devices of this process) for the model.
+        microbatch_size: rows of a micro-batch. A batch that it doesn't divide is cut into
+            the largest equal pieces that are no larger.
+        overlap_communication: messages are sent while ranks compute. False: the code waits
+            for each one as in torch's plain schedules, for comparison.
         schedule: one of :data:`hasten.parts.distributed.pipeline.schedules.SCHEDULES`.
-        checkpoint: "never"; "always": a stage keeps its inputs alone and computes the rest again in
-            the backward pass; "except_last": so for all micro-batches but the last.
-        group: the ranks of the pipeline; None: all, where torch.distributed is initialised.
-        loss_fn: for an ``nn.Sequential``, where ``step`` isn't given one.
-        optimizer: makes one from parameters; ``step`` then moves the weights too, and begins
-            without gradients. None: AdamW with ``learning_rate``, unless an optimizer is there or
-            somebody has asked the partitioned model for its parameters. False: gradients are left.
+        checkpoint: "never". "always": a stage stores only its inputs and computes its
+            activations again in the backward pass. "except_last": the same for all
+            micro-batches but the last.
+        group: the ranks of the pipeline; None: all, if torch.distributed is initialised.
+        loss_fn: for an ``nn.Sequential``, if ``step`` gets none.
+        optimizer: creates one from parameters. ``step`` then moves the weights too, and
+            starts without gradients. None: AdamW with ``learning_rate``, unless an
+            optimizer exists or the partitioned model's parameters were read. False:
+            gradients are only computed.
     """
 
     def __init__(
@@ -119,15 +124,15 @@ class AsyncPipeline:
             ValueError: more stages than layers, or a model that can't be cut.
         """
         layered = isinstance(model, nn.Sequential)
-        whole: Cuttable = Layers(model) if layered else LanguageModel(WholeLogitsLoss(model))
+        cuttable: Cuttable = Layers(model) if layered else LanguageModel(WholeLogitsLoss(model))
         group = self._joined()
-        each, first, last = _costs(whole, costs, sample)
+        each, first, last = _costs(cuttable, costs, sample)
         if group is not None and costs == "measured":
-            told = [(each, first, last)]
-            dist.broadcast_object_list(told, group=group, group_src=0)
-            ((each, first, last),) = told
+            payload = [(each, first, last)]
+            dist.broadcast_object_list(payload, group=group, group_src=0)
+            ((each, first, last),) = payload
         sizes = partition.balanced_layers(each, len(self.settings.homes), first, last)
-        return PipelineModel(whole, sizes, self.settings, group, device)
+        return PipelineModel(cuttable, sizes, self.settings, group, device)
 
     def step(self, model: PipelineModel, batch: Any, loss_fn: LossFunction | None = None) -> Tensor:
         """Forward and backward passes of all micro-batches; the mean loss, on every rank.
@@ -143,8 +148,8 @@ class AsyncPipeline:
         if loss_fn is None and not model.language and is_pair(batch):
             loss_fn, name = usual_loss(batch[1])
             self._update.say(f"AsyncPipeline: no loss_fn was given, so {name} is taken")
-        given = batch, self.microbatch_size, loss_fn, model.language
-        pieces, weight = micro_batches(*given, model.place, self.settings)
+        arguments = batch, self.microbatch_size, loss_fn, model.language
+        pieces, weight = micro_batches(*arguments, model.place, self.settings)
         self._update.before(model.stages, model.asked, model.group)
         model.tied.begin()
         total = model.runner.run(pieces, weight)
@@ -173,7 +178,7 @@ class AsyncPipeline:
 
     @property
     def events(self) -> list[StageEvent]:
-        """What all ranks did in the last recorded step."""
+        """Returns the passes of all ranks in the last recorded step."""
         return self._events
 
     @property
@@ -207,7 +212,7 @@ class PipelineModel(nn.Module):
 
     def __init__(
         self,
-        whole: Cuttable,
+        cuttable: Cuttable,
         sizes: Sequence[int],
         settings: PipelineSettings,
         group: dist.ProcessGroup | None,
@@ -218,45 +223,46 @@ class PipelineModel(nn.Module):
         self.sizes, self.group = tuple(sizes), group
         homes = settings.homes
         rank = None if group is None else dist.get_rank(group)
-        own = {
-            index: whole.stage(span)
+        local_stages = {
+            index: cuttable.stage(span)
             for index, span in enumerate(partition.ranges(sizes))
             if rank in (None, homes[index])
         }
-        self.stages = nn.ModuleList(own.values())
+        self.stages = nn.ModuleList(local_stages.values())
         own_device = next((p.device for p in self.stages.parameters()), torch.device("cpu"))
-        place = own_device if device is None else torch.device(device)
-        work = PipelineWork(settings, PassHooks(), place)
+        target_device = own_device if device is None else torch.device(device)
+        work = PipelineWork(settings, PassHooks(), target_device)
         self.runner: StageRunner
         if group is None:
-            local = stage_devices(settings.ranks, place)
-            if len(local) > 1 and isinstance(whole, LanguageModel) and whole.tied:
+            local = stage_devices(settings.ranks, target_device)
+            if len(local) > 1 and isinstance(cuttable, LanguageModel) and cuttable.tied:
                 raise ValueError(
                     "a head tied to the embedding can't be on two devices of one process; start a "
                     "process per stage (torchrun), or untie it"
                 )
-            self.runner = LocalRunner(own, work, local)
+            self.runner = LocalRunner(local_stages, work, local)
         else:
-            self.stages.to(place)
-            self.runner = RanksRunner(own, work, group, place, _shape_of(whole))
-        self.tied = TiedHead(whole, homes, group)
-        self.language = isinstance(whole, LanguageModel)
-        if isinstance(whole, LanguageModel):
-            whole.loss.model = nn.Module()  # other ranks' layers may go once nobody else has them
-        self.place = place
+            self.stages.to(target_device)
+            self.runner = RanksRunner(local_stages, work, group, target_device, _shape_of(cuttable))
+        self.tied = TiedHead(cuttable, homes, group)
+        self.language = isinstance(cuttable, LanguageModel)
+        if isinstance(cuttable, LanguageModel):
+            # other ranks' layers may go once nobody else has them
+            cuttable.loss.model = nn.Module()
+        self.place = target_device
 
-    def named_parameters(self, *given: Any, **more: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(self, *args: Any, **more: Any) -> Iterator[tuple[str, nn.Parameter]]:
         self.asked = True
-        found: Iterator[tuple[str, nn.Parameter]] = super().named_parameters(*given, **more)
-        return found
+        parameters: Iterator[tuple[str, nn.Parameter]] = super().named_parameters(*args, **more)
+        return parameters
 
 
-def stage_devices(ranks: int, place: torch.device) -> list[torch.device]:
+def stage_devices(ranks: int, device: torch.device) -> list[torch.device]:
     """Where stages of one process lie: on accelerators, as far as there are, or all in place."""
-    if place.type == "cpu":
-        return [place]
+    if device.type == "cpu":
+        return [device]
     count = min(ranks, torch.accelerator.device_count())
-    return [torch.device(place.type, index) for index in range(count)]
+    return [torch.device(device.type, index) for index in range(count)]
 
 
 def hidden_shape(width: int, dtype: Callable[[], torch.dtype]) -> Callable[[Inputs], Any]:
@@ -268,27 +274,27 @@ def hidden_shape(width: int, dtype: Callable[[], torch.dtype]) -> Callable[[Inpu
     return shape
 
 
-def _shape_of(whole: Cuttable) -> Callable[[Inputs], Any]:
+def _shape_of(cuttable: Cuttable) -> Callable[[Inputs], Any]:
     """The same of any model; without an answer torch finds out in a pass. The model isn't kept."""
-    if not isinstance(whole, LanguageModel):
+    if not isinstance(cuttable, LanguageModel):
         return lambda inputs: None
-    dtype = whole.dtype
-    return hidden_shape(whole.causal.config.hidden_size, lambda: dtype)
+    dtype = cuttable.dtype
+    return hidden_shape(cuttable.causal.config.hidden_size, lambda: dtype)
 
 
 def _costs(
-    whole: Cuttable, costs: Sequence[float] | str, sample: Any
+    cuttable: Cuttable, costs: Sequence[float] | str, sample: Any
 ) -> tuple[list[float], float, float]:
     if costs == "estimated":
-        return whole.costs()
+        return cuttable.costs()
     if costs == "measured":
         if sample is None:
             raise ValueError("costs='measured' needs sample, a batch to measure the layers on")
         inputs = sample if isinstance(sample, Mapping) else {"x": sample[0]}
-        return whole.measured(language_batch(inputs)[0] if "input_ids" in inputs else inputs)
-    if isinstance(costs, str) or len(costs) != whole.layers:
+        return cuttable.measured(language_batch(inputs)[0] if "input_ids" in inputs else inputs)
+    if isinstance(costs, str) or len(costs) != cuttable.layers:
         raise ValueError(
-            f"costs must be 'estimated', 'measured' or a number for each of the {whole.layers} "
+            f"costs must be 'estimated', 'measured' or a number for each of the {cuttable.layers} "
             f"layers, not {costs!r}"
         )
     return [float(c) for c in costs], 0.0, 0.0
@@ -313,8 +319,8 @@ class Pruned:
 
     def owner(self, name: str) -> nn.Module:
         """The module that holds a place."""
-        found: nn.Module = self.model.causal if name == "lm_head" else self.model.trunk
-        return found.layers if name.startswith("layers.") else found
+        module: nn.Module = self.model.causal if name == "lm_head" else self.model.trunk
+        return module.layers if name.startswith("layers.") else module
 
 
 def prune_stage(
@@ -324,15 +330,15 @@ def prune_stage(
     places: dict[str, int] = {"embed_tokens": homes[0], "norm": homes[-1], "lm_head": homes[-1]}
     for index, span in enumerate(stages.ranges(sizes)):
         places |= {f"layers.{layer}": homes[index] for layer in span}
-    found = Pruned(model, places, rank, tied=model.tied)
+    pruned = Pruned(model, places, rank, tied=model.tied)
     for name, home in places.items():
         if home != rank:
-            owner, key = found.owner(name), name.rpartition(".")[2]
+            owner, key = pruned.owner(name), name.rpartition(".")[2]
             module = owner._modules[key]
             assert module is not None  # the places are the model's own
-            found.absent[name] = module.to("meta")
+            pruned.absent[name] = module.to("meta")
             _replace(owner, key, None)
-    return found
+    return pruned
 
 
 @contextmanager
@@ -349,7 +355,7 @@ def put_together(pruned: Pruned, group: dist.ProcessGroup) -> Iterator[bool]:
             module = pruned.owner(name)._modules[name.rpartition(".")[2]]
             assert module is not None  # this rank is its home
             tensors = (tensor for _, _, tensor in _tensors(module))
-            _send({str(place): tensor for place, tensor in enumerate(tensors)}, group)
+            _send({str(index): tensor for index, tensor in enumerate(tensors)}, group)
         elif first:
             came.append(name)
             absent = pruned.absent[name]
@@ -371,36 +377,36 @@ def put_together(pruned: Pruned, group: dist.ProcessGroup) -> Iterator[bool]:
 
 
 def _replace(owner: nn.Module, key: str, module: nn.Module | None) -> None:
-    """Put a module in its place, or take it out; layers stay in the order of their numbers."""
+    """Sets a module at its position or removes it; layers stay in numerical order."""
     if not isinstance(owner, nn.ModuleList):
         setattr(owner, key, OtherStage() if module is None else module)
         return
-    kept: dict[str, Any] = dict(owner._modules)
-    kept.pop(key, None)
+    modules: dict[str, Any] = dict(owner._modules)
+    modules.pop(key, None)
     if module is not None:
-        kept[key] = module
+        modules[key] = module
     owner._modules.clear()
-    owner._modules.update({k: kept[k] for k in sorted(kept, key=int)})
+    owner._modules.update({k: modules[k] for k in sorted(modules, key=int)})
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
     """Every parameter and buffer with the module that holds it, those that aren't saved too."""
     for inner in module.modules():
-        for held in (inner._parameters, inner._buffers):
-            for key, tensor in held.items():
+        for table in (inner._parameters, inner._buffers):
+            for key, tensor in table.items():
                 if tensor is not None:
                     yield inner, key, tensor
 
 
-def gather_state(mine: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
+def gather_state(local_state: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
     """On the group's first rank everybody's tensors by name, on the host; all ranks call it."""
     if dist.get_rank(group):
-        _send(mine, group)
-        return dict(mine)
-    found = dict(mine)
+        _send(local_state, group)
+        return dict(local_state)
+    gathered = dict(local_state)
     for source in range(1, dist.get_world_size(group)):
-        found |= {name: tensor.cpu() for name, tensor in _received(source, group)}
-    return found
+        gathered |= {name: tensor.cpu() for name, tensor in _received(source, group)}
+    return gathered
 
 
 def _send(tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:

@@ -1,13 +1,14 @@
-"""PipeDream: an ``nn.Sequential`` over the devices of one process, called like the model itself.
+"""PipeDream: an ``nn.Sequential`` over one process's devices, called like the model.
 
     model = PipeDream(model, num_worker=4, chunks=8, checkpoint="always")
     loss = criterion(model(x), y)
     loss.backward()
 
-A batch goes in ``chunks`` pieces from stage to stage. On accelerators a pass is only queued, so
-stages work on different pieces at the same time (Huang et al., GPipe, arXiv:1811.06965). Several
-processes take :class:`~hasten.parts.distributed.pipeline.model.AsyncPipeline`, whose schedules
-order the backward passes as well.
+A batch goes in ``chunks`` pieces from stage to stage. On accelerators a pass is only
+queued, so stages work on different pieces at the same time (Huang et al., GPipe,
+arXiv:1811.06965). For several processes use
+:class:`~hasten.parts.distributed.pipeline.model.AsyncPipeline`. Its schedules order the
+backward passes as well.
 """
 
 from __future__ import annotations
@@ -25,20 +26,24 @@ from hasten.parts.distributed.pipeline.stages import Layers, balanced_layers, ra
 
 
 class PipeDream(nn.Module):
-    """``forward(x)`` returns what the whole model returns, on the device of its last stage.
+    """Runs a model as a pipeline; ``forward(x)`` returns the whole model's output.
 
-    The model itself is ``module``; its parameters and their names are unchanged. Layers that look
-    at a whole batch (BatchNorm) see a piece of it.
+    The output is on the device of the last stage. The model itself is ``module``; its
+    parameters and their names are unchanged. Layers that use a whole batch (BatchNorm) get
+    a piece of it.
 
     Args:
-        model: cut between its children, so that the slowest stage is as fast as can be.
-        num_worker, num_workers: stages; as many as there are accelerators if left out.
-        chunks: pieces of a batch; fewer where it has fewer rows.
-        checkpoint: "always": a stage keeps the inputs of a piece alone and computes the rest again
-            in the backward pass; "except_last": so for all pieces but the last; "never".
+        model: cut between its children; the cut makes the slowest stage as fast as
+            possible.
+        num_worker, num_workers: stages; default: the number of accelerators.
+        chunks: pieces of a batch; fewer if it has fewer rows.
+        checkpoint: "always": a stage stores only the inputs of a piece and computes its
+            activations again in the backward pass. "except_last": the same for all pieces
+            but the last. "never".
 
     Raises:
-        ValueError: the model can't be cut so, a setting makes no sense, or there are several ranks.
+        ValueError: the model can't be cut so, a setting is invalid, or there are several
+            ranks.
     """
 
     def __init__(
@@ -70,11 +75,13 @@ class PipeDream(nn.Module):
                 f"AsyncPipeline(stages={ranks})"
             )
         self.module, self.chunks, self.checkpoint = model, chunks, checkpoint
-        place = next((p.device for p in model.parameters()), torch.device("cpu"))
-        asked = num_workers if num_worker is None else num_worker
-        there = torch.accelerator.device_count() if place.type != "cpu" else 1
-        sizes = balanced_layers(Layers(model).costs()[0], there if asked is None else asked)
-        local = stage_devices(len(sizes), place)
+        model_device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        worker_count = num_workers if num_worker is None else num_worker
+        device_count = torch.accelerator.device_count() if model_device.type != "cpu" else 1
+        sizes = balanced_layers(
+            Layers(model).costs()[0], device_count if worker_count is None else worker_count
+        )
+        local = stage_devices(len(sizes), model_device)
         self.stages = tuple(
             (local[index % len(local)], tuple(span)) for index, span in enumerate(ranges(sizes))
         )
@@ -89,13 +96,14 @@ class PipeDream(nn.Module):
             ValueError: the model returns something else than a tensor.
         """
         pieces = x.chunk(self.chunks) if len(x) else (x,)
-        found = [
-            self._through(piece, index + 1 == len(pieces)) for index, piece in enumerate(pieces)
+        outputs = [
+            self._through(micro_batch, index + 1 == len(pieces))
+            for index, micro_batch in enumerate(pieces)
         ]
-        if not all(isinstance(out, Tensor) for out in found):
-            kind = type(found[0]).__name__
+        if not all(isinstance(out, Tensor) for out in outputs):
+            kind = type(outputs[0]).__name__
             raise ValueError(f"PipeDream joins tensors, and this model returns a {kind}")
-        return torch.cat(found)
+        return torch.cat(outputs)
 
     def _through(self, hidden: Tensor, last: bool) -> Tensor:
         again = self.checkpoint == "always" or (self.checkpoint == "except_last" and not last)

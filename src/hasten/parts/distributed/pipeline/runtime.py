@@ -1,4 +1,4 @@
-"""What runs a pipeline: a stage's pass, all ranks or one process, micro-batches, the update."""
+"""Runs a pipeline: a stage's pass, all ranks or one process, micro-batches, update."""
 
 from __future__ import annotations
 
@@ -56,10 +56,11 @@ def nothing_beside(number: int, run: Pass) -> tuple[Tensor, Tensor | None]:
 
 @dataclass(frozen=True)
 class PassHooks:
-    """What the training loop around a pipeline does in each pass.
+    """Hooks of the training loop around a pipeline, called in each pass.
 
-    ``beside`` runs a stage's forward pass over the micro-batch of a number and says, with what came
-    out, what the pass adds to the step's summed loss (a balance of experts), or None.
+    ``beside`` runs a stage's forward pass over the micro-batch with a given number. It
+    returns the output and the pass's addition to the step's summed loss (a balance of
+    experts), or None.
     """
 
     region: Callable[[], AbstractContextManager[Any]] = nullcontext  # around a forward pass
@@ -69,11 +70,13 @@ class PassHooks:
 
 @dataclass(frozen=True)
 class PipelineSettings:
-    """How a pipeline works, whatever runs it.
+    """Settings of a pipeline, for any runner.
 
-    ``ranks`` are the processes (or, in one process, devices) it is laid out for; ``checkpoint``
-    says of which micro-batches a stage keeps its input alone and computes the rest again: of all,
-    of all but the last (whose backward pass follows at once), of none.
+    ``ranks`` are the processes (or, in one process, devices) of the layout.
+
+    ``checkpoint`` selects the micro-batches for which a stage stores only its input and
+    computes its activations again. These are all, all but the last (its backward pass
+    follows at once), or none.
     """
 
     schedule: str
@@ -101,7 +104,7 @@ class PipelineSettings:
         return rank_of_stage(self.schedule, self.ranks)
 
     def recomputes(self, number: int, count: int) -> bool:
-        """Whether micro-batch ``number`` of ``count`` is computed again in its backward pass."""
+        """Returns True if micro-batch ``number`` of ``count`` is computed again in backward."""
         return self.checkpoint == "always" or (
             self.checkpoint == "except_last" and number < count - 1
         )
@@ -126,14 +129,14 @@ class PipelineWork:
         return self._batches[number]
 
     def begin(self, micro_batches: Sequence[Inputs], group: Any = None, scale: float = 1.0) -> None:
-        """A step, whose backward passes are of ``scale`` x the losses."""
+        """Begins a step with backward passes of ``scale`` x the losses."""
         self._batches, self._scale = micro_batches, scale
         self._losses.clear()
         self.recorder.begin(group)
 
     @property
     def total(self) -> Tensor:
-        """What the stages here brought to the step's summed loss; the last one the loss itself."""
+        """Returns the local stages' part of the summed loss; the last stage has the loss."""
         if not self._losses:
             return torch.zeros((), device=self._device)
         return torch.stack([loss.double() for loss in self._losses.values()]).sum()
@@ -164,8 +167,10 @@ class PipelineWork:
 
 
 class GradientSeed(torch.autograd.Function):
-    """Zero, added to what a stage sends on, so that a loss of the stage's own takes part in its
-    backward pass (as Megatron-LM's MoEAuxLossAutoScaler does)."""
+    """Zero, added to a stage's output to include a loss of its own in the backward pass.
+
+    Megatron-LM's MoEAuxLossAutoScaler does the same.
+    """
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, scale: float) -> Tensor:
@@ -252,10 +257,10 @@ class RanksRunner:
         return self._everywhere(self.work.total)
 
     def _everywhere(self, total: Tensor) -> Tensor:
-        """What all ranks brought: the loss from the last, mostly nothing from the others."""
-        whole = total.double()
-        dist.all_reduce(whole, group=self.group)
-        return whole
+        """Returns the sum over ranks: the loss from the last, mostly nothing from others."""
+        summed = total.double()
+        dist.all_reduce(summed, group=self.group)
+        return summed
 
     def _runtime(self, micro_batches: Sequence[Inputs]) -> Any:
         """The one for so many micro-batches of this shape, kept or new."""
@@ -299,30 +304,34 @@ class RanksRunner:
         from torch.distributed.pipelining import PipelineStage
 
         last, chunk = self.work.last, _Chunk(self._stages[index], index, self.work)
-        known: dict[str, Any] = {}
+        stage_kwargs: dict[str, Any] = {}
         if shape is not None:
             size, dtype = shape
             hidden = torch.empty(size, dtype=dtype, device="meta").requires_grad_()
             total = torch.empty((), dtype=torch.promote_types(dtype, torch.float32), device="meta")
             number = torch.empty(1, dtype=torch.int64, device="meta")
-            known["input_args"] = hidden if index else number
-            known["output_args"] = hidden if index < last else total.requires_grad_()
-        stage: Any = PipelineStage(chunk, index, last + 1, self.device, group=self.group, **known)
+            stage_kwargs["input_args"] = hidden if index else number
+            stage_kwargs["output_args"] = hidden if index < last else total.requires_grad_()
+        stage: Any = PipelineStage(
+            chunk, index, last + 1, self.device, group=self.group, **stage_kwargs
+        )
         recorder, backward = self.work.recorder, stage.backward_one_chunk
-        whole = timed_calls(recorder, backward, self.rank, "B", index)
+        timed_full = timed_calls(recorder, backward, self.rank, "B", index)
         half = timed_calls(recorder, backward, self.rank, "I", index)
 
         def either(number: int, loss: Any = None, full_backward: bool = True, **more: Any) -> None:
-            (whole if full_backward else half)(
+            (timed_full if full_backward else half)(
                 number, loss=loss, full_backward=full_backward, **more
             )
             self.work.seams.after_backward()
 
         def weights(number: int, **more: Any) -> None:
-            rest(number, **more)
+            timed_weights(number, **more)
             self.work.seams.after_backward()
 
-        rest = timed_calls(recorder, stage.backward_weight_one_chunk, self.rank, "W", index)
+        timed_weights = timed_calls(
+            recorder, stage.backward_weight_one_chunk, self.rank, "W", index
+        )
         stage.forward_one_chunk = timed_calls(
             recorder, stage.forward_one_chunk, self.rank, "F", index
         )
@@ -343,8 +352,8 @@ class RanksRunner:
 class _Chunk(nn.Module):
     """A stage as torch calls it: with hidden states and the number of the micro-batch.
 
-    The micro-batch itself (ids, positions, labels) lies on every rank already, so that nothing but
-    hidden states travels.
+    The micro-batch itself (ids, positions, labels) is already on every rank. So only hidden
+    states are sent.
     """
 
     def __init__(self, stage: nn.Module, index: int, work: PipelineWork) -> None:
@@ -358,24 +367,24 @@ class _Chunk(nn.Module):
 
 
 def receives_earlier(listed: Sequence[Any], ahead: int) -> list[Any]:
-    """Receives moved up by so many passes, in the order among themselves that they had.
+    """Moves receives earlier by ``ahead`` passes, without changing their order.
 
-    A gloo message starts to travel when both its ends are posted; torch posts a receive just before
-    the pass that needs it, so that the pass would wait for all of the way. On NCCL receives stay:
-    there, one that stands before a send can hold it up.
+    A gloo message starts when both its ends are posted. But torch posts a receive just
+    before the pass that needs it. So the pass would wait for the full transfer. On NCCL
+    receives stay: a receive before a send can block it.
     """
-    found: list[Any] = []
+    reordered: list[Any] = []
     floor = 0  # no receive may overtake the one before it
     for action in listed:
-        place = len(found)
+        position = len(reordered)
         if action.computation_type.name in ("RECV_F", "RECV_B"):
             passed = 0
-            while place > floor and passed < ahead:
-                place -= 1
-                passed += found[place].is_compute_op
-            floor = place + 1
-        found.insert(place, action)
-    return found
+            while position > floor and passed < ahead:
+                position -= 1
+                passed += reordered[position].is_compute_op
+            floor = position + 1
+        reordered.insert(position, action)
+    return reordered
 
 
 # A pipeline in one process: stages lie on the devices there are, and none is left out.
@@ -423,8 +432,8 @@ class LocalRunner:
             return stage == 0 or (stage - 1, number) in self._sent
         if kind == "W":
             return True
-        there = (stage, number) in self._sent
-        return there and (stage == self.work.last or (stage, number) in self._returned)
+        forward_done = (stage, number) in self._sent
+        return forward_done and (stage == self.work.last or (stage, number) in self._returned)
 
     def _pass(self, rank: int, op: Op, batches: Sequence[Inputs], scale: float) -> None:
         kind, stage, number = op
@@ -459,7 +468,7 @@ class LocalRunner:
         self.work.seams.after_backward()
 
     def _to(self, tensor: Any, stage: int) -> Any:
-        """On the stage's device; the copy waits for nobody where memory and device allow."""
+        """Moves a tensor to the stage's device, without waiting if memory and device allow it."""
         if tensor is None:
             return None
         return tensor.to(self._devices[stage], non_blocking=self.work.settings.overlap)
@@ -483,10 +492,10 @@ TAKES = (
 
 
 def equal_micro_batches(batches: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
-    """``count`` micro-batches of the largest shape among those given.
+    """Returns ``count`` micro-batches of the largest shape among the given ones.
 
     Raises:
-        ValueError: an input whose filler isn't known.
+        ValueError: an input without a defined padding value.
     """
     strange = {name for batch in batches for name in batch} - {*FILLERS, *PACKED}
     if strange:
@@ -496,9 +505,9 @@ def equal_micro_batches(batches: Sequence[Mapping[str, Any]], count: int) -> lis
         )
     rows = max(len(b["input_ids"]) for b in batches)
     width = max(b["input_ids"].shape[1] for b in batches)
-    found = [_filled(batch, rows, width) for batch in batches]
-    empty = {**found[-1], "labels": torch.full_like(found[-1]["labels"], IGNORED)}
-    return found + [empty] * (count - len(found))
+    filled = [_filled(batch, rows, width) for batch in batches]
+    empty = {**filled[-1], "labels": torch.full_like(filled[-1]["labels"], IGNORED)}
+    return filled + [empty] * (count - len(filled))
 
 
 def language_batch(batch: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
@@ -544,12 +553,12 @@ def micro_batches(
                 "a language model's loss is computed in its last stage from the batch's "
                 "labels; leave loss_fn out, or cut an nn.Sequential"
             )
-        whole, weight = language_batch(batch)
+        full_batch, weight = language_batch(batch)
     elif not language and loss_fn is not None and is_pair(batch):
-        whole, weight = {"x": batch[0], "y": batch[1]}, 0.0  # by the pieces, see below
+        full_batch, weight = {"x": batch[0], "y": batch[1]}, 0.0  # by the pieces, see below
     else:
         raise ValueError(TAKES)
-    moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in whole.items()}
+    moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in full_batch.items()}
     pieces = piece_rows(moved, rows)
     schedule, ranks = settings.schedule, settings.ranks
     if problem := why_impossible(schedule, ranks, len(pieces)):
@@ -560,9 +569,11 @@ def micro_batches(
         return pieces, weight
     labels = label_count(loss_fn, moved["y"]) if is_torch_mean(loss_fn) else None
     if loss_fn is None or labels is None:
-        return [{**piece, "loss_fn": loss_fn} for piece in pieces], 1 / len(pieces)
+        return [{**micro_batch, "loss_fn": loss_fn} for micro_batch in pieces], 1 / len(pieces)
     summed = SummedMean(loss_fn)
-    pieces = [{**piece, "loss_fn": lambda out, y: summed(out, y)[0]} for piece in pieces]
+    pieces = [
+        {**micro_batch, "loss_fn": lambda out, y: summed(out, y)[0]} for micro_batch in pieces
+    ]
     return pieces, 1 / float(labels) if labels else 0.0
 
 
@@ -582,14 +593,14 @@ def piece_rows(batch: Mapping[str, Any], rows: int) -> list[dict[str, Any]]:
     rows = next(size for size in range(most, 0, -1) if total % size == 0)
     count = total // rows
     if 2 * rows < most:
-        words = f"microbatch_size={most} doesn't divide a batch of {total} rows, so it goes in"
-        warnings.warn(f"{words} {count} pieces of {rows}", stacklevel=4)
+        message = f"microbatch_size={most} doesn't divide a batch of {total} rows, so it goes in"
+        warnings.warn(f"{message} {count} pieces of {rows}", stacklevel=4)
     pieces: list[dict[str, Any]] = [{} for _ in range(count)]
     for name, value in batch.items():
         per_row = isinstance(value, Tensor) and value.dim() and len(value) == total
         parts = value.split(rows) if per_row else [value] * count
-        for piece, part in zip(pieces, parts, strict=True):
-            piece[name] = part
+        for micro_batch, part in zip(pieces, parts, strict=True):
+            micro_batch[name] = part
     return pieces
 
 
@@ -598,22 +609,22 @@ def _filled(batch: Mapping[str, Any], rows: int, width: int) -> dict[str, Any]:
     right, below = width - ids.shape[1], rows - len(ids)
     if not right and not below:
         return dict(batch)
-    found: dict[str, Any] = {
+    padded: dict[str, Any] = {
         name: F.pad(value, (0, right, 0, below), value=FILLERS[name])
         for name, value in batch.items()
         if name in FILLERS
     }
     if "position_ids" in batch:  # filler counts from 0, like a document
-        positions = found["position_ids"]
+        positions = padded["position_ids"]
         positions[:, ids.shape[1] :] = torch.arange(right, device=ids.device)
         positions[len(ids) :] = torch.arange(width, device=ids.device)
     if "document_lengths" in batch:
         more = [right] * bool(right) + [width] * below
         lengths = (*batch["document_lengths"], *more)
-        found["document_lengths"] = lengths
+        padded["document_lengths"] = lengths
         ends = torch.tensor([0, *lengths]).cumsum(0)
-        found["boundaries"] = ends.to(batch["boundaries"])
-    return found
+        padded["boundaries"] = ends.to(batch["boundaries"])
+    return padded
 
 
 # Who moves the weights of a pipeline: its user's optimizer, or one of the pipeline's own.
@@ -627,10 +638,11 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 class Update:
-    """What follows the passes of a step.
+    """The optimizer step after the passes of a step.
 
     Args:
-        build: makes the optimizer; None: AdamW if nobody else has one; False: gradients are left.
+        build: creates the optimizer; None: AdamW if no other one exists; False: gradients
+            are only computed.
     """
 
     def __init__(
@@ -643,17 +655,21 @@ class Update:
         self._state: Mapping[str, Any] | None = None  # for an optimizer that isn't there yet
         self._said: set[str] = set()
 
-    def before(self, stages: nn.Module, asked: bool, group: dist.ProcessGroup | None) -> None:
-        """Before a step's passes; every rank of the pipeline calls it.
+    def before(
+        self, stages: nn.Module, parameters_taken: bool, group: dist.ProcessGroup | None
+    ) -> None:
+        """Prepares the update before a step's passes; every rank of the pipeline calls it.
 
-        ``asked``: somebody has this rank's parameters.
+        ``parameters_taken``: this rank's parameters were read by other code.
         """
-        found = [p for p in stages.parameters() if p.requires_grad]
-        if [*map(id, found)] != [*map(id, self._parameters)]:
-            self._parameters, self._marks = found, []
-            self._commit_update(asked or _has_optimizer(found), group)
+        trainable = [p for p in stages.parameters() if p.requires_grad]
+        if [*map(id, trainable)] != [*map(id, self._parameters)]:
+            self._parameters, self._marks = trainable, []
+            self._commit_update(parameters_taken or _has_optimizer(trainable), group)
         elif (
-            self._marks and self._marks == _marks(found) and any(p.grad is not None for p in found)
+            self._marks
+            and self._marks == _marks(trainable)
+            and any(p.grad is not None for p in trainable)
         ):
             self.say("gradients of two steps add up and no optimizer has moved a weight")
         if self.optimizer is not None:
@@ -666,11 +682,11 @@ class Update:
         else:
             self._marks = _marks(self._parameters)
 
-    def say(self, words: str) -> None:
+    def say(self, message: str) -> None:
         """Warn the caller of ``AsyncPipeline.step``, once."""
-        if words not in self._said:
-            self._said.add(words)
-            warnings.warn(words, stacklevel=4)
+        if message not in self._said:
+            self._said.add(message)
+            warnings.warn(message, stacklevel=4)
 
     def state_dict(self) -> dict[str, Any]:
         """The own optimizer's state; None without one."""
@@ -684,9 +700,9 @@ class Update:
 
     def _commit_update(self, taken: bool, group: dist.ProcessGroup | None) -> None:
         if group is not None:  # all ranks do the same
-            told: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(told, taken, group=group)
-            taken = any(told)
+            rank_flags: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(rank_flags, taken, group=group)
+            taken = any(rank_flags)
         self.optimizer = None
         if self._build is False or (self._build is None and taken) or not self._parameters:
             return
@@ -695,17 +711,22 @@ class Update:
                 "AsyncPipeline: no optimizer was built over model.parameters(), so "
                 f"AdamW(lr={self._rate:g}) is used; give optimizer= for another"
             )
-        build = self._build or (lambda found: torch.optim.AdamW(found, lr=self._rate))
+        build = self._build or (lambda parameters: torch.optim.AdamW(parameters, lr=self._rate))
         self.optimizer = build(self._parameters)
         if self._state is not None:
             self.optimizer.load_state_dict(dict(self._state))
 
 
 def _has_optimizer(parameters: list[nn.Parameter]) -> bool:
-    """Whether any optimizer of this process has one of them; the model was maybe whole then."""
-    mine = {*map(id, parameters)}
-    there = (one for one in gc.get_objects() if issubclass(type(one), Optimizer))
-    return any(id(p) in mine for one in there for g in one.param_groups for p in g["params"])
+    """Returns True if any optimizer of this process has one of them.
+
+    The model was maybe not cut yet at that time.
+    """
+    parameter_ids = {*map(id, parameters)}
+    optimizers = (one for one in gc.get_objects() if issubclass(type(one), Optimizer))
+    return any(
+        id(p) in parameter_ids for one in optimizers for g in one.param_groups for p in g["params"]
+    )
 
 
 def _marks(parameters: list[nn.Parameter]) -> list[Any]:

@@ -1,9 +1,9 @@
-"""Pipeline schedules: which stages a rank holds, and in which order it works on them.
+"""Pipeline schedules: the stages of each rank, and their order of passes.
 
 The orders of interleaved, zero-bubble, ZBV and DualPipeV are those of
-``torch.distributed.pipelining``; GPipe's and 1F1B's are written here, because torch keeps theirs in
-code that runs them and not in a list that could be run (what 2.13 lists of 1F1B is for drawing, and
-leaves out the first forward pass of the last rank).
+``torch.distributed.pipelining``. GPipe's and 1F1B's are written here. torch has them
+only as code that runs them and not as a list that could be run. The 1F1B list of 2.13
+is for drawing, and leaves out the first forward pass of the last rank.
 
 | schedule    | stages of a rank        | source                                               |
 |-------------|-------------------------|------------------------------------------------------|
@@ -65,9 +65,11 @@ def why_missing(schedule: str) -> str:
     absent = [name for name in needed if not hasattr(schedules, name)]
     if absent:
         return f"this torch has no {absent[0]}, which {schedule} needs"
-    asked = inspect.signature(schedules.PipelineScheduleMulti.step).parameters
+    parameters = inspect.signature(schedules.PipelineScheduleMulti.step).parameters
     return (
-        "" if "return_outputs" in asked else "this torch's pipelines are too old; take torch 2.13"
+        ""
+        if "return_outputs" in parameters
+        else "this torch's pipelines are too old; take torch 2.13"
     )
 
 
@@ -108,7 +110,7 @@ def enough_micro_batches(schedule: str, ranks: int, micro_batches: int) -> int:
 
 @lru_cache(maxsize=64)
 def orders(schedule: str, ranks: int, micro_batches: int) -> Orders:
-    """What each rank does, in its order. Raises ValueError where the schedule can't run so many."""
+    """Returns each rank's passes in order; ValueError if the schedule can't run so many."""
     if problem := why_impossible(schedule, ranks, micro_batches):
         raise ValueError(problem)
     if schedule == "gpipe":
@@ -135,17 +137,17 @@ def actions(schedule: str, ranks: int, micro_batches: int) -> dict[int, list[Any
 def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> tuple[Op, ...]:
     """Forward passes until the first gradient can be there, then one of each in turn."""
     ahead = min(ranks - 1 - rank, micro_batches)
-    found: list[Op] = [("F", rank, m) for m in range(ahead)]
+    operations: list[Op] = [("F", rank, m) for m in range(ahead)]
     for m in range(micro_batches):
         if ahead + m < micro_batches:
-            found.append(("F", rank, ahead + m))
-        found.append(("B", rank, m))
-    return tuple(found)
+            operations.append(("F", rank, ahead + m))
+        operations.append(("B", rank, m))
+    return tuple(operations)
 
 
 @dataclass
 class _Standin:
-    """What torch's schedules read of a stage when they make their order; no group is needed."""
+    """Replaces a stage when torch's schedules compute their order; needs no group."""
 
     group_size: int
     num_stages: int
@@ -159,8 +161,8 @@ def _of_torch(schedule: str, ranks: int, micro_batches: int) -> dict[int, list[A
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     total = ranks * stages_per_rank(schedule)
-    own = [s for s, home in enumerate(rank_of_stage(schedule, ranks)) if home == 0]
-    standins: Any = [_Standin(ranks, total, stage) for stage in own]
+    local_stages = [s for s, home in enumerate(rank_of_stage(schedule, ranks)) if home == 0]
+    standins: Any = [_Standin(ranks, total, stage) for stage in local_stages]
     kind: Any = get_schedule_class(TORCH_NAMES[schedule])
     listed: dict[int, list[Any]] = kind(standins, micro_batches, None).pipeline_order
     return listed

@@ -1,11 +1,13 @@
-"""A model cut into pipeline stages: each stage is a view that holds its own layers and no others.
+"""Pipeline stages of a model: each is a view that holds its own layers and no others.
 
-A view is the model's own class and code with other stages' layers left out, so that masks, rotary
-embedding and everything else that a forward pass does between layers stays the model's own. Views
-share parameters with the model they are taken from, and nothing is copied. Two kinds of model:
+A view is the model's own class and code without other stages' layers. So masks, rotary
+embedding and everything else between layers remain the model's own. Views share
+parameters with the original model, and nothing is copied. Two kinds of model are
+supported:
 
-- Hugging Face causal language models of ``KNOWN``: token ids enter the first stage, hidden states
-  travel, the last stage computes the loss. The others get hidden states as ``inputs_embeds``.
+- Hugging Face causal language models of ``KNOWN``: token ids enter the first stage,
+  hidden states are sent on, the last stage computes the loss. The others get hidden
+  states as ``inputs_embeds``.
 - ``nn.Sequential``: each child is a layer.
 """
 
@@ -39,13 +41,13 @@ SLACK = 1 + 1e-9  # sums of the same costs in another order differ by less
 def balanced_layers(
     costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0
 ) -> tuple[int, ...]:
-    """Layers of each stage; every stage gets one at least.
+    """Returns the number of layers of each stage; every stage gets at least one.
 
     Args:
-        costs: of each layer, in any unit.
-        stages: how many runs of layers to make.
-        first: what the first stage does beside its layers (embedding).
-        last: what the last stage does beside its layers (norm, head and loss).
+        costs: cost of each layer, in any unit.
+        stages: number of stages.
+        first: further cost of the first stage (embedding).
+        last: further cost of the last stage (norm, head and loss).
 
     Raises:
         ValueError: there are fewer layers than stages, or a cost is no number from 0 on.
@@ -84,19 +86,19 @@ def _bottleneck(layers: int, stages: int, stage: Stage) -> float:
 
 
 def _evenest(layers: int, stages: int, stage: Stage, bound: float) -> tuple[int, ...]:
-    """Of all cuts within the bound the one with the smallest sum of squares."""
+    """Returns the cut with the smallest sum of squares among all cuts within the bound."""
 
     @cache
     def best(end: int, index: int) -> tuple[float, tuple[int, ...]]:
         if index < 0:
             return (0.0, ()) if end == 0 else (math.inf, ())
-        found: tuple[float, tuple[int, ...]] = (math.inf, ())
+        smallest: tuple[float, tuple[int, ...]] = (math.inf, ())
         for start in range(index, end):
             cost = stage(start, end, index)
             if cost <= bound:
                 squares, sizes = best(start, index - 1)
-                found = min(found, (squares + cost * cost, (*sizes, end - start)))
-        return found
+                smallest = min(smallest, (squares + cost * cost, (*sizes, end - start)))
+        return smallest
 
     return best(layers, stages - 1)[1]
 
@@ -166,7 +168,7 @@ class Cuttable(Protocol):
     layers: int
 
     def costs(self) -> tuple[list[float], float, float]:
-        """Estimated work of each layer, and what the first and the last stage do beside."""
+        """Estimated work of each layer, and the further work of the first and the last stage."""
 
     def measured(self, inputs: Inputs) -> tuple[list[float], float, float]:
         """The same in seconds, on one micro-batch."""
@@ -195,7 +197,7 @@ class LanguageModel:
 
     @property
     def tied(self) -> bool:
-        """Whether head and embedding are one matrix."""
+        """Returns True if head and embedding are one matrix."""
         head = getattr(self.causal.lm_head, "weight", None)
         return head is not None and head is getattr(self.trunk.embed_tokens, "weight", None)
 
@@ -205,7 +207,7 @@ class LanguageModel:
         return next(p.dtype for p in self.trunk.parameters() if p.is_floating_point())
 
     def costs(self) -> tuple[list[float], float, float]:
-        """An embedding is looked up, which costs next to nothing beside a product."""
+        """Estimates the costs; an embedding look-up is almost free compared with a product."""
         config = self.causal.config
         routed = getattr(config, "n_routed_experts", None) or getattr(config, "num_experts", None)
         active = config.num_experts_per_tok / routed if routed else 1.0
@@ -222,28 +224,28 @@ class LanguageModel:
         hooks = [
             layer.register_forward_pre_hook(note, with_kwargs=True) for layer in self.trunk.layers
         ]
-        rest = {k: v for k, v in inputs.items() if k != "labels"}
+        model_inputs = {k: v for k, v in inputs.items() if k != "labels"}
         try:
             with torch.no_grad():
-                hidden = self.trunk(use_cache=False, **rest).last_hidden_state
+                hidden = self.trunk(use_cache=False, **model_inputs).last_hidden_state
         finally:
             for hook in hooks:
                 hook.remove()
 
         def layer(index: int) -> Tensor:
             (before, *more), named = calls[index]
-            found: Tensor = self.trunk.layers[index](_leaf(before), *more, **named)
-            return found
+            output: Tensor = self.trunk.layers[index](_leaf(before), *more, **named)
+            return output
 
         def embedding() -> Tensor:
-            found: Tensor = self.trunk.embed_tokens(inputs["input_ids"])
-            return found
+            output: Tensor = self.trunk.embed_tokens(inputs["input_ids"])
+            return output
 
         last = self.stage(range(self.layers, self.layers))
 
         def head() -> Tensor:
-            found: Tensor = last(_leaf(hidden), inputs)
-            return found
+            output: Tensor = last(_leaf(hidden), inputs)
+            return output
 
         with _gradients_put_back(self.loss):
             each = [pass_seconds(partial(layer, i), device) for i in range(self.layers)]
@@ -255,18 +257,18 @@ class LanguageModel:
 
     def stage(self, span: range) -> nn.Module:
         """The stage that begins at layer 0 embeds; the one that ends at the last computes loss."""
-        found = view(self.trunk)
-        held = self.trunk.layers._modules  # by number: those of other ranks may be gone already
-        found.layers = nn.ModuleList(
-            held[str(index)] if index in span else OtherStage() for index in range(self.layers)
+        trunk_view = view(self.trunk)
+        layers = self.trunk.layers._modules  # by number: those of other ranks may be gone already
+        trunk_view.layers = nn.ModuleList(
+            layers[str(index)] if index in span else OtherStage() for index in range(self.layers)
         )
         if span.start > 0:
-            found.embed_tokens = OtherStage()
+            trunk_view.embed_tokens = OtherStage()
         if span.stop < self.layers:
-            found.norm = OtherStage()
-            return TrunkStage(found, span.start == 0)
+            trunk_view.norm = OtherStage()
+            return TrunkStage(trunk_view, span.start == 0)
         causal = view(self.causal)
-        setattr(causal, self.causal.base_model_prefix, found)
+        setattr(causal, self.causal.base_model_prefix, trunk_view)
         return LossStage(causal, self.loss, span.start == 0)
 
 
@@ -279,8 +281,10 @@ class TrunkStage(nn.Module):
         self.dtype = next(p.dtype for p in trunk.parameters() if p.is_floating_point())
 
     def forward(self, hidden: Tensor | None, inputs: Inputs) -> Tensor:
-        rest = {k: v for k, v in inputs.items() if k != "labels"}
-        out: Tensor = self.trunk(use_cache=False, **_entering(rest, hidden)).last_hidden_state
+        model_inputs = {k: v for k, v in inputs.items() if k != "labels"}
+        out: Tensor = self.trunk(
+            use_cache=False, **_entering(model_inputs, hidden)
+        ).last_hidden_state
         return out.to(self.dtype)  # autocast may have ended in another format
 
 
@@ -295,11 +299,11 @@ class LossStage(nn.Module):
     def forward(self, hidden: Tensor | None, inputs: Inputs) -> Tensor:
         """The loss itself runs, over this stage's view, so that what it counts is seen outside."""
         (loss,) = self._loss
-        whole, loss.model = loss.model, self.model
+        full_model, loss.model = loss.model, self.model
         try:
             total: Tensor = type(loss).forward(loss, **_entering(inputs, hidden))[0]
         finally:
-            loss.model = whole
+            loss.model = full_model
         return total
 
 
@@ -342,17 +346,17 @@ class SequentialStage(nn.Module):
 
 def view(module: Any) -> Any:
     """The module under another identity: same parameters and code, submodules of its own choice."""
-    found = copy.copy(module)
-    found._modules = dict(module._modules)
-    return found
+    clone = copy.copy(module)
+    clone._modules = dict(module._modules)
+    return clone
 
 
 def _entering(inputs: Inputs, hidden: Tensor | None) -> dict[str, Any]:
-    """What a stage's model is called with: ids where it begins, hidden states where it goes on."""
+    """Returns the inputs of a stage's model: ids for the first stage, hidden states later."""
     if hidden is None:
         return dict(inputs)
-    rest = {k: v for k, v in inputs.items() if k != "input_ids"}
-    return {"inputs_embeds": hidden, **rest}
+    other_inputs = {k: v for k, v in inputs.items() if k != "input_ids"}
+    return {"inputs_embeds": hidden, **other_inputs}
 
 
 def _leaf(hidden: Tensor) -> Tensor:
@@ -361,14 +365,14 @@ def _leaf(hidden: Tensor) -> Tensor:
 
 @contextmanager
 def _gradients_put_back(module: nn.Module) -> Iterator[None]:
-    """What a measurement does to ``.grad`` is forgotten."""
-    kept = [(p, p.grad) for p in module.parameters()]
-    for parameter, _ in kept:
+    """Restores ``.grad`` after a measurement."""
+    saved_gradients = [(p, p.grad) for p in module.parameters()]
+    for parameter, _ in saved_gradients:
         parameter.grad = None
     try:
         yield
     finally:
-        for parameter, gradient in kept:
+        for parameter, gradient in saved_gradients:
             parameter.grad = gradient
 
 
@@ -385,17 +389,17 @@ class TiedHead:
     """The weight's copy on this rank, where the other is on another rank; else nothing."""
 
     def __init__(
-        self, whole: Cuttable, homes: Sequence[int], group: dist.ProcessGroup | None
+        self, cuttable: Cuttable, homes: Sequence[int], group: dist.ProcessGroup | None
     ) -> None:
         self.weight: Tensor | None = None
         self._before: Tensor | None = None
         self.counts = True  # whether this rank's copy belongs into a sum over all weights
         self._group, self._peer = group, -1
-        if group is None or not isinstance(whole, LanguageModel) or not whole.tied:
+        if group is None or not isinstance(cuttable, LanguageModel) or not cuttable.tied:
             return
         ends, rank = (homes[0], homes[-1]), dist.get_rank(group)
         if ends[0] != ends[1] and rank in ends:
-            self.weight = whole.causal.lm_head.weight
+            self.weight = cuttable.causal.lm_head.weight
             setattr(self.weight, MARK, True)
             self._peer = ends[1] if rank == ends[0] else ends[0]
             self.counts = rank == ends[0]
@@ -410,22 +414,29 @@ class TiedHead:
 
         ``of`` is the tensor that carries the gradient, where it isn't the weight itself (a master).
         """
-        held: Any = self.weight if of is None else of
-        if self.weight is None or not held.requires_grad:
+        weight: Any = self.weight if of is None else of
+        if self.weight is None or not weight.requires_grad:
             return
-        mine = held.grad if held.grad is not None else torch.zeros_like(held)
-        mine, other = (
-            mine.contiguous(),
-            torch.empty_like(mine, memory_format=torch.contiguous_format),
+        local_gradient = weight.grad if weight.grad is not None else torch.zeros_like(weight)
+        local_gradient, other = (
+            local_gradient.contiguous(),
+            torch.empty_like(local_gradient, memory_format=torch.contiguous_format),
         )
         ends: Any = {"group": self._group, "group_peer": self._peer}
-        ops = [dist.P2POp(dist.isend, mine, **ends), dist.P2POp(dist.irecv, other, **ends)]
+        ops = [
+            dist.P2POp(dist.isend, local_gradient, **ends),
+            dist.P2POp(dist.irecv, other, **ends),
+        ]
         for request in dist.batch_isend_irecv(ops):
             request.wait()
-        held.grad = mine + other if self._before is None else mine + other + self._before
+        weight.grad = (
+            local_gradient + other
+            if self._before is None
+            else local_gradient + other + self._before
+        )
         self._before = None
 
 
 def is_end(weight: Tensor) -> bool:
-    """Whether it is an end of a tied head, or a master that took the weight's marks over."""
+    """Returns True if it is an end of a tied head, or a master with such attributes."""
     return hasattr(weight, MARK)

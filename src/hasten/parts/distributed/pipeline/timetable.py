@@ -1,8 +1,8 @@
-"""What the ranks of a pipeline did when, measured or simulated: events, their bubble, a drawing.
+"""Timetable of a pipeline's ranks, measured or simulated: events, bubble, drawing.
 
-An event is one pass of one stage over one micro-batch, from when its inputs are there to when its
-result is. The bubble is the share of the ranks' time, from the first event of a step to the last,
-in which a rank runs none.
+An event is one pass of one stage over one micro-batch. It lasts from the arrival of its
+inputs to its result. The bubble is the share of the ranks' time in which a rank runs
+none, from the first event of a step to the last.
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ def drawing(events: Sequence[StageEvent], title: str) -> str:
         raise ValueError("there are no events to draw: example a step first")
     ranks = sorted({e.rank for e in events})
     first, last = min(e.start for e in events), max(e.end for e in events)
-    width, left, row = 960, 64.0, 24.0
-    scale = (width - left - 8) / max(last - first, 1e-9)
-    body = [_text(4, 8 + row * place + 14, f"rank {rank}") for place, rank in enumerate(ranks)]
+    width, margin, row = 960, 64.0, 24.0
+    scale = (width - margin - 8) / max(last - first, 1e-9)
+    body = [_text(4, 8 + row * index + 14, f"rank {rank}") for index, rank in enumerate(ranks)]
     by_place = sorted(events, key=lambda e: (e.rank, e.start))
-    for (rank, start), found in itertools.groupby(by_place, key=lambda e: (e.rank, e.start)):
-        together = list(found)  # passes that overlap (DualPipe) lie one above the other
-        x, y, tall = left + (start - first) * scale, 8 + row * ranks.index(rank), row - 4
-        for place, event in enumerate(together):
+    for (rank, start), group in itertools.groupby(by_place, key=lambda e: (e.rank, e.start)):
+        together = list(group)  # passes that overlap (DualPipe) lie one above the other
+        x, y, tall = margin + (start - first) * scale, 8 + row * ranks.index(rank), row - 4
+        for index, event in enumerate(together):
             wide = max((event.end - start) * scale - 0.5, 0.3)
             each = tall / len(together)
-            body.append(_box(event, x, y + place * each, wide, each))
+            body.append(_box(event, x, y + index * each, wide, each))
     below = 8 + row * len(ranks)
-    said = f"{last - first:.3g} s, {bubble_share(events):.1%} of the ranks' time idle"
-    body.append(_text(left, below + 12, said))
-    for place, kind in enumerate(k for k in KINDS if k in {e.kind for e in events}):
-        x = left + 170 * place
+    summary = f"{last - first:.3g} s, {bubble_share(events):.1%} of the ranks' time idle"
+    body.append(_text(margin, below + 12, summary))
+    for index, kind in enumerate(k for k in KINDS if k in {e.kind for e in events}):
+        x = margin + 170 * index
         body.append(_rect(x, below + 22, 12, 12, COLOURS[kind], KINDS[kind]))
         body.append(_text(x + 18, below + 32, KINDS[kind]))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" viewBox="0 0 {width} {below + 44:g}">'
-        f"<title>{escape(title)}</title><desc>{len(ranks)} ranks, {escape(said)}.</desc>"
+        f"<title>{escape(title)}</title><desc>{len(ranks)} ranks, {escape(summary)}.</desc>"
         f"<style>text{{font:11px system-ui,sans-serif;fill:#555}}"
         f".n{{fill:#fff;text-anchor:middle}}</style>{''.join(body)}</svg>\n"
     )
@@ -72,19 +72,19 @@ def drawing(events: Sequence[StageEvent], title: str) -> str:
 
 def _box(event: StageEvent, x: float, y: float, wide: float, tall: float) -> str:
     number = str(event.micro_batch)
-    said = f"{KINDS[event.kind]} of micro-batch {number}, stage {event.stage}"
-    found = _rect(x, y, wide, tall, COLOURS[event.kind], said)
+    title = f"{KINDS[event.kind]} of micro-batch {number}, stage {event.stage}"
+    svg = _rect(x, y, wide, tall, COLOURS[event.kind], title)
     if wide > 7 * len(number) and tall > 11:
-        found += f'<text class="n" x="{x + wide / 2:.1f}" y="{y + 14:.1f}">{number}</text>'
-    return found
+        svg += f'<text class="n" x="{x + wide / 2:.1f}" y="{y + 14:.1f}">{number}</text>'
+    return svg
 
 
-def _rect(x: float, y: float, wide: float, tall: float, colour: str, said: str) -> str:
+def _rect(x: float, y: float, wide: float, tall: float, colour: str, title: str) -> str:
     return (
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{tall:.1f}" fill="{colour}">'
-        f"<title>{escape(said)}</title></rect>"
+        f"<title>{escape(title)}</title></rect>"
     )
 
 
-def _text(x: float, y: float, words: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}">{escape(words)}</text>'
+def _text(x: float, y: float, text: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'

@@ -37,10 +37,10 @@ class TraceRecorder:
             dist.barrier(group)
         self._zero = self._now()
         if group is not None:
-            told: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(told, (platform.node(), self._zero), group=group)
-            if len({machine for machine, _ in told}) == 1:
-                self._zero = told[0][1]
+            clocks: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(clocks, (platform.node(), self._zero), group=group)
+            if len({machine for machine, _ in clocks}) == 1:
+                self._zero = clocks[0][1]
             dist.barrier(group)
 
     @contextmanager
@@ -65,9 +65,9 @@ def gather_events(events: Sequence[StageEvent], group: Any = None) -> list[Stage
     """The events of all ranks of a group, on each of them."""
     if group is None:
         return list(events)
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, [astuple(e) for e in events], group=group)
-    return [StageEvent(*values) for of_rank in found for values in of_rank]
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, [astuple(e) for e in events], group=group)
+    return [StageEvent(*values) for of_rank in gathered for values in of_rank]
 
 
 def timed_calls(

@@ -1,0 +1,107 @@
+"""``hasten eval``: a run's model before and after training, with intervals."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hasten.cli.arguments import writable
+from hasten.cli.chat import Run, Weights
+from hasten.formatting import aligned
+
+if TYPE_CHECKING:
+    from hasten.release.evaluation import MetricChange, TaskMetric
+    from hasten.release.trained_model import LoadedModel
+
+
+def eval_(
+    run: Run,
+    tasks: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="a file of prompts and answers, or an lm-eval task (.yaml); repeatable "
+            "[default: the recipe's eval data]"
+        ),
+    ] = None,
+    compare: Annotated[
+        str, typer.Option(help="before: base, another run, a model, or none")
+    ] = "base",
+    weights: Weights = "",
+    limit: Annotated[int | None, typer.Option(min=1, help="first examples of each task")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="JSON file for the results")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Evaluate a run's model before and after training.
+
+    Examples:
+
+      hasten eval runs/first
+
+      hasten eval runs/first --tasks questions.jsonl --limit 100
+
+      hasten eval runs/first --tasks task.yaml --compare runs/second
+
+    Docs: docs/use-the-model.md
+    """
+    from hasten.machine.cache import HOME, at_home
+    from hasten.release import evaluation
+    from hasten.release.trained_model import load_other, load_run
+
+    writable("--output", output)
+    files = tasks or []
+    harness = [evaluation.read_task(f) for f in files if f.suffix in (".yaml", ".yml")]
+    if harness:
+        evaluation.check_harness()
+    trained = load_run(run, weights)
+    sets = {
+        str(file): evaluation.file_examples(trained, file)
+        for file in files
+        if file.suffix not in (".yaml", ".yml")
+    }
+    if not files:
+        sets["eval data"] = evaluation.eval_examples(run, lambda text: None)
+
+    def scores(model: LoadedModel) -> list[TaskMetric]:
+        metrics: list[TaskMetric] = []
+        for name, examples in sets.items():
+            metrics += evaluation.score(model, name, examples[:limit])
+        if harness:
+            metrics += evaluation.score_tasks(model, harness, limit, at_home(HOME) / "datasets")
+        return metrics
+
+    after = scores(trained)
+    del trained  # one model at a time
+    before = [] if compare == "none" else scores(load_other(compare, run, weights))
+    rows = evaluation.compare(before, after)
+    text = json.dumps(
+        {"run": str(run), "compare": compare, "metrics": [*map(asdict, rows)]}, indent=1
+    )
+    if output is not None:
+        output.write_text(text + "\n")
+    print(text if as_json else _table(rows))
+
+
+def _table(rows: list[MetricChange]) -> str:
+    def number(value: float | None) -> str:
+        return "–" if value is None else f"{value:.4f}"
+
+    head = ("task", "metric", "examples", "before", "after", "difference [95 %]", "verdict")
+    lines = [
+        (
+            row.task,
+            row.metric,
+            f"{row.examples:,}",
+            number(row.before),
+            number(row.after),
+            "–" if row.low is None else f"{row.difference:+.4f} [{row.low:+.4f}, {row.high:+.4f}]",
+            row.verdict or "–",
+        )
+        for row in rows
+    ]
+    return aligned([head, *lines])

@@ -1,0 +1,111 @@
+"""``hasten export``: a finished run's model as files that others load."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+
+from hasten.errors import FAILED, UNSAVED, InputError
+from hasten.formatting import aligned
+
+
+class Form(StrEnum):
+    """What is written."""
+
+    FOLDER = "folder"
+    GGUF = "gguf"
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="folder of a run", metavar="RUN")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="folder to write; new or empty", metavar="DIR")
+    ],
+    weights: Annotated[
+        str, typer.Option(help="weights of the run: final, average, best or checkpoint (newest)")
+    ] = "final",
+    to: Annotated[
+        Form, typer.Option("--to", help="a Hugging Face folder, or one GGUF file for llama.cpp")
+    ] = Form.FOLDER,
+    gguf_type: Annotated[
+        str, typer.Option(help="number format of a GGUF file: f16 or q8_0")
+    ] = "f16",
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="write the LoRA adapter alone, not merged")
+    ] = False,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="report.json of hasten speedup: its verdicts join the model card"),
+    ] = None,
+    push: Annotated[
+        str | None, typer.Option(help="repository on the hub to upload to", metavar="OWNER/NAME")
+    ] = None,
+    public: Annotated[
+        bool, typer.Option("--public", help="create the repository for all to read")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> int:
+    """Write a run's model for others to load, proven equal.
+
+    Examples:
+
+    hasten export runs/first -o first
+
+    hasten export runs/first -o first-gguf --to gguf --gguf-type q8_0
+
+    hasten export runs/first -o first-adapter --adapter --push me/first
+
+    Exit code 4: the written files don't give the logits of the trained model.
+    Documentation: docs/use-the-model.md
+    """
+    from hasten.cli.train import warn_of_unsaved
+    from hasten.models.gguf_format import GGUFType
+    from hasten.release.export import WEIGHTS, Export, check_upload, upload
+    from hasten.release.export import export as write
+
+    _check_choice("--weights", weights, WEIGHTS)
+    _check_choice("--gguf-type", gguf_type, get_args(GGUFType))
+    if adapter and to is Form.GGUF:
+        raise InputError("--adapter and --to gguf exclude each other: a GGUF file is a full model")
+    if push is not None:
+        check_upload(push)
+    chosen: Any = {"form": "adapter" if adapter else to.value}
+    chosen |= {"weights": weights, "gguf_type": gguf_type}
+    request = Export(run, output, report=_report(report), **chosen)
+    result = write(request, typer.echo if not as_json else lambda text: None)
+    if as_json:
+        typer.echo((output / "export.json").read_text(encoding="utf-8").strip())
+    else:
+        typer.echo(aligned(result.rows()))
+    for problem in result.problems:
+        typer.echo(f"warning: {problem}", err=True)
+    if not result.is_equal:
+        uploaded = "" if push is None else "; nothing was uploaded"
+        typer.echo(f"{output} isn't equal to the trained model{uploaded}", err=True)
+        return FAILED
+    address = None if push is None else upload(output, push, is_private=not public)
+    if not as_json:
+        typer.echo(f"saved: {output}" + ("" if address is None else f"; uploaded: {address}"))
+    warn_of_unsaved(result.unsaved)
+    return UNSAVED if result.unsaved else 0
+
+
+def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise InputError(f"{option} {value} is unknown: choose from {', '.join(choices)}")
+
+
+def _report(path: Path | None) -> dict[str, Any] | None:
+    if path is None:
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"--report {path} can't be read: {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("variants"), list):
+        raise InputError(f"--report {path} is not the report.json of an experiment")
+    return content

@@ -1,0 +1,382 @@
+"""``hasten plan``: what a job would do on a cluster that nobody has rented yet."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import indent
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hasten.cli.arguments import Overrides
+from hasten.errors import InputError
+from hasten.formatting import aligned, wrapped
+
+if TYPE_CHECKING:
+    from hasten.planner.candidate import PlanCandidate
+    from hasten.planner.inputs import PlanOptions
+    from hasten.planner.layout import PlannedJob
+    from hasten.planner.planning import ClusterPlan
+    from hasten.recipe.price import Price
+
+if TYPE_CHECKING:
+    from hasten.recipe.schema import Recipe  # loads torch, as recipes and techniques do
+
+SIMULATED_DEVICE = "h100"  # where none is named
+MOST_RANKS = 8  # that are traced
+USUAL = ["packed", "document_attention", "fused_layers", "labelled_token_loss"]  # of plan: auto
+NEAREST = 5  # rejected layouts that are shown
+LISTED = 60  # and that the file lists
+
+
+def plan(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="a recipe, a preset, a config.json or its folder; or a run that is over",
+            metavar="MODEL",
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    cluster: Annotated[
+        str, typer.Option(help="how it is wired: dgx_h100, dgx_a100, fat_tree, ethernet ...")
+    ] = "single_node",
+    gpu: Annotated[
+        str,
+        typer.Option(
+            "--gpu",
+            "--device",
+            help="the device, or a .json file of its figures or of hasten bench",
+        ),
+    ] = "",
+    paper: Annotated[
+        bool,
+        typer.Option("--simulate", help="count a step of the recipe on that device, without it"),
+    ] = False,
+    nodes: Annotated[int, typer.Option(help="hosts")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(help="devices in each")] = 8,
+    memory: Annotated[
+        float | None, typer.Option(help="GB of a device, where a file of hasten bench is given")
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(help="pretrain, full or lora; as the recipe says")
+    ] = None,
+    sequence: Annotated[int | None, typer.Option(min=1, help="tokens of a sequence")] = None,
+    global_batch: Annotated[int | None, typer.Option(min=1, help="sequences of a step")] = None,
+    tokens: Annotated[str | None, typer.Option(help="tokens in all: 500M, 1B, 14.8T")] = None,
+    price: Annotated[
+        Path | None, typer.Option(help="YAML with currency and per_device_hour")
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="formats to look at: bf16,fp8", metavar="NAME[,NAME...]")
+    ] = None,
+    schedules: Annotated[
+        str | None,
+        typer.Option(help="pipeline schedules your software has", metavar="NAME[,NAME...]"),
+    ] = None,
+    lossy: Annotated[
+        bool, typer.Option("--lossy", help="also formats and compression of other mathematics")
+    ] = False,
+    stack: Annotated[
+        str | None, typer.Option(help="software whose measurements were fitted")
+    ] = None,
+    calibrate: Annotated[
+        list[Path] | None,
+        typer.Option(help="a run of twenty steps on this machine, to fit to it, repeatable"),
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, max=50, help="layouts to show")] = 5,
+    why: Annotated[
+        list[str] | None,
+        typer.Option(help="why not this layout, repeatable", metavar="tp=8,pp=2"),
+    ] = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(help="gpu=a100, nodes=8, network=25 or 2x, repeatable", metavar="KEY=VALUE"),
+    ] = None,
+    gpus: Annotated[bool, typer.Option("--gpus", help="compare all known devices")] = False,
+    shapes: Annotated[
+        bool, typer.Option("--shapes", help="shapes of the same size that train faster")
+    ] = False,
+    measured: Annotated[
+        Path | None, typer.Option(help="a run's folder, to set its parts against the plan's")
+    ] = None,
+    check_simulation: Annotated[
+        bool,
+        typer.Option("--check-paper", help="count the layouts' memory by simulation (minutes)"),
+    ] = False,
+    json_out: Annotated[Path | None, typer.Option("--json", help="write the plan here")] = None,
+    html: Annotated[Path | None, typer.Option(help="write a page with drawings here")] = None,
+) -> None:
+    """Say whether a job fits, in which layout, how long it takes and what it costs."""
+    from hasten.planner.inputs import PlanOptions
+
+    if paper:
+        if sequence or global_batch or nodes != 1:
+            raise InputError(
+                "--simulate counts the recipe's own step on one node: give cutoff_len=N, "
+                "global_batch_size=N or nproc=N behind the recipe"
+            )
+        simulated_step(model, overrides or [], gpu, json_out)
+        return
+    settings = {
+        **locals(),
+        "calibrate": calibrate or [],
+        "why": why or [],
+        "what_if": what_if or [],
+    }
+    options = PlanOptions(**{f.name: settings[f.name] for f in dataclasses.fields(PlanOptions)})
+    clustered(model, overrides or [], options, json_out, html)
+
+
+def clustered(
+    name: str | None,
+    overrides: Sequence[str],
+    options: PlanOptions,
+    out: Path | None,
+    html: Path | None,
+) -> None:
+    """Find the plan, print it, and write it where asked."""
+    from hasten.measure.gpu_simulation.roofline import simulated_device
+    from hasten.models.architecture import Architecture
+    from hasten.planner import advice, text
+    from hasten.planner.candidate import beyond_trainer, recipe_lines, spending
+    from hasten.planner.inputs import (
+        calibration_of,
+        cluster_of,
+        is_run,
+        job_of,
+        price_from,
+        recipe_of,
+        space_of,
+    )
+    from hasten.planner.planning import plan as search
+    from hasten.planner.text import page, write
+
+    if name is None:
+        raise InputError("name a recipe, a preset, or a config.json: hasten plan MODEL")
+    if is_run(name):
+        print(of_a_run(Path(name), overrides, options))
+        return
+    recipe = recipe_of(name, overrides)
+    if options.check_simulation and recipe is None:
+        raise InputError("--check-paper counts layouts of a recipe, and a model alone is none")
+    model = Architecture.from_config(recipe.model if recipe else name)
+    cluster = cluster_of(options)
+    if options.check_simulation:
+        simulated_device(cluster.device.name)  # refuses what can't be counted
+    job, assumed = job_of(options, recipe, cluster)
+    price = price_from(options.price) or (recipe.price if recipe else None)
+    calibration, stack = calibration_of(options, cluster)
+    began = time.perf_counter()
+    cluster_plan = search(
+        *(model, cluster, job),
+        space=space_of(options, cluster),
+        top=options.top,
+        calibration=calibration,
+        stack=stack,
+    )
+    seconds = time.perf_counter() - began
+    best = cluster_plan.best[0]
+    changes = [*advice.sensitivity(cluster_plan), *advice.switches(cluster_plan)]
+    nearest = advice.rejected(cluster_plan, NEAREST)
+    width = shutil.get_terminal_size((text.WIDTH, 24)).columns
+    lora = job.task == "lora"
+    blocks = [
+        text.heading(cluster_plan, seconds, assumed),
+        text.layouts_table(cluster_plan.best, job, price, width),
+        text.waterfalls(best),
+        text.spent(spending(best, job, price), best),
+        text.front(cluster_plan.pareto, job, price, width),
+        text.rejections(nearest, advice.refusals(cluster_plan)),
+        text.changes_table(changes, width),
+        beyond_trainer(best.layout, lora)
+        or f"in a recipe:\n{indent(recipe_lines(best.layout), '  ')}",
+    ]
+    if options.check_simulation:
+        blocks.append(f"\n{simulated_counted(cluster_plan, recipe)}")
+    blocks += [f"\n{block}" for block in extras(cluster_plan, options)]
+    for block in blocks:
+        print(wrapped(block, width))
+    if out is not None:
+        write(out, json.dumps(to_dict(cluster_plan, price), indent=1, allow_nan=False) + "\n")
+    if html is not None:
+        write(html, page(cluster_plan, price, nearest, changes))
+        print(f"page: {html}")
+
+
+def extras(cluster_plan: ClusterPlan, options: PlanOptions) -> list[str]:
+    """The blocks that were asked for by name."""
+    from hasten.planner import advice, text
+
+    blocks = []
+    for layout_text in options.why:
+        layout = advice.read_layout([layout_text], cluster_plan.best[0].layout)
+        possible = not advice.impossibilities(
+            cluster_plan.model, cluster_plan.cluster, cluster_plan.job, layout
+        )
+        one = advice.predicted(cluster_plan, layout) if possible else None
+        blocks.append(text.why_text(layout, advice.why_not(cluster_plan, layout), one))
+    for change in options.what_if:
+        blocks.append(
+            text.what_if_text(change, cluster_plan, advice.what_if(cluster_plan, change)[1])
+        )
+    if options.gpus:
+        blocks.append(text.devices_table(advice.devices(cluster_plan), cluster_plan.job))
+    if options.shapes:
+        blocks.append(text.shapes_text(advice.shape_advice(cluster_plan), cluster_plan.model))
+    if options.measured is not None:
+        blocks.append(against(cluster_plan, options.measured))
+    return blocks
+
+
+def against(cluster_plan: ClusterPlan, folder: Path) -> str:
+    """What is predicted of a finished run as it ran, beside what it measured."""
+    from hasten.planner.inputs import predicted_and_measured
+
+    return predicted_and_measured(
+        folder, cluster_plan.cluster, cluster_plan.calibration, cluster_plan.stack
+    )
+
+
+def of_a_run(folder: Path, overrides: Sequence[str], options: PlanOptions) -> str:
+    """The same for a run that is given instead of a model: on its own machine, or on ``--gpu``."""
+    from hasten.planner.inputs import calibration_of, cluster_of, machine_of, predicted_and_measured
+
+    if overrides:
+        raise InputError(f"{overrides[0]!r} changes a recipe, and {folder} is a run that is over")
+    cluster = cluster_of(options) if options.gpu else machine_of(folder)
+    return predicted_and_measured(folder, cluster, *calibration_of(options, cluster))
+
+
+def simulated_step(
+    name: str | None, overrides: Sequence[str], device: str, out: Path | None
+) -> None:
+    """Count a step of the recipe on a device that isn't here, print it, and write it if asked."""
+    from hasten.measure.gpu_simulation import table as paper
+    from hasten.measure.gpu_simulation.request import on_paper
+    from hasten.planner.inputs import recipe_of
+    from hasten.planner.text import write
+
+    recipe = recipe_of(name or "", overrides)
+    if recipe is None:
+        raise InputError(
+            "--simulate counts a step of a recipe: hasten plan --simulate recipe.yaml --device h100"
+        )
+    trace = on_paper(recipe, device or SIMULATED_DEVICE)
+    print(paper.table(trace, str(name), recipe.cutoff_len))
+    if out is not None:
+        write(out, json.dumps(paper.to_dict(trace), indent=1, allow_nan=False) + "\n")
+
+
+def simulated_counted(cluster_plan: ClusterPlan, recipe: Recipe | None) -> str:
+    """The best layouts' memory as their steps are counted by simulation, beside what is
+    predicted.
+    """
+    from hasten.measure.gpu_simulation.request import traces
+    from hasten.planner.candidate import words as layout_words
+
+    assert recipe is not None
+    candidates = [one for one in cluster_plan.best if not untraceable(one)]
+    recipes = [recipe_with(recipe, one, cluster_plan.job) for one in candidates]
+    counted = iter(traces(recipes, cluster_plan.cluster.device.name))
+    rows = [["", "layout", "predicted GB", "by simulation GB", ""]]
+    first = None
+    for number, one in enumerate(cluster_plan.best, start=1):
+        why, peak = untraceable(one), ""
+        trace = None if why else next(counted)
+        if isinstance(trace, InputError):
+            why = str(trace)
+        elif trace is not None:
+            peak_bytes = max(r.peak_bytes for r in trace.ranks) + one.memory_parts["overhead"]
+            fits = peak_bytes <= cluster_plan.cluster.device.memory_bytes
+            why, peak = "fits" if fits else "doesn't fit", f"{peak_bytes / 1e9:.1f}"
+            first = number if fits and first is None else first
+        predicted = one.memory_bytes
+        low, middle, high = (b / 1e9 for b in (predicted.low, predicted.middle, predicted.high))
+        span = f"{middle:.1f} [{low:.1f}, {high:.1f}]"
+        rows.append([str(number), layout_words(one.layout), span, peak, why])
+    taken = f"take layout {first}" if first else "none of them was seen to fit"
+    return (
+        f"memory of the fullest rank, counted by simulation without a GPU, what the driver takes "
+        f"included\n{aligned(rows)}\n{taken}"
+    )
+
+
+def untraceable(one: PlanCandidate) -> str:
+    """Why a layout can't be counted by simulation; empty where it can."""
+    from hasten.planner.candidate import beyond_trainer
+
+    if one.cluster.nodes > 1 or one.devices > MOST_RANKS:
+        return f"not counted: more than one node of {MOST_RANKS}"
+    return "not counted: not for hasten's own trainer" if beyond_trainer(one.layout) else ""
+
+
+def recipe_with(recipe: Recipe, one: PlanCandidate, job: PlannedJob) -> Recipe:
+    """The recipe in a layout: its techniques take the places of those that do the same."""
+    import yaml
+
+    from hasten.planner.candidate import recipe_lines
+    from hasten.recipe.schema import recipe_from
+
+    layout_settings = yaml.safe_load(recipe_lines(one.layout)) or {}
+    slots = {_slot(entry) for entry in layout_settings.get("plan", [])}
+    plan_entries = recipe.plan if recipe.auto_plan is None else USUAL
+    values = {
+        **recipe.model_dump(mode="json"),
+        "plan": [e for e in plan_entries if _slot(e) not in slots]
+        + layout_settings.get("plan", []),
+        "layout": layout_settings.get("layout"),
+        "auto_plan": None,
+        "nproc": one.devices,
+        "cutoff_len": job.sequence,
+        "global_batch_size": job.global_batch,
+        "global_batch_tokens": None,
+    }
+    return recipe_from(values, "the layout")
+
+
+def _slot(entry: Any) -> Any:
+    from hasten.recipe.shorthands import catalogue
+
+    name = entry if isinstance(entry, str) else next(iter(entry))
+    return next((kind.slot for kind in catalogue() if kind.name() == name), name)
+
+
+def to_dict(cluster_plan: ClusterPlan, price: Price | None) -> dict[str, Any]:
+    """The plan as plain values, for files and other programs."""
+    from hasten.planner import advice, text
+    from hasten.planner.candidate import spending
+
+    job = cluster_plan.job
+
+    def entry(one: Any) -> dict[str, Any]:
+        return {**one.to_dict(), "spending": spending(one, job, price).to_dict()}
+
+    cluster = cluster_plan.cluster
+    return {
+        "kind": "hasten plan",
+        "model": {"name": cluster_plan.model.name, "parameters": cluster_plan.model.parameters()}
+        | {"active_parameters": cluster_plan.model.active_parameters()},
+        "cluster": {
+            "device": cluster.device.name,
+            "nodes": cluster.nodes,
+            "per_node": cluster.per_node,
+        }
+        | {"topology": cluster.topology, "source": cluster.device.source},
+        "job": dataclasses.asdict(job),
+        "layouts": cluster_plan.layouts,
+        "best": [entry(one) for one in cluster_plan.best],
+        "pareto": [entry(one) for one in cluster_plan.pareto],
+        "rejected": [
+            {"layout": dataclasses.asdict(r.layout), "reason": r.reason, "fits": r.fits}
+            for r in advice.rejected(cluster_plan, LISTED)
+        ],
+        "refused": advice.refusals(cluster_plan),
+        "interval": "P10-P90 of held-out measurements",
+        "calibration": text.provenance(cluster_plan),
+    }

@@ -1,0 +1,166 @@
+"""Foreign files and texts: opened as regular files, bounded, in their folder, and read strictly.
+
+Every file that a user names or that another program wrote is opened here. Three rules hold:
+
+  (1) only a regular file is opened: a named pipe without a writer would block for ever
+  (2) at most ``limit`` bytes are read, so that no file takes the machine's memory
+  (3) what JSON readers disagree about is an error: a key twice, integers beyond 64 bits, and
+      values that are nested too deeply
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import stat
+from io import BufferedReader
+from pathlib import Path, PurePath
+from typing import Any
+
+from hasten.errors import InputError
+
+LARGEST_JSON = 64 << 20  # bytes; the index of a model with 100,000 tensors has 10 million
+# NUL ends a path in the kernel, and half a surrogate pair can't be written as UTF-8.
+_UNWRITABLE = re.compile("[\x00\ud800-\udfff]")
+
+
+class DuplicateKeyError(ValueError):
+    """A JSON object that has a key twice; readers disagree about which value counts."""
+
+
+def open_regular(path: Path, *, follow_links: bool = True) -> BufferedReader:
+    """Opens a regular file for reading bytes.
+
+    Raises:
+        OSError: the file is missing, a pipe, a device or a folder, or a link without
+            ``follow_links``.
+    """
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+    if not follow_links:
+        flags |= getattr(os, "O_NOFOLLOW", 0)
+    descriptor = os.open(path, flags)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_bounded(path: Path, limit: int, what: str) -> bytes:
+    """The bytes of a file; ``what`` names in messages the kind of file that is expected.
+
+    Raises:
+        InputError: the file can't be read, isn't regular, or has more than ``limit`` bytes.
+    """
+    try:
+        with open_regular(path) as file:
+            data = file.read(limit + 1)
+    except OSError as error:
+        reason = error.strerror or error
+        raise InputError(f"{path}: {reason}; give the path of a {what}") from error
+    except ValueError as error:
+        raise InputError(f"{str(path)!r} can't be a file's name; rename the {what}") from error
+    if len(data) > limit:
+        most = f"{limit >> 20} MiB" if limit >= 1 << 20 else f"{limit} bytes"
+        raise InputError(f"{path} is larger than {most}; that is not a {what}")
+    return data
+
+
+def parse_json(data: bytes | str, place: str) -> Any:
+    """The value of a JSON text; ``place`` names its origin in messages.
+
+    Raises:
+        InputError: the text isn't UTF-8 or JSON, has a key twice or an integer beyond 64 bits, or
+            is nested too deeply.
+    """
+    try:
+        text = data.decode("utf-8-sig") if isinstance(data, bytes) else data
+        return json.loads(text, object_pairs_hook=unique_keys, parse_int=bounded_integer)
+    except UnicodeDecodeError as error:
+        raise InputError(f"{place} is not UTF-8 text: {error.reason}; save it as UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise InputError(f"{place}:{error.lineno} is not JSON: {error.msg}; correct it") from error
+    except RecursionError as error:
+        raise InputError(f"{place} is not JSON that can be read: nested too deeply") from error
+    except ValueError as error:
+        raise InputError(f"{place} is ambiguous: {error}; correct it") from error
+
+
+def read_json_object(path: Path, what: str, limit: int = LARGEST_JSON) -> dict[str, Any]:
+    """The object in a JSON file; ``what`` names in messages the kind of file that is expected.
+
+    Raises:
+        InputError: the file can't be read, is too large, or holds something else.
+    """
+    content = parse_json(read_bounded(path, limit, what), str(path))
+    if not isinstance(content, dict):
+        raise InputError(
+            f"{path} is not a {what}: it holds a {type(content).__name__}, expected an object"
+        )
+    return content
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object from its pairs, for ``object_pairs_hook``.
+
+    Raises:
+        DuplicateKeyError: a key occurs twice.
+    """
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise DuplicateKeyError(duplicate_reason(pairs))
+    return values
+
+
+def duplicate_reason(pairs: list[tuple[str, Any]]) -> str:
+    """The first key of the pairs that occurs twice, as a sentence without its end."""
+    names: set[str] = set()
+    for name, _ in pairs:
+        if name in names:
+            return f"the key {name[:60]!r} occurs twice in an object"
+        names.add(name)
+    raise ValueError("no key occurs twice")
+
+
+def bounded_integer(digits: str) -> int:
+    """An integer of at most 64 bits from its digits, for ``parse_int``.
+
+    Raises:
+        ValueError: the integer has more bits; Python itself refuses only 4,300 digits.
+    """
+    if len(digits) <= 20 and -(2**63) <= int(digits) < 2**64:
+        return int(digits)
+    raise ValueError(f"the integer {digits[:20]}... is beyond 64 bits")
+
+
+def path_inside(folder: Path, name: object, place: str, *, follow_links: bool = False) -> Path:
+    """The path of a name that a foreign file gives for a file in ``folder``.
+
+    With ``follow_links`` the file itself may be a link, as in the hub's cache; the name may not
+    lead out in either case.
+
+    Raises:
+        InputError: the name isn't a text or leads out of the folder.
+    """
+    if not isinstance(name, str) or not name or _UNWRITABLE.search(name):
+        raise InputError(f"{place}: {str(name)[:60]!r} is no file name; name a file in {folder}")
+    parts = PurePath(name.replace("\\", "/"))
+    leads_out = parts.is_absolute() or ".." in parts.parts
+    if not leads_out and not follow_links:
+        leads_out = not (folder / name).resolve().is_relative_to(folder.resolve())
+    if leads_out:
+        raise InputError(f"{place}: {name!r} leads out of {folder}; name a file in it")
+    return folder / name
+
+
+def unwritable_character(text: str) -> str | None:
+    """The name of a character that no path and no UTF-8 file can have; None without one."""
+    match = _UNWRITABLE.search(text)
+    if match is None:
+        return None
+    if match.group() == "\x00":
+        return "a NUL character"
+    if "\udc80" <= match.group() <= "\udcff":
+        return f"the byte 0x{ord(match.group()) - 0xDC00:02x}, which is not UTF-8"
+    return f"half a surrogate pair (\\u{ord(match.group()):04x})"

@@ -1,0 +1,563 @@
+"""A finished run as files that others load, compared with the model that was trained.
+
+(1) run folder, output folder and tokenizer are checked, before any weight is read => (2) the
+trained model is built: the base with the adapter on top, or the trained weights => (3) its logits
+on 20 eval examples are computed => (4) the adapter is merged in float32 into the base's original
+weights, and folder or file is written in the format of the base => (5) what was written is read
+back, and its logits are compared with those of step 3. The table of step 5 is stored with the
+files, in `export.json` and in the model card.
+
+An adapter that was trained on a base in few bits is merged into the original weights too. How far
+that model is from the one with the rounded base is a row of the table; it decides nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from hasten.data.chat_template import answer_end, encode
+from hasten.data.conversation import Conversation, Message
+from hasten.errors import InputError
+from hasten.foreign_files import read_json_object
+from hasten.machine.files import write_atomic
+from hasten.models.adapters import merge, other_base, round_base, with_adapter
+from hasten.models.gguf_format import GGUFType, check_convertible, read_gguf, write_gguf
+from hasten.models.load import (
+    load_model,
+    load_tokenizer,
+    read_config,
+    stored_formats,
+    take_own_attention,
+)
+from hasten.models.save import appearing_at_once, save_adapter, save_model
+from hasten.models.weights import ADAPTER, NumberFormats
+from hasten.parts.checkpoint import MANIFEST, checkpoints, load
+from hasten.recipe.build import lora_of, model_for, requested_plan
+from hasten.recipe.prepare import saved_formats
+from hasten.recipe.prepared_data import PreparedData, stop_token, stored_data
+from hasten.recipe.schema import Recipe, load_recipe
+from hasten.report.card import write_card
+from hasten.techniques.adapter import LoRA
+from hasten.techniques.checkpoint import Checkpoints
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+WeightsOf = Literal["final", "average", "best", "checkpoint"]
+Form = Literal["folder", "gguf", "adapter"]
+Tell = Callable[[str], None]
+RESULT: Final = "export.json"
+EXAMPLES: Final = 20
+TOKENS: Final = 128  # of an example: 20 times 128 rows of logits fit in memory at any vocabulary
+# Of the formats in which weights are written. Rounding a weight to n bits changes logits by about
+# 2**-n of their size times the square root of the number of layers.
+TOLERANCES: Final = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2, "f16": 1e-2, "q8_0": 5e-2}
+# A checkpoint's weights are those of the module that computes the loss, which holds the model.
+_IN_CHECKPOINT: Final = "model/model."
+ROOM: Final = 64 * 2**20  # bytes for tokenizer, card and configs
+WEIGHTS: Final[tuple[WeightsOf, ...]] = get_args(WeightsOf)
+
+
+@dataclass(frozen=True)
+class Export:
+    """What is exported, and how.
+
+    Args:
+        run: the folder of a run.
+        output: the folder to write; absent or empty.
+        weights: which of the run's weights.
+        form: a full model's folder, one GGUF file, or the adapter alone.
+        gguf_type: the number format of matrices in a GGUF file.
+        report: what the ``report.json`` of an experiment holds, for the card.
+    """
+
+    run: Path
+    output: Path
+    weights: WeightsOf = "final"
+    form: Form = "folder"
+    gguf_type: GGUFType = "f16"
+    report: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class LogitComparison:
+    """Logits of two models on the same tokens.
+
+    ``largest`` is the largest difference over the largest logit, ``mean`` the root mean square of
+    the differences over that of the logits, on the worst example. The tolerance is of ``largest``
+    in float32. In other formats it is of ``mean``, since rounding can send a single token to
+    another expert.
+    """
+
+    name: str
+    format: str
+    examples: int
+    positions: int
+    largest: float
+    mean: float
+    same_token: float  # share of positions with the same most probable token
+    tolerance: float | None = None  # None: for information
+
+    @property
+    def is_equal(self) -> bool:
+        if self.tolerance is None:
+            return True
+        # A comparison with a NaN is false.
+        return (self.largest if self.format == "float32" else self.mean) <= self.tolerance
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written, compared with what was trained.
+
+    ``problems`` are differences beside the logits; ``unsaved`` parts couldn't be written.
+    """
+
+    comparisons: tuple[LogitComparison, ...]
+    problems: tuple[str, ...] = ()
+    unsaved: tuple[str, ...] = ()
+
+    @property
+    def is_equal(self) -> bool:
+        return not self.problems and all(c.is_equal for c in self.comparisons)
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """A table with a head."""
+        head = ("logits of", "examples", "largest difference", "rms", "same token", "tolerance", "")
+        rows: list[tuple[str, ...]] = [head]
+        for c in self.comparisons:
+            numbers = (f"{c.largest:.2g}", f"{c.mean:.2g}", f"{c.same_token:.2%}")
+            limit, verdict = "none", "for information"
+            if c.tolerance is not None:
+                limit = f"{c.tolerance:g} ({c.format})"
+                verdict = "equal" if c.is_equal else "DIFFERENT"
+            rows.append((c.name, str(c.examples), *numbers, limit, verdict))
+        return rows
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """Where a run's trained weights are, and what is loaded with them."""
+
+    recipe: Recipe
+    source: Path  # a model's or adapter's folder, or a checkpoint
+    lora: LoRA | None
+    data: PreparedData | None
+    tokenizer: PreTrainedTokenizerBase = field(repr=False)
+    stop: int | None  # the token that ends a trained answer
+
+    @property
+    def is_checkpoint(self) -> bool:
+        return (self.source / MANIFEST).is_file()
+
+    def base(self, skeleton: bool = False) -> Any:
+        """The model as the run began with it, in float32."""
+        return model_for(self.recipe, self.tokenizer, self.stop, skeleton)
+
+    def attach(self, model: Any) -> Any:
+        """``model`` with the trained weights: its own ones replaced, or the adapter on top."""
+        if self.is_checkpoint:
+            if self.lora is not None:
+                model = replace(self.lora, base=None).adapt(model)
+            _load_checkpoint(model, self.source)
+            return model
+        if self.lora is not None:
+            return with_adapter(model, self.source)
+        loaded = load_model(str(self.source), stop_token_id=self.stop)
+        take_own_attention(loaded)
+        return loaded
+
+    def formats(self) -> NumberFormats:
+        """The number formats that full weights are written in."""
+        if self.lora is not None or self.is_checkpoint:
+            return saved_formats(self.recipe)
+        config = read_config(str(self.source), needs_weights=True)
+        return stored_formats(str(self.source), config)
+
+
+def export(request: Export, tell: Tell = print) -> Exported:
+    """Write a run's model into the output folder and compare it with the trained one.
+
+    The folder appears under its name when all of it is written, also if the comparison fails: the
+    result and `export.json` report that.
+
+    Raises:
+        InputError: something of the request can't be exported, or the disk is full; nothing is
+            left of the output folder.
+    """
+    _check_output(request.output)
+    trained = _trained_of(request)
+    skeleton = trained.base(skeleton=True)
+    if request.form == "gguf":
+        check_convertible(skeleton, trained.tokenizer)
+    _check_room(request, skeleton, trained)
+    formats = trained.formats()
+    model = trained.attach(None if _is_whole(trained) else trained.base())
+    generation_of = model.get_base_model() if trained.lora is not None else model
+    if sentence := _repair_generation(generation_of):
+        tell(sentence)
+    tokens, source_of_tokens = _tokens(trained.data, skeleton.config.vocab_size)
+    tell(f"comparing logits on {source_of_tokens}")
+    before = logits(model, tokens)
+    comparisons = []
+    if trained.lora is not None and trained.lora.base is not None:
+        rounded = trained.base()
+        round_base(rounded, trained.lora.base)
+        on_rounded = logits(trained.attach(rounded), tokens)
+        name = f"on the original base, compared with the base in {trained.lora.base}"
+        comparisons.append(compare(name, "float32", before, on_rounded, None))
+        del rounded, on_rounded
+    try:
+        with appearing_at_once(request.output) as folder:
+            kind, after, problems, unsaved = _write(
+                request, trained, model, formats, folder, tokens
+            )
+            name = "written files, compared with the trained model"
+            last = compare(name, kind, logits(after, tokens), before, TOLERANCES[kind])
+            result = Exported((*comparisons, last), tuple(problems), tuple(unsaved))
+            _describe(request, trained.recipe, folder, result, tell)
+    except OSError as error:
+        raise InputError(
+            f"{request.output} can't be written ({error.strerror or error}): make room or choose "
+            "another folder; nothing of it is left"
+        ) from error
+    return result
+
+
+def _write(
+    request: Export,
+    trained: _Trained,
+    model: Any,
+    formats: NumberFormats,
+    folder: Path,
+    tokens: Sequence[Tensor],
+) -> tuple[str, Any, list[str], list[str]]:
+    """Writes the files and reads them back: format, model, problems, what couldn't be written."""
+    tokenizer, stop = trained.tokenizer, trained.stop
+    if request.form == "adapter":
+        unsaved = save_adapter(model, tokenizer, folder)
+        _without_local_path(folder / ADAPTER)
+        return "float32", with_adapter(trained.base(), folder), [], unsaved
+    if trained.lora is not None:
+        model = merge(model)
+    if request.form == "gguf":
+        file = folder / f"{request.output.resolve().name}-{request.gguf_type.upper()}.gguf"
+        write_gguf(model, tokenizer, file, request.gguf_type, file.stem, stop)
+        return request.gguf_type, _read_back(model, file), [], []
+    unsaved = save_model(model, tokenizer, folder, formats)
+    model.to("meta")  # makes room for the copy that is read back
+    after = load_model(str(folder))
+    take_own_attention(after)
+    names = {str(k).removeprefix("torch.") for k in (formats.most, *formats.own.values()) if k}
+    kind = max(names or {"float32"}, key=lambda name: TOLERANCES.get(name, 0.0))
+    return kind, after, _differences(folder, tokenizer, tokens[0], stop), unsaved
+
+
+def _read_back(model: Any, file: Path) -> Any:
+    """The model with the weights of a file; a weight that the file lacks is not a number."""
+    for parameter in model.parameters():
+        parameter.data.fill_(torch.nan)
+    model.load_state_dict(read_gguf(file, model.config), strict=False)
+    return model
+
+
+def _differences(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, tokens: Tensor, stop: int | None
+) -> list[str]:
+    """What a reader of the folder would get otherwise than it was trained, beside the weights."""
+    problems = []
+    stored = load_tokenizer(str(folder))
+    text = tokenizer.decode(tokens)
+    if stored(text)["input_ids"] != tokenizer(text)["input_ids"]:
+        problems.append("the written tokenizer splits a text into other tokens")
+    if stored.chat_template != tokenizer.chat_template:
+        problems.append("the written tokenizer has another chat template")
+    if stop is not None:
+        ends = read_json_object(folder / "generation_config.json", "generation config").get(
+            "eos_token_id"
+        )
+        if stop not in (ends if isinstance(ends, list) else [ends]):
+            problems.append(f"generation doesn't stop at token {stop}, which ends trained answers")
+    return problems
+
+
+# What is exported, and the checks before any weight is read.
+
+
+def _check_output(output: Path) -> None:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise InputError(f"-o {output} is not an empty folder: choose a new one")
+
+
+def _trained_of(request: Export) -> _Trained:
+    run = request.run
+    if not (run / "recipe.yaml").is_file():
+        raise InputError(f"{run} has no recipe.yaml: give the folder of a run of hasten train")
+    recipe = load_recipe(run / "recipe.yaml")
+    plan = requested_plan(recipe)
+    lora = lora_of(recipe, plan)
+    if request.form == "adapter" and lora is None:
+        raise InputError(f"{run} trained all weights, so it has no adapter: leave --adapter out")
+    if request.weights == "checkpoint":
+        saving = next((t for t in plan if isinstance(t, Checkpoints)), None)
+        place = Path(saving.folder) if saving and saving.folder else run / "checkpoints"
+        source = next(reversed(checkpoints(place)), None)
+        if source is None:
+            raise InputError(f"{place} has no checkpoint: choose --weights final")
+    else:
+        kind = "adapter" if lora is not None else "model"
+        suffix = "_average" if request.weights == "average" else ""
+        source = run / ("best" if request.weights == "best" else f"{kind}{suffix}")
+        if not (source / (ADAPTER if lora is not None else "config.json")).is_file():
+            raise InputError(
+                f"{source} holds no {kind}: choose other weights of the run with --weights "
+                f"({', '.join(WEIGHTS)})"
+            )
+        if lora is not None and (other := other_base(source, recipe.model)):
+            raise InputError(
+                f"{source} is an adapter of {other}, and the recipe of {run} has model: "
+                f"{recipe.model}: give the run that trained the adapter"
+            )
+    data = stored_data(recipe, run / "data")
+    if request.weights != "checkpoint":
+        tokenizer = load_tokenizer(str(source))
+    elif data is not None:
+        tokenizer = data.tokenizer
+    else:
+        tokenizer = load_tokenizer(recipe.tokenizer or recipe.model)
+    return _Trained(recipe, source, lora, data, tokenizer, _stop_token(tokenizer, source))
+
+
+def _stop_token(tokenizer: PreTrainedTokenizerBase, source: Path) -> int | None:
+    """The token that ends a trained answer, after a look at the chat template.
+
+    Raises:
+        InputError: there is no template, or it begins with two tokens of the text's beginning.
+    """
+    if not tokenizer.chat_template:
+        raise InputError(
+            f"the tokenizer of {source} has no chat template: put the template that the model was "
+            "trained with into chat_template.jinja there"
+        )
+    dialogue = (Message("user", "?"), Message("assistant", "!"))
+    encode(tokenizer, Conversation(dialogue, None, f"the chat template of {source}"), 4096)
+    return stop_token(tokenizer, answer_end(tokenizer))
+
+
+def _is_whole(trained: _Trained) -> bool:
+    """True if the source is a full model, which needs no base."""
+    return trained.lora is None and not trained.is_checkpoint
+
+
+def _check_room(request: Export, skeleton: Any, trained: _Trained) -> None:
+    size = 4 if request.form == "folder" else 2
+    if request.form == "folder" and (most := trained.formats().most) is not None:
+        size = most.itemsize
+    needed = size * sum(p.numel() for p in skeleton.parameters())
+    if request.form == "adapter":
+        needed = sum(file.stat().st_size for file in trained.source.iterdir() if file.is_file())
+    place = request.output.absolute()
+    while not place.is_dir():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < needed + ROOM:
+        raise InputError(
+            f"-o {request.output} needs about {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are "
+            "free there: make room or choose another folder"
+        )
+
+
+def _load_checkpoint(model: Any, path: Path) -> None:
+    """Puts a checkpoint's weights into a model; of one with an adapter, the adapter's alone.
+
+    Raises:
+        InputError: the checkpoint is damaged, or lacks a weight that was trained.
+    """
+    try:
+        tensors, _ = load(path)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    learned = {name for name, p in model.named_parameters() if p.requires_grad}
+    state = model.state_dict()
+    # A full model's buffers change in training, too: the biases that balance its experts.
+    is_adapted = any(".lora_" in name for name in learned)
+    wanted = learned if is_adapted else state.keys()
+    stored = {
+        name: tensors[_IN_CHECKPOINT + name] for name in wanted if _IN_CHECKPOINT + name in tensors
+    }
+    if lacking := sorted(learned - stored.keys()):
+        raise InputError(f"{path} has no {lacking[0]}: it is of another model than the recipe's")
+    for name, tensor in stored.items():
+        if tensor.shape != state[name].shape:
+            raise InputError(f"{path} has another shape of {name} than the recipe's model")
+    model.load_state_dict(stored, strict=False)
+
+
+def _repair_generation(model: Any) -> str:
+    """Makes a contradictory generation config valid; the sentence says what was changed.
+
+    Published models list a temperature and switch sampling off, which transformers refuses to save.
+
+    Raises:
+        InputError: it is contradictory with sampling on, too.
+    """
+    generation = model.generation_config
+    try:
+        generation.validate(strict=True)
+    except ValueError:
+        generation.do_sample = True
+    else:
+        return ""
+    try:
+        generation.validate(strict=True)
+    except ValueError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"the model's generation_config.json is contradictory: {reason}"
+        ) from error
+    return "generation_config.json has sampling settings: do_sample is written as true"
+
+
+# Logits, and the comparison.
+
+
+def _tokens(data: PreparedData | None, vocabulary: int) -> tuple[list[Tensor], str]:
+    """The first tokens of 20 eval examples; training examples if there are fewer."""
+    if data is None:
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.randint(vocabulary, (EXAMPLES, 64), generator=generator)
+        return list(drawn), f"{EXAMPLES} sequences of drawn tokens (the run's data is gone)"
+    rows: list[Tensor] = []
+    names = []
+    for name, examples in (("eval", data.eval_data), ("training", data.train)):
+        count = min(EXAMPLES - len(rows), len(examples))
+        for i in range(count):
+            rows.append(torch.from_numpy(examples[i].input_ids[:TOKENS].astype("int64")))
+        names += [f"{count} {name} examples"] if count else []
+    return rows, " and ".join(names)
+
+
+@torch.no_grad()
+def logits(model: Any, tokens: Sequence[Tensor]) -> list[Tensor]:
+    """Logits of each sequence, (length, vocabulary) in float32."""
+    model.eval()
+    return [model(input_ids=row[None]).logits[0].float() for row in tokens]
+
+
+def compare(
+    name: str,
+    kind: str,
+    after: Sequence[Tensor],
+    before: Sequence[Tensor],
+    tolerance: float | None,
+) -> LogitComparison:
+    """Compares logits of the same tokens; the values of the worst example."""
+    largest, mean, same, positions = [], [], 0, 0
+    for new, old in zip(after, before, strict=True):
+        difference = (new - old).double()
+        largest.append(difference.abs().max() / old.abs().max())
+        mean.append(difference.norm() / old.double().norm())
+        same += int((new.argmax(-1) == old.argmax(-1)).sum())
+        positions += len(old)
+    return LogitComparison(
+        name,
+        kind,
+        examples=len(before),
+        positions=positions,
+        largest=float(torch.stack(largest).max()),  # unlike Python's, NaN if one is
+        mean=float(torch.stack(mean).max()),
+        same_token=same / positions,
+        tolerance=tolerance,
+    )
+
+
+# The files beside the weights.
+
+
+def _describe(request: Export, recipe: Recipe, folder: Path, result: Exported, tell: Tell) -> None:
+    """Writes `export.json` and the model card."""
+    content = {
+        "equal": result.is_equal,
+        "form": request.form,
+        "weights": request.weights,
+        **asdict(result),
+    }
+    write_atomic(folder / RESULT, json.dumps(content, indent=1) + "\n")
+    summary = request.run / "summary.json"
+    if not summary.is_file():
+        tell(f"no model card is written: {request.run} has no summary.json")
+        return
+    plain = recipe.model_dump(mode="json")
+    write_card(
+        folder, plain, read_json_object(summary, "run's summary"), request.report, result.rows()
+    )
+
+
+def _without_local_path(config: Path) -> None:
+    """Reduces the base's name in an adapter's config to the folder's, if it is a local folder."""
+    fields = read_json_object(config, "adapter's config")
+    name = str(fields.get("base_model_name_or_path") or "")
+    if Path(name).is_dir():
+        fields["base_model_name_or_path"] = Path(name).resolve().name
+        config.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+# Upload to a hub.
+
+# What a folder of an export has; nothing else of it is uploaded.
+UPLOADED: Final = ("*.safetensors", "*.gguf", "*.json", "*.jinja", "*.txt", "README.md")
+
+
+def check_upload(repository: str) -> None:
+    """Refuses an upload that can't succeed, before any work.
+
+    Raises:
+        InputError: the name isn't OWNER/NAME, or no token is stored.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        huggingface_hub.utils.validate_repo_id(repository)
+    except HFValidationError as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"--push {repository} is no name of a repository: {reason}") from error
+    if "/" not in repository:
+        raise InputError(f"--push {repository} names no owner: give OWNER/NAME")
+    if huggingface_hub.get_token() is None:
+        raise InputError(f"--push {repository} needs a token: run `hf auth login`, or set HF_TOKEN")
+
+
+def upload(folder: Path, repository: str, is_private: bool) -> str:
+    """Uploads an exported folder in one commit and returns its address.
+
+    Raises:
+        InputError: the hub refused or can't be reached; the folder stays as it is.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import HTTPError
+
+    try:
+        hub = huggingface_hub.HfApi()
+        hub.create_repo(repository, private=is_private, exist_ok=True)
+        commit = hub.upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            allow_patterns=list(UPLOADED),
+            commit_message="Upload of hasten export",
+        )
+    except (HTTPError, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise InputError(
+            f"--push {repository} failed ({reason}): {folder} is complete, and "
+            f"`hf upload {repository} {folder}` uploads it"
+        ) from error
+    return str(commit.repo_url)

@@ -1,0 +1,288 @@
+"""A run's model behind OpenAI's HTTP interface, by the server of transformers or by vLLM.
+
+    transformers   the handlers of ``transformers serve`` in this process, on the loaded model: the
+                   run's adapter and exact tokenizer, which its own loader would replace
+    vLLM           ``vllm serve`` as a child process on the saved weights or adapter
+
+    POST /v1/chat/completions, /v1/completions   whole or streamed, by the handlers
+    GET  /v1/models, /health
+
+All other routes of their servers stay closed: they load any model, or unload this one. Requests
+pass `CheckedAccess` first. Interface: https://platform.openai.com/docs/api-reference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from hasten.errors import InputError, pip_install
+from hasten.machine.environment import child_environment
+from hasten.models.load import quiet, read_config
+from hasten.models.presets import PRESETS
+from hasten.models.weights import ADAPTER
+from hasten.monitor.server import (
+    App,
+    Receive,
+    Scope,
+    Send,
+    bearer_tokens,
+    is_same_origin,
+    is_token,
+    listen,
+    names_for,
+    names_this_server,
+)
+from hasten.release.trained_model import (
+    LoadedModel,
+    adapter_base,
+    check_adapter_base,
+    recipe_of,
+    weights_folder,
+)
+
+STARTING_SECONDS = 1800.0  # vLLM compiles and loads before it answers
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def address_url(host: str, port: int) -> str:
+    """The base address for OpenAI's clients."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+
+
+class CheckedAccess:
+    """An application that answers requests with the token, under its own name, of its own origin.
+
+    Without a token, on loopback, the Host and Origin headers keep other pages' scripts away.
+    """
+
+    def __init__(self, app: App, token: str | None, names: frozenset[str]) -> None:
+        self._app, self._token, self._names = app, token, names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (refusal := self._refusal(scope["headers"])):
+            await error_response(*refusal)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _refusal(self, headers: list[tuple[bytes, bytes]]) -> tuple[int, str] | None:
+        if not names_this_server(headers, self._names):
+            return 421, "this name is not the server's; use the address that it printed"
+        if not is_same_origin(headers):
+            return 403, "pages of other origins are refused"
+        if self._token is None:
+            return None
+        if any(is_token(word, self._token) for word in bearer_tokens(headers)):
+            return None
+        return 401, "the token is missing or wrong; give it to the client as api_key"
+
+
+def error_response(status: int, message: str) -> Response:
+    """An error in the form that OpenAI's clients read."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status)
+
+
+def application(loaded: LoadedModel) -> Starlette:
+    """The four routes over a loaded model, answered by transformers' handlers.
+
+    Raises:
+        InputError: a package that the handlers need is missing, or transformers has other ones.
+    """
+    check_transformers()
+    try:
+        from transformers.cli.serving.chat_completion import ChatCompletionHandler
+        from transformers.cli.serving.completion import CompletionHandler
+        from transformers.cli.serving.model_manager import ModelManager, TimedModel
+        from transformers.cli.serving.utils import GenerationState
+
+        manager = ModelManager(model_timeout=-1)
+        key = manager.process_model_name(loaded.name)
+        manager.loaded_models[key] = TimedModel(loaded.model, -1, loaded.tokenizer)
+        manager.force_model = loaded.name  # requests for another model are refused
+        state = GenerationState()
+        chat = ChatCompletionHandler(manager, state, chat_template_kwargs={})
+        completion = CompletionHandler(manager, state)
+    except (ImportError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"the installed transformers has another form of its server ({error}): install the "
+            "version in the constraints file"
+        ) from error
+
+    def answered_by(handler: Any) -> Callable[[Request], Any]:
+        async def respond(request: Request) -> Response:
+            try:
+                body = await request.json()
+            except ValueError:
+                return error_response(400, "the request is no JSON")
+            if not isinstance(body, dict):
+                return error_response(400, "the request must be a JSON object")
+            try:
+                response: Response = await handler.handle_request(body, uuid.uuid4().hex)
+            except HTTPException as error:  # FastAPI's is one
+                return error_response(error.status_code, str(error.detail))
+            except Exception as error:  # of a library, for whatever a client sends
+                return error_response(400, f"{type(error).__name__}: {error}")
+            return response
+
+        return respond
+
+    async def models(request: Request) -> Response:
+        entry = {"id": loaded.name, "object": "model", "created": 0, "owned_by": "hasten"}
+        return JSONResponse({"object": "list", "data": [entry]})
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    app = Starlette(
+        routes=[
+            Route("/v1/chat/completions", answered_by(chat), methods=["POST"]),
+            Route("/v1/completions", answered_by(completion), methods=["POST"]),
+            Route("/v1/models", models),
+            Route("/health", health),
+        ]
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+def check_transformers() -> None:
+    """Raise InputError if a package of ``transformers serve`` is missing."""
+    missing = [n for n in ("fastapi", "openai", "uvicorn") if importlib.util.find_spec(n) is None]
+    if missing:
+        raise InputError(
+            f"the server of transformers needs {' and '.join(missing)}: {pip_install('serve')}"
+        )
+
+
+class ModelServer:
+    """A loaded model at an address; ``run`` answers until it is stopped.
+
+    Raises:
+        InputError: the address can't be used, or packages are missing.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, listener: socket.socket, host: str, token: str | None
+    ) -> None:
+        self._socket = listener
+        app = CheckedAccess(application(loaded), token, names_for(host))
+        config = uvicorn.Config(
+            app, ws="none", lifespan="off", log_level="warning", timeout_graceful_shutdown=3
+        )
+        self._server = uvicorn.Server(config)
+
+    def run(self) -> None:
+        """Answer until Ctrl-C, or until `stop`."""
+        try:
+            # uvicorn raises the interrupt again at its end; transformers logs each request.
+            with quiet(), contextlib.suppress(KeyboardInterrupt):
+                self._server.run(sockets=[self._socket])
+        finally:
+            self._socket.close()
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+
+
+# vLLM.
+
+
+def vllm_command(run: Path, weights: str, host: str, port: int) -> list[str]:
+    """The command that starts vLLM on a run's saved weights, or on its base with the adapter.
+
+    Raises:
+        InputError: vLLM isn't installed, or can't serve this run's adapter.
+    """
+    program = shutil.which("vllm")
+    if program is None:
+        raise InputError("--engine vllm: the command vllm isn't on the PATH; install vLLM first")
+    folder = weights_folder(run, weights)
+    address = ["--host", host, "--port", str(port)]
+    if not (folder / ADAPTER).is_file():
+        return [program, "serve", str(folder), "--served-model-name", run.name, *address]
+    recipe = recipe_of(run)
+    check_adapter_base(folder, recipe)
+    rounded = adapter_base(recipe)
+    if recipe.model in PRESETS or rounded:
+        base = f"a base rounded to {rounded}" if rounded else f"the preset {recipe.model}"
+        raise InputError(
+            f"--engine vllm: {folder} is an adapter of {base}, which vLLM can't load: merge the "
+            "adapter into the weights first, or use --engine transformers"
+        )
+    read_config(recipe.model, needs_weights=True)
+    rank = int(read_json_object(folder / ADAPTER, "adapter's config").get("r", 16))
+    allowed = next((r for r in (8, 16, 32, 64, 128, 256, 320, 512) if r >= rank), rank)
+    adapter = ["--enable-lora", "--max-lora-rank", str(allowed), "--tokenizer", str(folder)]
+    modules = ["--lora-modules", f"{run.name}={folder}"]
+    return [program, "serve", recipe.model, *adapter, *modules, *address]
+
+
+def run_vllm(
+    command: Sequence[str], url: str, token: str | None, on_ready: Callable[[], None]
+) -> int:
+    """Run vLLM until it ends; ``on_ready`` is called once its address answers.
+
+    The token travels in VLLM_API_KEY, since other users can read a command line.
+
+    Raises:
+        InputError: it ended, or did not answer within half an hour.
+    """
+    extra = {} if token is None else {"VLLM_API_KEY": token}
+    child = subprocess.Popen(command, env=child_environment(extra))
+    try:
+        deadline = time.monotonic() + STARTING_SECONDS
+        while not _answers(url, token):
+            if child.poll() is not None:
+                raise InputError(f"vllm ended with code {child.returncode} before it answered")
+            if time.monotonic() > deadline:
+                raise InputError(f"vllm did not answer at {url} within {STARTING_SECONDS:.0f} s")
+            time.sleep(0.2)
+        on_ready()
+        return child.wait()
+    finally:
+        if child.poll() is None:
+            child.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(10)
+            child.kill()
+
+
+def _answers(url: str, token: str | None) -> bool:
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(f"{url}/models", headers=headers), timeout=5
+        ) as response:
+            return isinstance(json.load(response).get("data"), list)
+    except (urllib.error.URLError, OSError, ValueError, AttributeError):
+        return False
+
+
+def free_port(host: str, port: int) -> int:
+    """A port that nothing listens on: ``port``, or any if it is 0.
+
+    Raises:
+        InputError: it is taken.
+    """
+    with contextlib.closing(listen(host, port, "the server")) as listener:
+        number: int = listener.getsockname()[1]
+    return number

@@ -1,0 +1,250 @@
+"""The model of a finished run, loaded for use, and the text that it generates.
+
+(1) the weights of RUN/model, or RUN/adapter merged into its base => (2) the tokenizer saved with
+them, whose chat template renders the turns in the sandbox that training used => (3) generation
+stops at the tokens that the weights name and at the end of an answer. Weights are float32 on a
+processor and bfloat16 on an accelerator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+
+from hasten.data.chat_template import answer_end, chat_template_of, render_turns
+from hasten.data.conversation import Message
+from hasten.data.template_sandbox import UnrenderedError
+from hasten.errors import InputError
+from hasten.models.adapters import merge, other_base, round_base, with_adapter
+from hasten.models.load import load_model, load_tokenizer, quiet, take_own_attention
+from hasten.models.weights import ADAPTER
+from hasten.parts.nn.quantised import Kind
+from hasten.recipe.build import model_for, requested_plan
+from hasten.recipe.prepared_data import stop_token
+from hasten.recipe.schema import Recipe, load_recipe
+from hasten.techniques.adapter import LoRA
+
+RECIPE = "recipe.yaml"  # of a run, as it was resolved
+BASE = "base"  # names the model that a run started from
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A causal language model in evaluation mode with its tokenizer.
+
+    Args:
+        name: shown next to answers, and the model's name for clients of a server.
+        folder: the saved weights or adapter; None for the model that a run started from.
+    """
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    folder: Path | None = None
+
+
+def weights_folder(run: Path, weights: str = "") -> Path:
+    """The folder of a run's weights: ``weights`` in it, or model, or adapter.
+
+    Raises:
+        InputError: there is no such run, or it has no such weights.
+    """
+    if not run.is_dir():
+        raise InputError(f"{run}: there is no such folder; give the folder of a finished run")
+    names = [weights] if weights else ["model", "adapter"]
+    for name in names:
+        if any((run / name / mark).is_file() for mark in ("config.json", ADAPTER)):
+            return run / name
+    raise InputError(
+        f"{run} has no saved weights in {' or '.join(names)}: give the folder of a finished run, "
+        "or another folder in it with --weights"
+    )
+
+
+def recipe_of(run: Path) -> Recipe:
+    """The resolved recipe of a run.
+
+    Raises:
+        InputError: the folder has none.
+    """
+    if not (run / RECIPE).is_file():
+        raise InputError(f"{run} has no {RECIPE}: give the folder of a finished run")
+    return load_recipe(run / RECIPE)
+
+
+def load_run(run: Path, weights: str = "") -> LoadedModel:
+    """The trained model of a run, an adapter merged into its base.
+
+    Raises:
+        InputError: no such run or weights, or the adapter is of another base.
+    """
+    folder = weights_folder(run, weights)
+    if not (folder / ADAPTER).is_file():
+        return _ready(run.name, load_model(str(folder)), load_tokenizer(str(folder)), folder)
+    recipe = recipe_of(run)
+    check_adapter_base(folder, recipe)
+    tokenizer = load_tokenizer(str(folder))
+    model: Any = model_for(recipe, tokenizer, stop_token(tokenizer, answer_end(tokenizer)))
+    if base := adapter_base(recipe):
+        round_base(model, base)  # the weights that training computed with
+    return _ready(run.name, merge(with_adapter(model, folder)), tokenizer, folder)
+
+
+def adapter_base(recipe: Recipe) -> Kind | None:
+    """The format that a run's frozen base was rounded to, by its plan or its keys."""
+    planned = [t for t in requested_plan(recipe) if isinstance(t, LoRA)]
+    return planned[0].base if planned else recipe.lora_base
+
+
+def check_adapter_base(folder: Path, recipe: Recipe) -> None:
+    """Raise InputError if a saved adapter names another base than the run's recipe."""
+    if other := other_base(folder, recipe.model):
+        raise InputError(
+            f"{folder} is an adapter of {other}, but the run's {RECIPE} names the model "
+            f"{recipe.model}: set model there to the base that the adapter was trained on"
+        )
+
+
+def load_base(run: Path, weights: str = "") -> LoadedModel:
+    """The model that a run started from, with the run's tokenizer."""
+    tokenizer = load_tokenizer(str(weights_folder(run, weights)))
+    model: Any = model_for(recipe_of(run), tokenizer, stop_token(tokenizer, answer_end(tokenizer)))
+    return _ready(BASE, model, tokenizer)
+
+
+def load_other(source: str, run: Path, weights: str = "") -> LoadedModel:
+    """What a run is compared with: ``base``, another run, or a model's folder or hub name."""
+    if source == BASE:
+        return load_base(run, weights)
+    if (Path(source) / RECIPE).is_file():
+        return load_run(Path(source))
+    return _ready(source, load_model(source), load_tokenizer(source), Path(source))
+
+
+def _ready(
+    name: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path | None = None,
+) -> LoadedModel:
+    take_own_attention(model)
+    if torch.accelerator.is_available():
+        for parameter in model.parameters():  # buffers stay float32, as in training
+            parameter.data = parameter.data.to(torch.bfloat16)
+        model.to(torch.accelerator.current_accelerator())
+    model.requires_grad_(False)
+    return LoadedModel(name, model.eval(), tokenizer, folder)
+
+
+def check_template(loaded: LoadedModel) -> None:
+    """Refuses a model without a chat template, and one whose template renders no question.
+
+    Raises:
+        InputError: as above.
+    """
+    if not chat_template_of(loaded.tokenizer).plain:
+        raise InputError(
+            f"the tokenizer of {loaded.folder or loaded.name} has no chat template, so it can't "
+            "render questions: set chat_template in the recipe, or save chat_template.jinja there"
+        )
+    prompt_tokens(loaded, [Message("user", "?")])
+
+
+def prompt_tokens(loaded: LoadedModel, messages: Sequence[Message]) -> list[int]:
+    """The tokens of a conversation up to where the next answer begins."""
+    template = chat_template_of(loaded.tokenizer)
+    try:
+        text = render_turns(template, messages, True, "the question")
+    except UnrenderedError as error:
+        raise InputError(
+            f"the chat template of {loaded.name} refuses the turns: {error}"
+        ) from error
+    ids: list[int] = loaded.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Args:
+        max_tokens: most tokens of an answer.
+        temperature: 0 takes the most probable token.
+        top_p: smallest probability that the sampled tokens share (arXiv 1904.09751).
+    """
+
+    max_tokens: int = 512
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+
+class _Pieces(TextStreamer):
+    """Calls a function with each piece of text as soon as it is final."""
+
+    def __init__(self, tokenizer: Any, on_text: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._on_text = on_text
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if text:
+            self._on_text(text)
+
+
+def generate(
+    loaded: LoadedModel,
+    prompt: Sequence[int],
+    sampling: Sampling = Sampling(),
+    on_text: Callable[[str], None] | None = None,
+) -> list[int]:
+    """The tokens that follow a prompt, the one at which generation stops included.
+
+    ``on_text`` receives the text piece by piece.
+
+    Raises:
+        InputError: the prompt leaves no position free.
+    """
+    model: Any = loaded.model
+    longest = getattr(model.config, "max_position_embeddings", None) or 2**31
+    if len(prompt) >= longest:
+        raise InputError(
+            f"the conversation has {len(prompt)} tokens and {loaded.name} takes {longest}: "
+            "start a new one, or shorten the question"
+        )
+    inputs = torch.tensor([list(prompt)], device=model.device)
+    chosen = (
+        {
+            "do_sample": True,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": 0,
+        }
+        if sampling.temperature
+        else {"do_sample": False}
+    )
+    with quiet(), torch.inference_mode():
+        written = model.generate(
+            input_ids=inputs,
+            attention_mask=torch.ones_like(inputs),
+            max_new_tokens=min(sampling.max_tokens, longest - len(prompt)),
+            pad_token_id=loaded.tokenizer.pad_token_id,
+            streamer=None if on_text is None else _Pieces(loaded.tokenizer, on_text),
+            **chosen,
+        )
+    tokens: list[int] = written[0, len(prompt) :].tolist()
+    return tokens
+
+
+def answer(
+    loaded: LoadedModel,
+    messages: Sequence[Message],
+    sampling: Sampling = Sampling(),
+    on_text: Callable[[str], None] = lambda text: None,
+) -> str:
+    """The text of the next answer in a conversation, special tokens left out."""
+    tokens = generate(loaded, prompt_tokens(loaded, messages), sampling, on_text)
+    return str(loaded.tokenizer.decode(tokens, skip_special_tokens=True)).strip()

@@ -1,0 +1,202 @@
+"""Any bytes in the place of a foreign file are read or refused in one sentence, in bounded time.
+
+Each harness starts from a sound file and damages it; what was found once is in ``FOUND`` and is
+tried first. ``make campaign`` runs the same with more examples (HASTEN_FUZZ).
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save as packed
+
+from hasten.data.json_reader import scan_json, scan_lines
+from hasten.data.readers import read_examples
+from hasten.data.template_sandbox import UnrenderedError, render
+from hasten.errors import InputError
+from hasten.foreign_files import read_json_object
+from hasten.models.weights import INDEX, weight_files
+from hasten.monitor.run import Run
+from hasten.parts import checkpoint
+from hasten.recipe.importers import read as read_import
+from hasten.recipe.schema import load_recipe
+from hasten.report.runs import read_runs
+
+EXAMPLES = int(os.environ.get("HASTEN_FUZZ", "25"))
+ROWS = [{"question": f"{n}?", "answer": "é\u2028" * n} for n in range(5)]
+PIECES = (
+    *(b"", b"\0", b"\xff", b"\xef\xbb\xbf", b'"', b"{", b"}", b"[" * 2000, b"]", b"\\ud800", b"\n"),
+    *(b"1e999", b"-1", b"9" * 5000, b"NaN", b"'", b",", b":", b"&a", b"*a", b"!!python/name:os"),
+    *(b"../../x", b"/etc/passwd", b"\x1b[2J", b"\x00\x00\x00\x80", b"<<: *a", b"{% for i in x %}"),
+)
+# Places are shares of the file, so that a case means the same in files of all sizes.
+DAMAGES = st.lists(
+    st.tuples(st.floats(0, 1), st.integers(0, 40), st.sampled_from(PIECES) | st.binary(max_size=8)),
+    min_size=1,
+    max_size=4,
+)
+Damages = list[tuple[float, int, bytes]]
+FOUND: tuple[Damages, ...] = (
+    [(0.0, 10**6, b"")],  # an empty file
+    [(1.0, 0, b'"')],
+    [(0.5, 10**6, b"")],  # a file that is cut
+    [(0.0, 0, b"[" * 3000)],
+    [(0.0, 10**6, b"9" * 5000)],
+)
+
+
+def damaged(data: bytes, damages: Damages) -> bytes:
+    for share, cut, piece in damages:
+        at = int(share * len(data))
+        data = data[:at] + piece + data[at + cut :]
+    return data
+
+
+def fuzzed(test: Callable[[Damages], None]) -> Callable[[], None]:
+    """A test with the found cases and new ones."""
+    wrapped = given(damages=DAMAGES)(settings(max_examples=EXAMPLES, deadline=None)(test))
+    return functools.reduce(lambda each, case: example(damages=case)(each), FOUND, wrapped)
+
+
+@contextmanager
+def file_of(name: str, data: bytes) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "run", name)
+        path.parent.mkdir()
+        path.write_bytes(data)
+        yield path
+
+
+def refused_in_a_sentence(call: Callable[[], object], *kinds: type[Exception]) -> None:
+    try:
+        call()
+    except (InputError, *kinds) as error:
+        text = str(error)
+    else:
+        return
+    assert text, "an error without words"
+    assert "\n" not in text
+    assert len(text) < 1500
+    assert "Traceback" not in text
+
+
+@fuzzed
+def test_a_recipe(damages: Damages) -> None:
+    text = b"model: deepseek-llm-tiny\ndataset: [stdlib]\nplan:\n- packed\nseed: 7\nmax_steps: 3\n"
+    with file_of("recipe.yaml", damaged(text, damages)) as path:
+        refused_in_a_sentence(lambda: load_recipe(path))
+
+
+@fuzzed
+def test_an_override(damages: Damages) -> None:
+    text = b"model: deepseek-llm-tiny\ndataset: stdlib\nmax_steps: 3\n"
+    word = damaged(b"learning_rate=1e-3", damages).decode("utf-8", "surrogateescape")
+    with file_of("recipe.yaml", text) as path:
+        refused_in_a_sentence(lambda: load_recipe(path, [word]))
+
+
+@fuzzed
+def test_a_configuration_of_another_trainer(damages: Damages) -> None:
+    text = b"model_name_or_path: a\nstage: sft\ndataset: d\ntemplate: qwen\nlearning_rate: 1e-4\n"
+    with file_of("config.yaml", damaged(text, damages)) as path:
+        refused_in_a_sentence(lambda: read_import(path).to_yaml("config.yaml"))
+
+
+@fuzzed
+def test_examples_in_json(damages: Damages) -> None:
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
+    for scan, data in ((scan_lines, lines), (scan_json, json.dumps(ROWS).encode())):
+        for value in scan(io.BytesIO(damaged(data, damages))):
+            assert (value.value is None) or (value.reason is None)
+
+
+@functools.cache
+def tables() -> dict[str, bytes]:
+    table = pa.Table.from_pylist(ROWS)
+    arrow, parquet = io.BytesIO(), io.BytesIO()
+    with pa.ipc.new_file(arrow, table.schema) as writer:
+        writer.write_table(table)
+    pq.write_table(table, parquet)
+    csv = "question,answer\n" + "".join(f'{n}?,"a,{n}\n"\n' for n in range(5))
+    return {"x.arrow": arrow.getvalue(), "x.parquet": parquet.getvalue(), "x.csv": csv.encode()}
+
+
+@pytest.mark.parametrize("name", ["x.arrow", "x.parquet", "x.csv"])
+def test_a_table(name: str) -> None:
+    @fuzzed
+    def reads(damages: Damages) -> None:
+        with file_of(name, damaged(tables()[name], damages)) as path:
+            refused_in_a_sentence(lambda: read_examples([path], 1e9))
+
+    reads()
+
+
+@fuzzed
+def test_a_weight_map(damages: Damages) -> None:
+    index = json.dumps({"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}).encode()
+    with file_of(INDEX, damaged(index, damages)) as path:
+        (path.parent / "one.safetensors").write_bytes(packed({"a": torch.ones(2)}))
+        refused_in_a_sentence(lambda: weight_files(path.parent))
+
+
+@fuzzed
+def test_a_header_of_safetensors(damages: Damages) -> None:
+    with file_of("model.safetensors", damaged(packed({"a": torch.ones(2)}), damages)) as path:
+        refused_in_a_sentence(lambda: weight_files(path.parent))
+
+
+@fuzzed
+def test_a_manifest(damages: Damages) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        saved = checkpoint.save(Path(folder), 1, {"w": torch.ones(3)}, {"n": 1})
+        manifest = saved / checkpoint.MANIFEST
+        manifest.write_bytes(damaged(manifest.read_bytes(), damages))
+        refused_in_a_sentence(
+            lambda: checkpoint.load(saved), checkpoint.DamagedCheckpointError, RuntimeError
+        )
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "run.json", "summary.json", "spikes.jsonl"])
+def test_a_run_s_file_for_report_and_monitor(name: str) -> None:
+    content = {"step": 1, "loss": 2.5, "tokens": 10, "step_seconds": 0.5, "stopped": "done"}
+
+    @fuzzed
+    def reads(damages: Damages) -> None:
+        with file_of(name, damaged((json.dumps(content) + "\n").encode() * 2, damages)) as path:
+            refused_in_a_sentence(lambda: read_runs(path.parent))
+            run = Run("run", path.parent)
+            run.look()
+            json.dumps(run.standing(), allow_nan=False)
+
+    reads()
+
+
+@fuzzed
+def test_a_foreign_json_object(damages: Damages) -> None:
+    data = json.dumps({"a": [1, {"b": None}], "c": "é"}).encode()
+    with file_of("x.json", damaged(data, damages)) as path:
+        refused_in_a_sentence(lambda: read_json_object(path, "report"))
+
+
+@fuzzed
+def test_a_chat_template(damages: Damages) -> None:
+    source = b"{% for m in messages %}<{{ m.role }}>{{ m['content'] | trim }}{% endfor %}"
+    text = damaged(source, [case for case in damages if len(case[2]) < 5000])
+    values: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+    refused_in_a_sentence(
+        lambda: render(text.decode("utf-8", "replace"), "a:1", values), UnrenderedError
+    )

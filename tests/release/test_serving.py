@@ -1,0 +1,102 @@
+"""A served run answers OpenAI's own client as the model itself does, and strangers not at all."""
+
+from __future__ import annotations
+
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hasten.data.conversation import Message
+from hasten.monitor.server import listen
+from hasten.release import trained_model
+from hasten.release.trained_model import LoadedModel, Sampling, load_run
+
+TOKEN = "a-token-of-24-characters"
+QUESTION = "how many apples does she have"
+
+
+@pytest.fixture(scope="module")
+def loaded(lora_run: Path) -> LoadedModel:
+    return load_run(lora_run)
+
+
+@pytest.fixture(scope="module")
+def url(loaded: LoadedModel) -> Iterator[str]:
+    for name in ("fastapi", "openai"):
+        pytest.importorskip(name, reason="the server of transformers needs it (extra serve)")
+    from hasten.release.serving import ModelServer, address_url
+
+    listener = listen("127.0.0.1", 0, "the server")
+    server = ModelServer(loaded, listener, "127.0.0.1", TOKEN)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    yield address_url("127.0.0.1", listener.getsockname()[1])
+    server.stop()
+    thread.join(20)
+
+
+def client(url: str, token: str = TOKEN) -> Any:
+    import openai
+
+    return openai.OpenAI(base_url=url, api_key=token, max_retries=0, timeout=60)
+
+
+def test_chat_answers_are_the_models_own_whole_and_streamed(url: str, loaded: LoadedModel) -> None:
+    expected = trained_model.answer(loaded, [Message("user", QUESTION)], Sampling(8))
+    request: dict[str, Any] = {
+        "model": "run",
+        "messages": [{"role": "user", "content": QUESTION}],
+        "max_tokens": 8,
+        "temperature": 0,
+    }
+    openai_client = client(url)
+    whole = openai_client.chat.completions.create(**request)
+    assert whole.choices[0].message.content.strip() == expected
+    chunks = list(openai_client.chat.completions.create(**request, stream=True))
+    assert len(chunks) > 2
+    streamed = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert streamed.strip() == expected
+    assert [m.id for m in openai_client.models.list()] == ["run"]
+
+
+def test_completions_continue_a_text(url: str, loaded: LoadedModel) -> None:
+    prompt = loaded.tokenizer(QUESTION)["input_ids"]
+    tokens = trained_model.generate(loaded, prompt, Sampling(8))
+    expected = loaded.tokenizer.decode(tokens, skip_special_tokens=True)
+    request: dict[str, Any] = {
+        "model": "run",
+        "prompt": QUESTION,
+        "max_tokens": 8,
+        "temperature": 0,
+    }
+    assert client(url).completions.create(**request).choices[0].text == expected
+    chunks = client(url).completions.create(**request, stream=True)
+    assert "".join(c.choices[0].text for c in chunks if c.choices) == expected
+
+
+def test_requests_without_the_token_or_from_other_pages_are_refused(url: str) -> None:
+    import openai
+
+    with pytest.raises(openai.AuthenticationError):
+        client(url, "another-token-of-length").models.list()
+    with pytest.raises(openai.BadRequestError, match="pinned"):
+        client(url).chat.completions.create(model="other", messages=[])
+
+    def status(path: str, **headers: str) -> int:
+        request = urllib.request.Request(f"{url}{path}", headers=headers)
+        request.add_header("Authorization", f"Bearer {TOKEN}")
+        try:
+            with urllib.request.urlopen(request, timeout=20) as response:
+                return int(response.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    assert status("/models") == 200
+    assert status("/models", Host="elsewhere.example") == 421
+    assert status("/models", Origin="http://elsewhere.example") == 403
+    assert status("/../load_model") == status("/../reset") == 404
