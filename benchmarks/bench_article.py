@@ -4,7 +4,7 @@
     python benchmarks/bench_article.py --folder /tmp/article --ranks 1 --dataset gsm8k_train.jsonl
 
 Each switch alone, and all together, against the baseline on the same ranks: an experiment as
-``hasten speedup --plan article --design single`` makes it, with its example, so that a second start
+``hasten speedup plan=article --design single`` makes it, with its example, so that a second start
 goes on. On one rank the row of gradient compression says why it is missing.
 
     python benchmarks/bench_article.py --folder /tmp/article --beside-auto --budget 6m

@@ -334,7 +334,7 @@ def planner(inputs: Path) -> Iterator[Item]:
         **recipe(inputs, LISTS["planned recipe"]),
     }
     for given in LISTS["planned"]:
-        words = words_of(f"plan {given} --json plan.json --html plan.html", inputs)
+        words = words_of(f"estimate {given} --json -o plan.html", inputs)
         yield Item("planner", given, (words,), files=files, steady=())
 
 
@@ -348,7 +348,7 @@ ZERO = {"zero_optimization": {"stage": 3}, "train_batch_size": "auto"}
 def files(inputs: Path, keys: Mapping[str, Sequence[str]]) -> Iterator[Item]:
     """What ``import``, ``launch`` and ``init`` write; ``keys`` are those of each importer."""
     for name, content in foreign_files(keys):
-        ranks = ("--nproc", "2") if "2" in name else ()
+        ranks = ("nproc=2",) if "2" in name else ()
         words = ("import", name, "--output", "recipe.yaml", *ranks)
         beside = {name: content, "ds_z3.json": json.dumps(ZERO)}
         yield Item("files", f"import {name}", (words,), files=beside, codes=(0, 2))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from peft import LoraConfig, get_peft_model
 
-    from hasten.cli.hardware import check_hardware
+    from hasten.cli.env import check_hardware
     from hasten.core.job import Job
     from hasten.core.plan import Plan
     from hasten.core.technique import Technique
@@ -56,7 +56,7 @@ _HOMES = {
     "TopoAwareCollective": "hasten.parts.comm.collectives",
     "autocast": "hasten.integrations.mixed_precision",
     "benchmark": "hasten.integrations.throughput",
-    "check_hardware": "hasten.cli.hardware",
+    "check_hardware": "hasten.cli.env",
     "checkpoint_sequential": "hasten.parts.nn.recompute",
     "collate_fn": "hasten.parts.data.collate",
     "fused_linear_relu": "hasten.parts.nn.fused_functions",

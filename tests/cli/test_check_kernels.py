@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hasten.cli.check import doctor
+from hasten.cli.check import check
 from hasten.parts.kernels import build
 
 
@@ -27,7 +27,7 @@ def kernels_line(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_kernels_have_a_line(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor(recipe, []) == 0
+    assert check(recipe, []) == 0
     line = kernels_line(capsys)
     assert line.startswith("ok   kernels      rows: ")
     assert ", tiles: " in line
@@ -40,9 +40,9 @@ def test_without_a_compiler_the_line_says_why_and_a_plan_without_them_is_fine(
     monkeypatch.setattr(build, "COMPILERS", ("c++-that-is-nowhere",))
     build.build_library.cache_clear()
     try:
-        assert doctor(recipe, []) == 0
+        assert check(recipe, []) == 0
         assert "rows: no C++ compiler was found" in kernels_line(capsys)
-        assert doctor(recipe, ["plan=[fused_layers]"]) == 2
+        assert check(recipe, ["plan=[fused_layers]"]) == 2
         assert "FAIL fused_layers no C++ compiler was found" in capsys.readouterr().out
     finally:
         build.build_library.cache_clear()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hasten.cli.check import doctor
+from hasten.cli.check import check
 from hasten.recipe import memory_check
 from hasten.recipe.schema import Recipe
 from sample_data import small
@@ -32,7 +32,7 @@ def test_memory_has_a_row_and_what_can_not_fit_is_refused(
     monkeypatch.setattr(memory_check, "room_of", lambda known: room)
     path = tmp_path / "recipe.yaml"
     path.write_text(Recipe(**small(tmp_path, plan="auto")).to_yaml())
-    assert doctor(path, []) == code
+    assert check(path, []) == code
     found = capsys.readouterr().out
     assert said in found
     assert "plan         auto, which begins with" in found
@@ -43,7 +43,7 @@ def test_a_batch_with_fewer_examples_than_ranks_is_refused(
 ) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(Recipe(**small(tmp_path, nproc=2, global_batch_size=1)).to_yaml())
-    assert doctor(path, []) == 2
+    assert check(path, []) == 2
     found = capsys.readouterr().out
     assert "FAIL batch        global_batch_size: 1 examples a step are too few for 2 ranks" in found
     assert "give at least global_batch_size: 2" in found

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hasten.cli.check import doctor
+from hasten.cli.check import check
 
 
 def test_files_with_their_containers_and_long_records_have_a_line_each(
@@ -19,7 +19,7 @@ def test_files_with_their_containers_and_long_records_have_a_line_each(
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
     for cut, said in ((2048, 0), (20, 1)):
-        doctor(path, [f"cutoff_len={cut}"])
+        check(path, [f"cutoff_len={cut}"])
         out = capsys.readouterr().out
         assert f"ok   files        {tmp_path / 'a.csv'} (csv): question\n" in out
         assert out.count("9 examples are longer than cutoff_len=20 (too_long: truncate)") == said

@@ -54,7 +54,7 @@ def alike(path: Path, count: int = 60) -> Path:
     return path
 
 
-def test_train_report_and_doctor_work_on_one_recipe(tmp_path: Path, hasten: Hasten) -> None:
+def test_train_report_and_check_work_on_one_recipe(tmp_path: Path, hasten: Hasten) -> None:
     data = alike(tmp_path / "alike.jsonl")
     path = recipe(tmp_path, plan=["packed", "labelled_token_loss"], dataset=str(data))
     code, out, err = hasten("check", path)
@@ -77,11 +77,11 @@ def test_train_report_and_doctor_work_on_one_recipe(tmp_path: Path, hasten: Hast
     assert "eval loss" in out
 
 
-def test_hardware_is_shown_as_text_and_json(hasten: Hasten) -> None:
-    code, out, _ = hasten("hardware")
+def test_the_machine_is_shown_as_text_and_json(hasten: Hasten) -> None:
+    code, out, _ = hasten("env", "--no-measure")
     assert code == 0
     assert "cores" in out
-    code, out, _ = hasten("hardware", "--json")
+    code, out, _ = hasten("env", "--no-measure", "--json")
     assert code == 0
     found = json.loads(out)
     assert found["usable_cores"] >= 1
@@ -170,7 +170,7 @@ def test_bad_input_is_one_sentence_exit_code_2_and_nothing_trained(
     assert left <= {"data"}
 
 
-def test_doctor_finds_all_that_is_wrong_at_once(tmp_path: Path, hasten: Hasten) -> None:
+def test_check_finds_all_that_is_wrong_at_once(tmp_path: Path, hasten: Hasten) -> None:
     path = recipe(tmp_path, dataset=str(tmp_path / "none.jsonl"), plan=["pcked"])
     code, out, _ = hasten("check", path)
     assert code == 2
@@ -290,7 +290,7 @@ def test_two_processes_train_like_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("command", "option"),
-    [("speedup", "--json"), ("speedup", "--bundle"), ("verification", "--json")],
+    [("estimate", "--output"), ("verify", "--output"), ("tune", "--output")],
 )
 def test_a_file_that_could_not_be_written_is_refused_before_any_work(
     command: str, option: str, tmp_path: Path, hasten: Hasten

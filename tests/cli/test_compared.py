@@ -1,4 +1,4 @@
-"""``hasten report`` of several runs and ``hasten regress``, as a user meets them."""
+"""``hasten report`` of several runs and ``hasten speedup --rerun``, as a user meets them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hasten.cli.report import conclusion
+from hasten.cli.rerun import conclusion
 from hasten.measure.ablation import Design, Variant
 from hasten.measure.experiment import Measured, design_words
 from hasten.report.bundle import ArmChange, read_bundle
@@ -94,16 +94,16 @@ def test_an_experiment_is_stored_done_again_and_a_planted_loss_is_exit_code_4(
     assert cost["payback"]["text"]
     assert cost["experiment"]["money"] == pytest.approx(0.6 * cost["experiment"]["seconds"] / 3600)
     again = ("--output", tmp_path / "again")
-    code, out, err = hasten("regress", kept_there, *again)
+    code, out, err = hasten("speedup", "--rerun", kept_there, *again)
     assert code == 0, out + err
     assert "since then: the same versions" in out
     assert "nothing lost by more than 2%" in out
     assert "baseline again" not in out
     gain[0] = 1.3
-    code, out, err = hasten("regress", tmp_path / "run", "--rounds", "5", *again)
+    code, out, err = hasten("speedup", "--rerun", tmp_path / "run", "--rounds", "5", *again)
     assert code == 4, out + err
     assert "lost: only packed, without packed, all" in out
-    code, out, err = hasten("regress", kept_there, "--margin", "0.2", *again)
+    code, out, err = hasten("speedup", "--rerun", kept_there, "--tolerance", "0.2", *again)
     assert code == 0, out + err
 
 
@@ -119,29 +119,33 @@ def test_a_climb_that_keeps_nothing_says_that_there_is_no_report(
 ) -> None:
     pretend(monkeypatch, [1.0])
     path = recipe(tmp_path, plan=["packed"])
-    asked = ("--design", "greedy", "--no-verify", "--json", tmp_path / "found.json")
+    asked = ("--design", "greedy", "--no-verify", "--json")
     code, out, err = hasten("speedup", path, *asked)
     assert code == 0, err
-    assert "kept: nothing" in out
-    assert "no report was written" in out
-    assert not (tmp_path / "found.json").exists()
+    assert "kept: nothing" in err
+    assert "no report was written" in err
+    assert json.loads(out) is None
 
 
-def test_a_report_may_be_asked_for_where_it_stands_anyway(
+def test_json_is_all_that_stdout_has_and_output_names_the_folder(
     tmp_path: Path, hasten: Hasten, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend(monkeypatch, [1.2])
-    path, place = recipe(tmp_path, plan=["packed"]), tmp_path / "run" / "report.json"
-    place.parent.mkdir()
-    code, out, err = hasten("speedup", path, "--no-verify", "--json", place)
+    path, folder = recipe(tmp_path, plan=["packed"]), tmp_path / "elsewhere"
+    code, out, err = hasten("speedup", path, "--no-verify", "--json", "-o", folder)
     assert code == 0, out + err
-    assert json.loads(place.read_text())["variants"]
+    report = json.loads(out)
+    assert report == json.loads((folder / "report.json").read_text())
+    assert report["variants"]
+    assert f"report: {folder / 'report.html'}" in err
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("--order", "gain"), "say --design greedy"),
+        (("--tolerance", "0.1"), "--tolerance: it has no effect without --rerun"),
         (("--no-verify", "--seeds", "3"), "leave --no-verify out"),
         (("--design", "greedy", "--only", "packed"), "shorten the plan"),
     ],
@@ -159,7 +163,7 @@ def test_the_articles_plan_puts_their_promises_beside_what_was_measured(
     tmp_path: Path, hasten: Hasten, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend(monkeypatch, [1.2])
-    code, out, err = hasten("speedup", recipe(tmp_path), "--plan", "article")
+    code, out, err = hasten("speedup", recipe(tmp_path), "plan=article")
     assert code == 0, out + err
     claims = json.loads((tmp_path / "run" / "report.json").read_text())["claims"]
     said = {c["claimed"]: c for c in claims}
@@ -167,7 +171,7 @@ def test_the_articles_plan_puts_their_promises_beside_what_was_measured(
     assert said["12.5 -> 18.4 it/s, +47 %"]["verdict"] == "fell short"
     assert any(c["verdict"].startswith("not comparable") for c in claims)
     assert {c["technique"].partition("(")[0] for c in claims} >= {"autocast", "fused_layers"}
-    two = ("--plan", "article", "nproc=2", "--no-verify", "--design", "single")
+    two = ("plan=article", "nproc=2", "--no-verify", "--design", "single")
     code, out, err = hasten("speedup", recipe(tmp_path), *two)
     assert code == 0, out + err
     report = json.loads((tmp_path / "run" / "report.json").read_text())
@@ -176,7 +180,7 @@ def test_the_articles_plan_puts_their_promises_beside_what_was_measured(
     assert "the whole plan" in rows
     assert report["design"]["ranks"] == 2
     assert "2 ranks in each variant" in out
-    code, _, err = hasten("speedup", recipe(tmp_path), "--plan", "articel")
+    code, _, err = hasten("speedup", recipe(tmp_path), "plan=articel")
     assert code == 2
     assert "did you mean 'article'" in err
 
@@ -202,11 +206,12 @@ def test_other_data_and_other_settings_are_refused(tmp_path: Path, hasten: Haste
         ((), "is not the file of the experiment"),
         (("dataset=/nothing.jsonl",), "is not here"),
         (("seed=3",), "of a stored experiment only"),
-        (("--margin", "2"), "--margin"),
+        (("--tolerance", "2"), "--tolerance"),
+        (("--only", "packed"), "--only: it has no effect with --rerun"),
     ):
-        code, _, err = hasten("regress", kept_there, *words)
+        code, _, err = hasten("speedup", "--rerun", kept_there, *words)
         assert code == 2
         assert said in err
-    code, _, err = hasten("regress", tmp_path / "data.jsonl")
+    code, _, err = hasten("speedup", "--rerun", tmp_path / "data.jsonl")
     assert code == 2
     assert "can't be read" in err or "not a bundle" in err

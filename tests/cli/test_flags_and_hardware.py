@@ -38,7 +38,7 @@ def test_flags_of_another_trainer_become_a_recipe_by_import(
 def test_a_slip_in_a_flag_of_its_own_is_left_to_the_parser(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["hasten", "train", "recipe.yaml", "--max_restarts", "1"])
+    monkeypatch.setattr(sys, "argv", ["hasten", "train", "recipe.yaml", "--choose_only"])
     with pytest.raises(SystemExit):
         run()
     assert "another trainer" not in capsys.readouterr().err

@@ -40,7 +40,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("slurm", ["--time", "24h"], ["job.sbatch", "node.sh", "recipe.yaml"]),
         ("kubernetes", ["--image", "x:1", "--volume", "c"], ["pytorchjob.yaml", "trainjob.yaml"]),
         ("skypilot", ["--gpu", "H100"], ["node.sh", "recipe.yaml", "task.yaml"]),
-        ("megatron", ["--topology", "dgx_h100"], ["megatron.sh"]),
+        ("megatron", ["--cluster", "dgx_h100"], ["megatron.sh"]),
     ],
 )
 def test_each_target_gets_its_files_and_shell_that_parses(
@@ -84,7 +84,7 @@ def test_a_file_of_a_plan_gives_megatron_s_layout(hasten: Hasten, recipe: Path) 
     job = {"sequence": 4096, "global_batch": 256, "task": "pretrain"}
     plan = {"best": [{"layout": {**layout, **words}}], "job": job}
     Path("plan.json").write_text(json.dumps(plan))
-    given = ("--target", "megatron", "--nodes", 2, "--plan", "plan.json")
+    given = ("--target", "megatron", "--nodes", 2, "--estimate", "plan.json")
     code, _, err = hasten("launch", recipe, *given, "--output", "out")
     assert code == 0, err
     text = Path("out/megatron.sh").read_text()
@@ -107,13 +107,13 @@ def test_the_kubernetes_manifest_carries_the_resolved_recipe(hasten: Hasten, rec
         (["--target", "slrum"], "did you mean 'slurm'"),
         (["--time", "soon"], "write 90m, 24h or 7d"),
         (["--nodes", "0"], "nodes is 0"),
-        (["--topology", "fat_tre"], "did you mean 'fat_tree'"),
+        (["--cluster", "fat_tre"], "did you mean 'fat_tree'"),
         (["--name", "A B"], "lower case letters"),
         (["--target", "kubernetes"], "--image"),
         (["--target", "megatron"], "doesn't say which devices"),
-        (["--target", "megatron", "--plan", "none.json"], "No such file"),
+        (["--target", "megatron", "--estimate", "none.json"], "No such file"),
         (["--submit", "--dry-run"], "give one"),
-        (["--target", "megatron", "--topology", "dgx_h100", "--submit"], "by hand"),
+        (["--target", "megatron", "--cluster", "dgx_h100", "--submit"], "by hand"),
         (["--rehearse", "--nodes", "64"], "too many for this machine"),
     ],
 )

@@ -1,4 +1,4 @@
-"""``hasten monitor`` and ``hasten hardware`` as a user meets them, and what they refuse."""
+"""``hasten monitor`` and ``hasten env`` as a user meets them, and what they refuse."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_the_monitor_imports_no_torch(tmp_path: Path) -> None:
 
 
 def test_hardware_shows_disks_network_kernels_and_limits(hasten: Hasten, tmp_path: Path) -> None:
-    code, out, _ = hasten("hardware", "--disk", tmp_path)
+    code, out, _ = hasten("env", "--disk", tmp_path)
     assert code == 0
     words = " ".join(out.replace("│", " ").split())
     assert "training pass torch, float32 4.167 GFLOP/s 1.0e-06 2e-05" in words
@@ -190,7 +190,7 @@ def test_hardware_shows_disks_network_kernels_and_limits(hasten: Hasten, tmp_pat
     assert {"CPU", "memory", "limits", "disk speed", "torch"} <= lines
     assert f"{tmp_path}: writes " in out
     assert list(tmp_path.iterdir()) == []
-    code, out, _ = hasten("hardware", "--json", "--no-measure")
+    code, out, _ = hasten("env", "--json", "--no-measure")
     found = json.loads(out)
     assert found["disk_speed"] is None
     assert {"cpu", "numa", "disks", "network", "limits", "gpus", "versions"} <= set(found)
@@ -199,14 +199,14 @@ def test_hardware_shows_disks_network_kernels_and_limits(hasten: Hasten, tmp_pat
 def test_a_disk_that_cannot_be_measured_is_refused_where_it_was_named(
     hasten: Hasten, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, _, err = hasten("hardware", "--disk", tmp_path / "missing")
+    code, _, err = hasten("env", "--disk", tmp_path / "missing")
     assert code == 2
     assert err.startswith("hasten: --disk: ")
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    code, out, _ = hasten("hardware")
+    code, out, _ = hasten("env")
     assert code == 0
     assert "disk speed       not measured: " in out
 

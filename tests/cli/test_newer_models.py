@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2 and V4 from a folder: doctor, train and plan agree on what works, in sentences."""
+"""DeepSeek-V3.2 and V4 from a folder: check, train and estimate agree on what works."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def test_it_is_checked_trained_and_planned(
     code, out, err = hasten("train", path)
     assert code == 0, out + err
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 1
-    code, out, err = hasten("plan", tmp_path / "model", "--gpu", "h100")
+    code, out, err = hasten("estimate", tmp_path / "model", "--gpu", "h100")
     assert code == 0, out + err
     assert "tokens/s/GPU" in out
 
 
-def test_doctor_fails_where_train_would(
+def test_check_fails_where_train_would(
     tmp_path: Path, hasten: Hasten, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lora = {"finetuning_type": "lora", "lora_targets": ["wq_b"]}  # an indexer's, which never learn

@@ -1,4 +1,4 @@
-"""``hasten plan --simulate`` as a user types it; what it counts is tested in ``tests/measure``."""
+"""``hasten profile --simulate`` as typed; what it counts is tested in ``tests/measure``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from hasten.cli import plan
+from hasten.cli import estimate
 from hasten.cli.main import app
 from hasten.errors import InputError
 from hasten.launch.cluster import CloudConfig
@@ -34,7 +34,7 @@ def recipe(tmp_path: Path) -> str:
 
 
 def complaint(*words: str) -> str:
-    result = CliRunner().invoke(app, ["plan", "--simulate", *words])
+    result = CliRunner().invoke(app, ["profile", *words])
     assert isinstance(result.exception, InputError), result.output
     said = str(result.exception)
     assert "\n" not in said
@@ -45,8 +45,7 @@ def complaint(*words: str) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_recipe_is_counted_for_a_device_that_is_not_here(recipe: str, tmp_path: Path) -> None:
-    out = tmp_path / "predictions.json"
-    words = ["plan", "--simulate", recipe, "--device", "rtx4090", "--json", str(out)]
+    words = ["profile", recipe, "--simulate", "rtx4090", "-o", str(tmp_path / "out")]
     result = CliRunner().invoke(app, words, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     first, *_, last = result.output.strip().splitlines()
@@ -55,8 +54,8 @@ def test_a_recipe_is_counted_for_a_device_that_is_not_here(recipe: str, tmp_path
     assert "upper bound" in last
     for word in ("forward", "backward", "optimizer", "syncs", "peak", "_varlen_attn_backward"):
         assert word in result.output
-    found = json.loads(out.read_text())
-    assert found["kind"] == "hasten plan by simulation"
+    found = json.loads((tmp_path / "out" / "simulation.json").read_text())
+    assert found["kind"] == "hasten simulation"
     assert found["peak_bytes"] > found["between_steps_bytes"] > 0
     assert found["parts"]["forward"]["syncs"] == 0
     assert sum(row["launches"] for row in found["operators"].values()) == sum(
@@ -66,15 +65,12 @@ def test_a_recipe_is_counted_for_a_device_that_is_not_here(recipe: str, tmp_path
 
 
 def test_what_is_no_recipe_is_refused() -> None:
-    said = complaint("deepseek-llm-7b", "--device", "h100")
-    assert said == (
-        "--simulate counts a step of a recipe: hasten plan --simulate recipe.yaml --device h100"
-    )
+    assert "deepseek-llm-7b" in complaint("deepseek-llm-7b", "--simulate", "h100")
 
 
-def test_options_of_the_planner_are_not_ignored(recipe: str) -> None:
-    said = complaint(recipe, "--sequence", "4096")
-    assert said.endswith("give cutoff_len=N, global_batch_size=N or nproc=N behind the recipe")
+def test_options_of_a_measured_profile_are_not_ignored(recipe: str) -> None:
+    said = complaint(recipe, "--simulate", "h100", "--steps", "4")
+    assert said == "--steps: it has no effect with --simulate; leave it out"
 
 
 @pytest.mark.parametrize(
@@ -82,14 +78,14 @@ def test_options_of_the_planner_are_not_ignored(recipe: str) -> None:
     [("h10", "take one of h100"), ("mi300x", "by simulation there are a100-40gb")],
 )
 def test_a_device_without_figures_is_refused(recipe: str, device: str, part: str) -> None:
-    assert part in complaint(recipe, "--device", device)
+    assert part in complaint(recipe, "--simulate", device)
 
 
 def test_a_machine_without_a_compiler_says_so(
     recipe: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    said = complaint(recipe, "--device", "h100")
+    said = complaint(recipe, "--simulate", "h100")
     assert said.startswith("a step can't be traced by simulation: no C++ compiler was found (c++")
 
 
@@ -104,7 +100,7 @@ def test_a_torch_that_has_a_driver_of_its_own_is_refused(monkeypatch: pytest.Mon
 def with_paper(
     recipe: str, monkeypatch: pytest.MonkeyPatch, peaks: list[float | InputError]
 ) -> str:
-    """What `hasten plan --check-paper` says where layouts take so much; their recipes are real."""
+    """What `estimate --check-simulation` prints of layouts with such peaks, of real recipes."""
 
     def counted(recipes: list[Recipe], device: str) -> list[Any]:
         assert all(one.nproc == 4 and one.cutoff_len == 128 for one in recipes)
@@ -116,8 +112,8 @@ def with_paper(
 
     monkeypatch.setattr("hasten.measure.gpu_simulation.request.traces", counted)
     monkeypatch.setenv("COLUMNS", "100")  # wide enough for a row
-    words = ["plan", recipe, "--gpu", "h100", "--gpus-per-node", "4", "--sequence", "128"]
-    result = CliRunner().invoke(app, [*words, "--check-paper", "--top", "8"])
+    words = ["estimate", recipe, "--gpu", "h100", "--gpus-per-node", "4", "--sequence", "128"]
+    result = CliRunner().invoke(app, [*words, "--check-simulation", "--top", "8"])
     assert result.exit_code == 0, result.output
     return result.output.partition("memory of the fullest rank, counted")[2]
 
@@ -141,7 +137,7 @@ def test_a_layouts_techniques_take_the_places_of_those_that_do_the_same(recipe: 
     cluster = Cluster.of(CloudConfig(1, 4, "single_node"), "h100")
     layout = PlannedLayout(dp=4, zero=3, micro_batch=2)
     one: Any = SimpleNamespace(layout=layout, devices=4, cluster=cluster)
-    found = plan.recipe_with(given, one, job)
+    found = estimate.recipe_with(given, one, job)
     names = [e if isinstance(e, str) else next(iter(e)) for e in found.plan]
     assert len(names) == len(set(names))
     assert {"fsdp2", "gradient_accumulation", "bf16_master_weights", "packed"} <= set(names)
@@ -150,11 +146,13 @@ def test_a_layouts_techniques_take_the_places_of_those_that_do_the_same(recipe: 
 
 
 def test_a_model_without_a_recipe_is_not_counted() -> None:
-    result = CliRunner().invoke(app, ["plan", "deepseek-llm-7b", "--gpu", "h100", "--check-paper"])
-    assert "--check-paper counts layouts of a recipe" in str(result.exception)
+    result = CliRunner().invoke(
+        app, ["estimate", "deepseek-llm-7b", "--gpu", "h100", "--check-simulation"]
+    )
+    assert "--check-simulation counts layouts of a recipe" in str(result.exception)
 
 
 def test_layouts_on_a_device_without_figures_are_refused_before_the_search(recipe: str) -> None:
-    result = CliRunner().invoke(app, ["plan", recipe, "--gpu", "mi300x", "--check-paper"])
+    result = CliRunner().invoke(app, ["estimate", recipe, "--gpu", "mi300x", "--check-simulation"])
     assert "no step can be traced for mi300x" in str(result.exception)
     assert not result.output

@@ -38,9 +38,10 @@ def call(*words: Any) -> Any:
 
 def test_a_plan_is_proven_on_the_recipes_own_job(tmp_path: Path) -> None:
     path = recipe(tmp_path, plan=["packed", "prefetched", {"compact_adamw": {"moments": "bf16"}}])
-    found = call("verification", path, "--json", tmp_path / "found.json")
+    found = call("verify", path, "-o", tmp_path / "found.json", "--json")
     assert found.exit_code == 0, found.output
     report = json.loads((tmp_path / "found.json").read_text())
+    assert report == json.loads(found.stdout)
     words = {row["technique"]: row["verdict"] for row in report["verification"]}
     assert words == {"packed": "equal", "prefetched": "equal", "compact_adamw": "not tested"}
     assert {"equal", "not tested"} == {row["verdict"] for row in report["invariance"]}
@@ -55,7 +56,7 @@ def test_a_failed_proof_is_exit_code_4(tmp_path: Path, monkeypatch: pytest.Monke
         return [{**good, **rest} for _ in orders]
 
     monkeypatch.setattr(runner.QualityRunner, "__call__", wrong)
-    found = call("verification", recipe(tmp_path, plan=["packed"]))
+    found = call("verify", recipe(tmp_path, plan=["packed"]))
     assert found.exit_code == FAILED
     assert "FAIL packed" in found.output
 
@@ -115,7 +116,7 @@ def test_what_a_dead_process_left_open_is_tried_again(
 def test_what_can_not_be_proven_is_said_at_once(
     tmp_path: Path, changes: Any, words: Any, why: str
 ) -> None:
-    found = call("verification", recipe(tmp_path, **changes), *words)
+    found = call("verify", recipe(tmp_path, **changes), *words)
     assert isinstance(found.exception, InputError)
     assert why in str(found.exception)
 

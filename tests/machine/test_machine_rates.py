@@ -141,7 +141,7 @@ def test_rates_come_back_from_json_as_they_were(
 
 @pytest.mark.parametrize("broken", [None, [], {}, {"products": 3}, "text", {"kind": "else"}])
 def test_something_else_is_no_measurement(broken: Any) -> None:
-    with pytest.raises(ValueError, match="hasten bench --json"):
+    with pytest.raises(ValueError, match="hasten env --bench -o"):
         MachineRates.from_dict(broken)
 
 

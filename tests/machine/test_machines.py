@@ -141,7 +141,7 @@ def test_a_processor_that_is_slow_in_16_bits_is_taken_as_slow_in_16_bits() -> No
 
 @pytest.mark.parametrize("wrong", [{}, {"kind": "else"}, rates(products=[]), rates(copies=[{}])])
 def test_a_file_that_isnt_the_benchs_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match="hasten bench"):
+    with pytest.raises(InputError, match="hasten env --bench"):
         own_machine(wrong, memory_bytes=64e9, link=1e9)
 
 

@@ -138,7 +138,7 @@ def test_ranks_never_measure_at_the_same_time(
         (b"{", "can't be used"),
         (b"\xff\xfe", "can't be used"),
         (b"[" * 100_000, "can't be used"),
-        (b"[]", "doesn't hold what `hasten bench --json` writes"),
+        (b"[]", "doesn't hold what `hasten env --bench -o` writes"),
         (json.dumps(rates(device_name="NVIDIA H200").to_dict()).encode(), "was measured on NVIDIA"),
         (json.dumps(rates(device="cuda").to_dict()).encode(), "was measured on"),
     ],
@@ -153,7 +153,7 @@ def test_a_file_that_can_t_be_used_is_one_sentence(
         resolve_ceiling(recipe(tmp_path, ceiling=str(path)), ON_CPU)
     assert str(caught.value).startswith("ceiling: ")
     assert "\n" not in str(caught.value)
-    assert "hasten bench --json FILE" in str(caught.value)
+    assert "hasten env --bench -o FILE" in str(caught.value)
 
 
 def test_a_failed_write_leaves_the_earlier_file_and_nothing_beside_it(

@@ -116,7 +116,7 @@ def test_beside_deep_speed_itself_the_numbers_join_and_the_techniques_do_not(fil
     assert (found.global_batch_size, found.max_grad_norm) == (8, 0.25)
 
 
-def test_the_doctor_shows_what_becomes_of_each_key(
+def test_check_shows_what_becomes_of_each_key(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file.write_text(json.dumps(CODER))

@@ -62,9 +62,10 @@ def test_a_configuration_means_here_what_it_means_there(
     assert case["source"]
     path, output = written(tmp_path, name, case), tmp_path / "recipe.yaml"
     ranks = case.get("ranks", 1)
+    changes = [f"nproc={ranks}"] if ranks > 1 else []
     if "refused" in case:
         with pytest.raises(InputError) as refused:
-            import_(path, [], output, ranks)
+            import_(path, changes, output)
         assert case["refused"] in str(refused.value)
         assert "\n" not in str(refused.value)
         assert not output.exists()
@@ -74,7 +75,7 @@ def test_a_configuration_means_here_what_it_means_there(
     told = {row.key for row in found.rows if row.fate in ("unmapped", "contradicts")}
     expected = {*SETS[name].get("told", ()), *case.get("named", ())} - {*case.get("untold", ())}
     assert told == expected
-    import_(path, [], output, ranks)
+    import_(path, changes, output)
     missing = [word for word in REST if word.partition("=")[0] in found.missing]
     recipe = load_recipe(output, missing)
     wanted = case.get("recipe", {})

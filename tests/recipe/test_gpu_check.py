@@ -264,7 +264,7 @@ def test_a_run_hears_of_what_is_refused_and_a_processor_of_nothing(on_a_gpu: Job
 
 
 @needs_triton
-def test_doctor_tells_of_each_kernel(
+def test_check_reports_each_kernel(
     on_a_gpu: JobContext, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checks = check._Checks()

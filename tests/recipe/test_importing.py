@@ -110,7 +110,7 @@ def test_a_file_of_another_training_is_refused_by_its_key_and_nothing_is_written
     source, recipe = tmp_path / "config.yaml", tmp_path / "recipe.yaml"
     source.write_text(json.dumps({**yaml.safe_load(text), **asked}))
     with pytest.raises(InputError, match=f"{list(asked)[-1]}: .* means .* nothing was written"):
-        import_(source, [], recipe, 1)
+        import_(source, [], recipe)
     assert not recipe.exists()
 
 
@@ -120,7 +120,7 @@ def test_the_last_line_says_how_it_trains_faster(
     source, recipe = tmp_path / "config.yaml", tmp_path / "recipe.yaml"
     text = AXOLOTL.format(model="m", folder="f", data="d.json").replace("sample_packing: true", "")
     source.write_text(text)
-    import_(source, [], recipe, 1)
+    import_(source, [], recipe)
     last = capsys.readouterr().out.strip().splitlines()[-1]
     assert f"hasten train {recipe} plan=auto" in last
     assert "gradient_accumulation" in str(load_recipe(recipe).plan)
@@ -131,7 +131,7 @@ def test_a_refused_recipe_is_not_left_behind(tmp_path: Path) -> None:
     source, recipe = tmp_path / "config.yaml", tmp_path / "recipe.yaml"
     source.write_text(AXOLOTL.format(model="m", folder="f", data="d"))
     with pytest.raises(InputError, match="learning_rate"):
-        import_(source, ["learning_rate=-1"], recipe, 1)
+        import_(source, ["learning_rate=-1"], recipe)
     assert not recipe.exists()
 
 
@@ -147,7 +147,7 @@ def test_the_imported_recipe_trains(
     path, recipe = tmp_path / "config.yaml", tmp_path / "recipe.yaml"
     path.write_text(text)
     changes = [f"output={tmp_path}/run", "vocabulary=400", "eval_data=4", "max_examples=40"]
-    import_(path, changes, recipe, 1)
+    import_(path, changes, recipe)
     assert "taken over" in capsys.readouterr().out
     summary = train(load_recipe(recipe), tell=lambda text: None)
     assert summary["steps"] == int(yaml.safe_load(text)["max_steps"])
@@ -174,7 +174,7 @@ def test_a_number_format_is_kept_and_told_where_it_gains_nothing(
     monkeypatch.setattr(precision, "bf16_gain", lambda device: Gain(low + 0.1, low, low + 0.2, 6))
     path = tmp_path / "config.yaml"
     path.write_text(f"stage: sft\nfinetuning_type: full\ncutoff_len: 64\n{asked}: true\n")
-    import_(path, [], tmp_path / "recipe.yaml", 1)
+    import_(path, [], tmp_path / "recipe.yaml")
     written = yaml.safe_load((tmp_path / "recipe.yaml").read_text())["plan"]
     formats = {"bf16": {"autocast": {"dtype": "bf16"}}, "fp16": {"autocast": {"dtype": "fp16"}}}
     assert formats.get(asked, "bf16_master_weights") in written

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hasten.cli import data as data_command
-from hasten.cli.check import doctor
+from hasten.cli.check import check
 from hasten.data.tokenize import train_bpe
 from hasten.models.load import load_model
 from hasten.models.save import save_model
@@ -108,5 +108,5 @@ def test_the_commands_say_it(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     path.write_text(json.dumps(found.model_dump(mode="json", exclude_defaults=True)))
     data_command.inspect(path, [], 1)
     assert "warning: the chat template writes nothing" in capsys.readouterr().err
-    doctor(path, [])
+    check(path, [])
     assert "warn template" in capsys.readouterr().out

@@ -128,7 +128,7 @@ def test_a_single_round_tells_nothing() -> None:
 
 @pytest.mark.parametrize("margin", [-0.1, 1.0, float("nan")])
 def test_a_margin_is_a_share(margin: float) -> None:
-    with pytest.raises(InputError, match="--margin"):
+    with pytest.raises(InputError, match="--tolerance"):
         changes({}, {}, margin)
 
 

@@ -1,13 +1,16 @@
-"""Arguments that several commands take, and a look at them before any work begins."""
+"""Arguments that several commands share, and their checks before any work.
+
+An option name has one meaning over all commands: its help up to the first colon is the same.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
-import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,15 +25,40 @@ Overrides = Annotated[
 ]
 
 
-Fresh = Annotated[bool, typer.Option("--fresh", help="measure anew, whatever was measured before")]
+AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON to stdout")]
+Budget = Annotated[
+    str | None,
+    typer.Option("--budget", help="limit of the total time: 90s, 20m, 1h30m", metavar="TIME"),
+]
+Fresh = Annotated[bool, typer.Option("--fresh", help="measure again; ignore stored results")]
+Lossy = Annotated[
+    bool, typer.Option("--lossy", help="include techniques and formats that change the mathematics")
+]
+Only = Annotated[
+    str | None,
+    typer.Option("--only", help="limit the study to these names", metavar="NAME[,NAME...]"),
+]
+Rounds = Annotated[
+    int | None,
+    typer.Option("--rounds", min=2, help="rounds of each variant; default: by the budget, or 8"),
+]
+Steps = Annotated[int, typer.Option("--steps", min=1, help="steps to measure, of each round")]
 Write = Annotated[
-    bool, typer.Option("--write", help="put what paid into the recipe; comments stay")
+    bool, typer.Option("--write", help="edit the recipe in place with the result; keeps comments")
 ]
 WriteTo = Annotated[
-    Path | None, typer.Option("--write-to", help="the same into a new file", metavar="NEW.yaml")
+    Path | None,
+    typer.Option("--write-to", help="write the edited recipe to a new file", metavar="NEW.yaml"),
 ]
 FEWEST = 16  # characters of a token: fewer could be guessed
+Nodes = Annotated[int, typer.Option("--nodes", help="number of hosts")]
+GpusPerNode = Annotated[int, typer.Option("--gpus-per-node", help="GPUs of each host")]
 STARTED = time.perf_counter()  # of the command
+
+
+def output_option(text: str) -> Any:
+    """Returns the option ``-o/--output``; ``text`` names the file or folder and its default."""
+    return typer.Option("--output", "-o", help=f"where results go: {text}")
 
 
 def command_line() -> str:
@@ -59,10 +87,27 @@ def writable(option: str, path: Path | None) -> Path | None:
     return path
 
 
-def copied(source: Path, target: Path | None) -> None:
-    """A result as a file that an option names as well, which may be the very same one."""
-    if target is not None and not (target.exists() and target.samefile(source)):
-        shutil.copyfile(source, target)
+def text_to_stderr(as_json: bool) -> contextlib.AbstractContextManager[Any]:
+    """Moves tables and sentences to stderr if stdout is for JSON alone."""
+    return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
+
+
+def refuse_unused(context: typer.Context, used: Collection[str], mode: str) -> None:
+    """Checks that every option on the command line has an effect.
+
+    Args:
+        context: that of the command.
+        used: names of the parameters that the mode reads.
+        mode: the option that selects the mode, for the message.
+
+    Raises:
+        InputError: an option outside ``used`` was given.
+    """
+    for parameter in context.command.params:
+        name = str(parameter.name)
+        source = context.get_parameter_source(name)
+        if name not in used and source is not None and source.name == "COMMANDLINE":
+            raise InputError(f"{parameter.opts[0]}: it has no effect {mode}; leave it out")
 
 
 @dataclass(frozen=True)

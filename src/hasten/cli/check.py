@@ -24,24 +24,24 @@ if TYPE_CHECKING:
 SHOWN = 3  # files that are named
 
 
-def doctor(
+def check(
     path: Annotated[
         Path | None, typer.Argument(help="the recipe, a YAML file", metavar="RECIPE")
     ] = None,
     overrides: Overrides = None,
     ds_config: Annotated[
         Path | None,
-        typer.Option(help="show what becomes of each key of a ds_config.json"),
+        typer.Option(help="show how each key of a ds_config.json is used", metavar="FILE"),
     ] = None,
     faults: Annotated[
-        bool, typer.Option("--faults", help="kill, damage and resume this job, and compare")
+        bool, typer.Option("--faults", help="kill, damage and resume the job, then compare")
     ] = False,
 ) -> int:
-    """Check a recipe without training: data, model, plan, unsupported_reasons, disk."""
+    """Check recipe, data, model and plan without training."""
     if ds_config is not None:
         return show_ds_config(ds_config, path, overrides or [])
     if path is None:
-        raise InputError("doctor: give a recipe, or --ds-config FILE")
+        raise InputError("RECIPE is missing; give a recipe, or --ds-config FILE")
     if faults:
         from hasten.training.fault_test import check_faults
 

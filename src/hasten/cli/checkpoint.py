@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hasten.cli.arguments import output_option
 from hasten.errors import InputError
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 DAMAGED = 4  # the exit code of a proof that failed, as in hasten.cli.main
 
-app = typer.Typer(help="Look at checkpoints, verify or compare them.", no_args_is_help=True)
+app = typer.Typer(help="List, verify, compare or convert checkpoints.", no_args_is_help=True)
 
 Folder = Annotated[Path, typer.Argument(help="a folder of checkpoints, or one checkpoint")]
 One = Annotated[Path, typer.Argument(help="one checkpoint, or a folder: its newest")]
@@ -28,7 +29,7 @@ One = Annotated[Path, typer.Argument(help="one checkpoint, or a folder: its newe
 
 @app.command("ls")
 def ls(folder: Folder) -> None:
-    """List checkpoints with step, size and time, and those that were set aside."""
+    """List checkpoints with size and time."""
     from hasten.parts.checkpoint.format import DamagedCheckpointError, read_manifest
 
     for path in _all(folder):
@@ -51,7 +52,7 @@ def ls(folder: Folder) -> None:
 
 @app.command("verify")
 def verify(folder: Folder) -> None:
-    """Compare every byte with both hashes of its manifest; exit code 4 if one differs."""
+    """Compare every byte with its hashes; exit code 4 if damaged."""
     from hasten.parts.checkpoint import verify as whole
 
     damaged = 0
@@ -69,7 +70,7 @@ def verify(folder: Folder) -> None:
 
 @app.command("diff")
 def diff(one: One, other: One) -> None:
-    """Compare two checkpoints tensor by tensor: what differs, and by how much at most."""
+    """Compare two checkpoints tensor by tensor."""
     (left_path, ours, _), (right_path, theirs, _) = _loaded(one), _loaded(other)
     equal = 0
     for name in sorted(ours.keys() | theirs.keys()):
@@ -83,13 +84,16 @@ def diff(one: One, other: One) -> None:
 @app.command("convert")
 def convert(
     source: Annotated[Path, typer.Argument(help="a model's folder, or a .bin, .pt or .pth file")],
-    to: Annotated[Path, typer.Option("--to", help="the folder to write")],
+    output: Annotated[Path, output_option("the folder to write")],
 ) -> None:
-    """Write pickled weights as safetensors; a pickle is read in a process with narrow limits."""
+    """Write pickled weights as safetensors.
+
+    A pickle is read in a process with narrow limits.
+    """
     from hasten.models.convert import convert as write
 
-    count = write(source, to, typer.echo)
-    typer.echo(f"{count} tensors: {to}")
+    count = write(source, output, typer.echo)
+    typer.echo(f"{count} tensors: {output}")
 
 
 def _difference(one: Tensor | None, other: Tensor | None, left_name: str, right_name: str) -> str:

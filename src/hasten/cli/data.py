@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hasten.cli.arguments import Overrides, RecipePath
+from hasten.cli.arguments import AsJson, Overrides, RecipePath, output_option
 from hasten.errors import InputError
 from hasten.formatting import shown
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hasten.recipe.prepared_data import PreparedData
     from hasten.recipe.schema import Recipe
 
-app = typer.Typer(help="Look at a data set, or convert it.", no_args_is_help=True)
+app = typer.Typer(help="Inspect, measure, pack or convert data.", no_args_is_help=True)
 
 BAR = 40  # characters of the longest bar
 
@@ -31,7 +31,7 @@ def inspect(
     overrides: Overrides = None,
     count: Annotated[int, typer.Option(min=1, help="examples to show")] = 3,
 ) -> None:
-    """Show examples as the model will see them, trained parts marked."""
+    """Show examples as token text with the trained parts marked."""
     from hasten.data.token_store import inspect as rendered
     from hasten.recipe.schema import load_recipe
 
@@ -53,18 +53,18 @@ def inspect(
 def stats(
     path: RecipePath,
     overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
-    html: Annotated[Path | None, typer.Option(help="write a page with drawings here")] = None,
+    output: Annotated[Path | None, output_option("an HTML page with drawings")] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Show lengths, trained share, duplicates, padding and packing of a recipe's data."""
+    """Show lengths, duplicates, padding and packing of the data."""
     from hasten.data.statistics import layout_advice, layouts, statistics_of
     from hasten.recipe.build import DEFAULT_BATCH, context_of
     from hasten.recipe.candidates import first_plan_sentence
     from hasten.recipe.schema import load_recipe
     from hasten.report.data_page import write_page
 
-    if html is not None and html.is_dir():
-        raise InputError(f"{html} is a folder; give --html a file")
+    if output is not None and output.is_dir():
+        raise InputError(f"--output: {output} is a folder; name a file")
     recipe = load_recipe(path, overrides or [])
     data = _data(recipe)
     statistics = statistics_of(data.train)
@@ -72,8 +72,8 @@ def stats(
     lengths = data.train.lengths
     ways = layouts(lengths, batch, recipe.cutoff_len)
     chosen = layout_advice(lengths, batch, recipe.cutoff_len)
-    if html is not None:
-        write_page(html, f"Data of {path.name}", statistics, ways, chosen)
+    if output is not None:
+        write_page(output, f"Data of {path.name}", statistics, ways, chosen)
     if as_json:
         values = {**statistics.__dict__, "bins": [b.__dict__ for b in statistics.bins]}
         values |= {"padding_share": 1 - ways[0].fullness, "batch": batch, "advice": chosen}
@@ -82,23 +82,21 @@ def stats(
     _print(statistics)
     _print_layouts(ways, chosen)
     print(first_plan_sentence(recipe, context_of(recipe, data)))
-    if html is not None:
-        print(f"\nwritten: {html}")
+    if output is not None:
+        print(f"\nwritten: {output}")
 
 
 @app.command("pack")
 def pack(
     path: RecipePath,
     overrides: Overrides = None,
-    output: Annotated[Path, typer.Option("--to", help="the .arrow or .parquet file to write")] = (
-        Path("packed.parquet")
-    ),
+    output: Annotated[Path, output_option("an .arrow or .parquet file")] = (Path("packed.parquet")),
     row_tokens: Annotated[
         int | None, typer.Option(min=1, help="tokens of a row at most; cutoff_len if left out")
     ] = None,
-    force: Annotated[bool, typer.Option(help="replace a file that exists")] = False,
+    force: Annotated[bool, typer.Option("--force", help="replace an existing file")] = False,
 ) -> None:
-    """Write a recipe's examples as packed rows, for this or another trainer."""
+    """Write a recipe's examples as packed rows."""
     from hasten.data.packed_file import COLUMNS, check_name, write_packed
     from hasten.progress import Display
     from hasten.recipe.prepared_data import prepare_data, template_advice
@@ -106,7 +104,7 @@ def pack(
 
     check_name(output)
     if output.is_dir():
-        raise InputError(f"{output} is a folder; give --to a file")
+        raise InputError(f"--output: {output} is a folder; name a file")
     if output.exists() and not force:
         raise InputError(f"{output} exists; give another name, or --force to replace it")
     recipe = load_recipe(path, overrides or [])
@@ -136,10 +134,12 @@ def pack(
 @app.command("convert")
 def convert(
     sources: Annotated[list[Path], typer.Argument(help="files or folders to read")],
-    output: Annotated[Path, typer.Option("--to", help="the JSONL file to write")],
-    max_rejected: Annotated[float, typer.Option(min=0, help="as in a recipe")] = 0.001,
+    output: Annotated[Path, output_option("a JSONL file")],
+    max_rejected: Annotated[
+        float, typer.Option(min=0, help="unusable examples allowed: a share below 1, or a number")
+    ] = 0.001,
 ) -> None:
-    """Write examples of any known shape as JSONL of messages."""
+    """Write examples of any supported format as JSONL messages."""
     from hasten.data.readers import read_examples, unread_words
     from hasten.machine.files import replacing
 

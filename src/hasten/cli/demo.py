@@ -23,9 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from hasten.cli.arguments import STARTED
+from hasten.cli.arguments import STARTED, output_option
 from hasten.core.plan import Plan
 from hasten.errors import InputError
 from hasten.formatting import duration, span
@@ -185,9 +183,9 @@ class DemoPlan:
 
 
 def demo(
-    output: Annotated[Path, typer.Option(help="folder of the demo's run")] = Path("runs/demo"),
+    output: Annotated[Path, output_option("folder of the run")] = Path("runs/demo"),
 ) -> None:
-    """Train a small DeepSeek model with and without hasten's techniques and compare (minutes)."""
+    """Compare training with and without hasten (7 minutes)."""
     from hasten.machine import host
     from hasten.machine.processes import LoadMeter
     from hasten.measure.recipe_experiment import prepared

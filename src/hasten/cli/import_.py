@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hasten.cli.arguments import Overrides, writable
+from hasten.cli.arguments import Overrides, output_option, writable
 from hasten.errors import InputError
 
 if TYPE_CHECKING:
@@ -26,20 +26,25 @@ TITLES = {
 def import_(
     config: Annotated[Path, typer.Argument(help="YAML or JSON of another trainer")],
     overrides: Overrides = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="write the recipe here; else it is shown")
-    ] = None,
-    nproc: Annotated[int, typer.Option(min=1, help="processes that will train")] = 1,
+    output: Annotated[Path | None, output_option("the recipe; default: it is printed")] = None,
 ) -> None:
-    """Turn a LLaMA-Factory, axolotl, accelerate, HF or DeepSpeed configuration into a recipe."""
+    """Convert another trainer's configuration into a recipe.
+
+    Supported: LLaMA-Factory, axolotl, ms-swift, TRL, accelerate and DeepSpeed. The global batch is
+    passes x examples x processes: give nproc=N if the file was written for N processes.
+    """
     from hasten.recipe.importers import read
     from hasten.recipe.yaml_reader import read_overrides
 
     writable("--output", output)
     if output is not None and output.exists():
         raise InputError(f"{output} exists; name a file that doesn't")
+    changes = read_overrides(overrides or [])
+    nproc = changes.get("nproc", 1)
+    if not isinstance(nproc, int) or isinstance(nproc, bool) or nproc < 1:
+        raise InputError(f"nproc={nproc}: give a number of processes from 1 on")
     imported = read(config, nproc)
-    imported.values.update(read_overrides(overrides or []))
+    imported.values.update(changes)
     imported.check(f"the recipe from {config}")
     text = imported.to_yaml(config.name)
     show(imported, config)

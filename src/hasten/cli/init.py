@@ -7,19 +7,20 @@ from typing import Annotated
 
 import typer
 
+from hasten.cli.arguments import output_option
 from hasten.errors import InputError
 
 
 def init(
     model: Annotated[str, typer.Argument(help="a preset, a Hugging Face folder, or a hub name")],
     dataset: Annotated[str, typer.Argument(help="a data file or folder, stdlib, or stdlib-text")],
-    recipe: Annotated[Path, typer.Option(help="the file to write")] = Path("recipe.yaml"),
+    recipe: Annotated[Path, output_option("the recipe")] = Path("recipe.yaml"),
 ) -> None:
-    """Look at a model, a data set and this machine, and write a first recipe."""
+    """Write a first recipe for a model and a data set."""
     from hasten.recipe.suggest import suggest
 
     if recipe.exists():
-        raise InputError(f"{recipe} exists; name another file with --recipe")
+        raise InputError(f"{recipe} exists; name another file with --output")
     text = suggest(model, dataset, output=f"runs/{recipe.stem}")
     try:
         recipe.parent.mkdir(parents=True, exist_ok=True)

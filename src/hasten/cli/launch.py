@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hasten.cli.arguments import Overrides, RecipePath, named
+from hasten.cli.arguments import GpusPerNode, Nodes, Overrides, RecipePath, named, output_option
 from hasten.errors import InputError
 from hasten.formatting import did_you_mean
 from hasten.launch.cluster import CloudConfig
@@ -33,61 +33,70 @@ def launch(
     target: Annotated[
         str, typer.Option(help="torchrun, slurm, kubernetes, megatron or skypilot")
     ] = "torchrun",
-    nodes: Annotated[int, typer.Option(help="hosts")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(help="devices in each, a rank for each")] = 8,
-    topology: Annotated[
-        str, typer.Option(help="how it is wired, as hasten plan --cluster; decides variables")
+    nodes: Nodes = 1,
+    gpus_per_node: GpusPerNode = 8,
+    cluster: Annotated[
+        str, typer.Option(help="network of the cluster: as for estimate; selects variables")
     ] = "",
     min_nodes: Annotated[
-        int | None, typer.Option(help="go on with so many where some are lost; all if left out")
+        int | None, typer.Option(help="smallest number of hosts to continue with; default: all")
     ] = None,
-    spot: Annotated[bool, typer.Option("--spot", help="on machines that may be taken away")] = (
-        False
-    ),
+    spot: Annotated[
+        bool, typer.Option("--spot", help="use spot machines, which may be reclaimed")
+    ] = (False),
     output: Annotated[
-        Path | None, typer.Option(help="folder for the files; launch/NAME if left out")
+        Path | None, output_option("folder of the files; default: launch/NAME")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="of the job; the recipe's if left out")] = None,
-    time: Annotated[str | None, typer.Option(help="the longest it may run: 90m, 24h, 7d")] = None,
-    grace: Annotated[int, typer.Option(help="seconds for saving before machines go")] = 300,
-    restarts: Annotated[int, typer.Option(help="times that failed ranks are started again")] = 3,
+    name: Annotated[
+        str | None, typer.Option(help="name of the job; default: that of the recipe")
+    ] = None,
+    time: Annotated[str | None, typer.Option(help="time limit of the job: 90m, 24h, 7d")] = None,
+    grace: Annotated[
+        int, typer.Option(help="seconds for saving before machines are reclaimed")
+    ] = 300,
+    restarts: Annotated[int, typer.Option(help="restarts of failed ranks")] = 3,
     workdir: Annotated[
-        str | None, typer.Option(help="where the recipe's relative paths lie, on the nodes")
+        str | None, typer.Option(help="base folder of the recipe's relative paths on the nodes")
     ] = None,
     checkpoints: Annotated[
-        str | None, typer.Option(help="folder of checkpoints that all nodes see")
+        str | None, typer.Option(help="folder of checkpoints that all nodes share")
     ] = None,
     python: Annotated[
-        str | None, typer.Option(help="interpreter that has hasten, on the nodes")
+        str | None, typer.Option(help="Python interpreter with hasten on the nodes")
     ] = None,
     hosts: Annotated[
-        str | None, typer.Option(help="for torchrun: the hosts", metavar="NAME[,NAME...]")
+        str | None, typer.Option(help="hosts for torchrun", metavar="NAME[,NAME...]")
     ] = None,
-    port: Annotated[int, typer.Option(help="where ranks meet on the first host")] = 29500,
+    port: Annotated[
+        int, typer.Option("--rendezvous-port", help="port on the first host where ranks meet")
+    ] = 29500,
     interface: Annotated[str, typer.Option(help="network interface between nodes")] = "",
-    partition: Annotated[str, typer.Option(help="of Slurm")] = "",
-    account: Annotated[str, typer.Option(help="of Slurm")] = "",
-    qos: Annotated[str, typer.Option(help="of Slurm")] = "",
-    constraint: Annotated[str, typer.Option(help="of Slurm")] = "",
-    reservation: Annotated[str, typer.Option(help="of Slurm")] = "",
+    partition: Annotated[str, typer.Option(help="Slurm partition")] = "",
+    account: Annotated[str, typer.Option(help="Slurm account")] = "",
+    qos: Annotated[str, typer.Option(help="Slurm quality of service")] = "",
+    constraint: Annotated[str, typer.Option(help="Slurm node features")] = "",
+    reservation: Annotated[str, typer.Option(help="Slurm reservation")] = "",
     image: Annotated[str, typer.Option(help="container image (Kubernetes, SkyPilot)")] = "",
     volume: Annotated[str, typer.Option(help="claim with data and checkpoints (Kubernetes)")] = "",
-    namespace: Annotated[str, typer.Option(help="of Kubernetes")] = "",
-    rdma: Annotated[str, typer.Option(help="resource of RDMA cards (Kubernetes)")] = "",
-    gpu: Annotated[str, typer.Option(help="the device's name (SkyPilot; for the plan)")] = "",
-    plan: Annotated[
-        Path | None, typer.Option(help="a file of hasten plan --json, for Megatron's layout")
+    namespace: Annotated[str, typer.Option(help="Kubernetes namespace")] = "",
+    rdma: Annotated[str, typer.Option(help="name of the RDMA resource (Kubernetes)")] = "",
+    gpu: Annotated[str, typer.Option(help="GPU model: for SkyPilot and for the estimate")] = "",
+    estimate: Annotated[
+        Path | None,
+        typer.Option(help="output of estimate --json, for Megatron's layout", metavar="FILE"),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print, write nothing")] = False,
-    submit: Annotated[bool, typer.Option("--submit", help="start the job as well")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print the files, write nothing")
+    ] = False,
+    submit: Annotated[bool, typer.Option("--submit", help="submit the job")] = False,
     rehearse: Annotated[
-        bool, typer.Option("--rehearse", help="run the scripts here on a tiny model first")
+        bool, typer.Option("--rehearse", help="run the scripts on this machine with a tiny model")
     ] = False,
     rate: Annotated[
-        str | None, typer.Option(help="of the rehearsal's links: 1gbit; scaled if left out")
+        str | None, typer.Option(help="rate of the rehearsal's links: 1gbit; default: scaled")
     ] = None,
 ) -> int:
-    """Write the files that start a recipe on a cluster; nothing is submitted unless asked for."""
+    """Write the files that start a recipe on a cluster."""
     from hasten.launch.targets import TARGETS, Launch, files, submission, write
     from hasten.launch.targets.job import advice, name_of
     from hasten.planner.launching import config_of, planned, recipe_there
@@ -107,7 +116,7 @@ def launch(
     keep = checkpoints or (BUCKET if target == "skypilot" else None)
     leave = str(folder / "leave") if target == "torchrun" and names else None
     # One host is a single node, several are an RDMA fabric unless it is said.
-    wired = topology or ("single_node" if nodes == 1 else "fat_tree")
+    wired = cluster or ("single_node" if nodes == 1 else "fat_tree")
     made = Launch(
         recipe=recipe_there(recipe, keep, leave),
         cloud=CloudConfig(nodes, gpus_per_node, wired),
@@ -136,7 +145,7 @@ def launch(
         },
     )
     if target == "megatron":
-        layout, batch = planned(recipe, made.cloud, gpu, plan)
+        layout, batch = planned(recipe, made.cloud, gpu, estimate)
         made = replace(made, config=config_of(recipe), layout=layout, batch=batch)
     if rehearse:
         return rehearsal(recipe, made, folder, rate)

@@ -16,26 +16,29 @@ from typing import Annotated, Any
 
 import typer
 
+import hasten
 from hasten.cli.chat import chat
-from hasten.cli.check import doctor
+from hasten.cli.check import check
 from hasten.cli.checkpoint import app as checkpoint
 from hasten.cli.data import app as data
 from hasten.cli.demo import demo
+from hasten.cli.env import env
+from hasten.cli.estimate import estimate
 from hasten.cli.eval import eval_
 from hasten.cli.export import export
-from hasten.cli.hardware import bench, hardware
+from hasten.cli.help import HELP, CommandGroup
 from hasten.cli.import_ import import_
 from hasten.cli.init import init
+from hasten.cli.keys import keys
 from hasten.cli.launch import launch
 from hasten.cli.monitor import monitor
-from hasten.cli.plan import plan
 from hasten.cli.profile import profile
-from hasten.cli.report import regress, report
+from hasten.cli.report import report
 from hasten.cli.serve import serve
 from hasten.cli.speedup import speedup
 from hasten.cli.train import train
 from hasten.cli.tune import tune
-from hasten.cli.verify import verification
+from hasten.cli.verify import verify
 from hasten.errors import INTERRUPTED, InputError, SameOnAllRanksError, StoppedError
 from hasten.formatting import shown
 from hasten.machine.environment import bound_compiled_products, world
@@ -47,33 +50,71 @@ def _leave(code: int | None, **_: Any) -> None:
 
 app = typer.Typer(
     name="hasten",
-    help="Fast training of DeepSeek-family language models, proven on your own job.",
+    cls=CommandGroup,
+    help="Fast training of DeepSeek-family language models, measured on your own job.",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     result_callback=_leave,
 )
 
-app.add_typer(data, name="data")
-app.add_typer(checkpoint, name="checkpoint")
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"hasten {hasten.__version__}")
+        raise typer.Exit
 
 
 @app.callback()
 def launched(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="print the version and exit"
+        ),
+    ] = False,
     local_rank: Annotated[
         int | None, typer.Option("--local_rank", "--local-rank", hidden=True)
     ] = None,
 ) -> None:
-    """Fast training of DeepSeek-family language models, proven on your own job."""
-    # DeepSpeed's launcher puts --local_rank=N first; LOCAL_RANK says the same.
+    """Fast training of DeepSeek-family language models, measured on your own job."""
+    # DeepSpeed's launcher puts --local_rank=N first, which repeats LOCAL_RANK.
 
 
-COMMANDS: tuple[Callable[..., int | None], ...] = (
-    *(demo, init, train, speedup, plan, tune, launch, monitor, profile, doctor, import_),
-    *(export, verification, hardware, bench, report, regress, chat, serve, eval_),
-)
-for command in COMMANDS:
-    app.command(command.__name__.rstrip("_"))(command)
+COMMANDS: dict[str, Callable[..., int | None]] = {
+    "demo": demo,
+    "init": init,
+    "import": import_,
+    "check": check,
+    "train": train,
+    "export": export,
+    "chat": chat,
+    "serve": serve,
+    "eval": eval_,
+    "speedup": speedup,
+    "verify": verify,
+    "tune": tune,
+    "profile": profile,
+    "report": report,
+    "monitor": monitor,
+    "env": env,
+    "keys": keys,
+    "estimate": estimate,
+    "launch": launch,
+}
+for name, command in COMMANDS.items():
+    app.command(name, rich_help_panel=HELP[name].group, epilog=HELP[name].epilog)(command)
+for name, group in {"checkpoint": checkpoint, "data": data}.items():
+    app.add_typer(
+        group,
+        name=name,
+        cls=CommandGroup,
+        rich_help_panel=HELP[name].group,
+        epilog=HELP[name].epilog,
+    )
+    for subcommand in group.registered_commands:
+        subcommand.epilog = HELP[f"{name} {subcommand.name}"].epilog
 
 
 def run(interruptible: bool = False) -> None:
@@ -112,7 +153,10 @@ def _refuse_other_flags(arguments: list[str]) -> None:
     if arguments[:1] != ["train"]:
         return
     command: Any = typer.main.get_command(app)
-    options = {option for p in command.commands["train"].params for option in p.opts} | {"--help"}
+    options = {option for p in command.commands["train"].params for option in p.opts} | {
+        "--help",
+        "-h",
+    }
     flags = [word.partition("=")[0] for word in arguments if word.startswith("--")]
     strange = [flag for flag in flags if "_" in flag and flag.replace("_", "-") not in options]
     if strange:

@@ -21,33 +21,33 @@ def monitor(
     places: Annotated[
         list[Path], typer.Argument(help="folders of runs, or with runs in them", metavar="RUN...")
     ],
-    terminal: Annotated[bool, typer.Option(help="show it here instead of as a page")] = False,
+    terminal: Annotated[
+        bool, typer.Option("--terminal", help="show panels in the terminal, not a page")
+    ] = False,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="where to listen; 0: any that is free")
+        int, typer.Option(min=0, max=65535, help="port to listen on; 0: any free port")
     ] = 8470,
     host: Annotated[
-        str, typer.Option(help="address to listen at; others than this one let others in")
+        str, typer.Option(help="address to listen on; any other one exposes it to the network")
     ] = "127.0.0.1",
     token: Annotated[
-        str | None, typer.Option(help="what a reader must know; a new one if left out")
+        str | None, typer.Option(help="access token; default: a new random one")
     ] = None,
     alert: Annotated[
         str | None,
         typer.Option(help='command for alerts, a list of arguments: \'["notify-send", "hasten"]\''),
     ] = None,
     stall_seconds: Annotated[
-        float, typer.Option(min=1, help="alert when no step is done for so long")
+        float, typer.Option(min=1, help="seconds without a step before an alert")
     ] = 300.0,
     slow_rank: Annotated[
-        float, typer.Option(min=1, help="alert when a rank takes so many times as long as others")
+        float, typer.Option(min=1, help="time of a rank / median time that raises an alert")
     ] = 1.5,
     disk_gb: Annotated[
-        float, typer.Option(min=0, help="alert when less than so many GB are free")
+        float, typer.Option(min=0, help="free disk space in GB below which an alert is raised")
     ] = 5.0,
 ) -> None:
-    """EvaluationSchedule runs live, or look at finished ones: as a page in a browser, or in the
-    terminal.
-    """
+    """Show live and finished runs in a browser or terminal."""
     from hasten.monitor.alerts import AlertLimits, Alerts, Command, checked_command
     from hasten.monitor.watching import RunsReader, check_places
     from hasten.recipe.yaml_reader import read_yaml

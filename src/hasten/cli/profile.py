@@ -1,17 +1,26 @@
-"""``hasten profile``: where a recipe's step spends its time and memory; nothing is trained."""
+"""``hasten profile``: time and memory of a recipe's step, measured or on a simulated GPU."""
 
 from __future__ import annotations
 
 import datetime
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hasten.cli.arguments import Overrides, RecipePath, command_line
+from hasten.cli.arguments import (
+    AsJson,
+    Overrides,
+    RecipePath,
+    Steps,
+    command_line,
+    output_option,
+    refuse_unused,
+)
 from hasten.core.plan import Plan
 
 if TYPE_CHECKING:
@@ -24,15 +33,24 @@ SCRATCH = ".profile"  # for techniques that write while they train; goes with th
 
 
 def profile(
+    context: typer.Context,
     path: RecipePath,
     overrides: Overrides = None,
-    steps: Annotated[int, typer.Option(min=1, help="steps to measure")] = 8,
-    output: Annotated[
-        Path | None, typer.Option(help="folder to write into; the recipe's output if left out")
+    steps: Steps = 8,
+    simulate: Annotated[
+        str | None,
+        typer.Option(help="count a step on this GPU without having one: h100", metavar="GPU"),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print profile.json")] = False,
+    output: Annotated[Path | None, output_option("folder; default: that of the recipe")] = None,
+    as_json: AsJson = False,
 ) -> int:
-    """Show where a step's time and memory go, by part, operator and owner."""
+    """Show where the time and memory of a step go."""
+    if simulate is not None:
+        refuse_unused(
+            context, ("path", "overrides", "simulate", "output", "as_json"), "with --simulate"
+        )
+        simulated_step(path, overrides or [], simulate, output, as_json)
+        return 0
     from hasten.cli.train import as_ranks, lacking
     from hasten.launch.ranks import process_group, restart_with
     from hasten.machine import environment
@@ -51,13 +69,13 @@ def profile(
     with Display() as display:
         tell = display.tell if environment.world().is_main else lambda text: None
         prepared = prepare_run(recipe, tell)
-        context, plan = prepared.context, prepared.plan
+        job_context, plan = prepared.context, prepared.plan
         display.begin()
-        show = display.show if context.world.is_main else lambda text, share: None
-        with process_group(context.world, context.device):
+        show = display.show if job_context.world.is_main else lambda text, share: None
+        with process_group(job_context.world, job_context.device):
             measurements = _measured(prepared, steps, show)
-    if context.world.is_main:
-        measurements = {**_origin(recipe, context, plan, path), **measurements}
+    if job_context.world.is_main:
+        measurements = {**_origin(recipe, job_context, plan, path), **measurements}
         page = write_profile(measurements, Path(recipe.output))
         print(
             json.dumps(measurements, indent=1)
@@ -65,6 +83,38 @@ def profile(
             else f"{render_text(measurements)}\n\nprofile: {page}"
         )
     return 0
+
+
+def simulated_step(
+    path: Path, overrides: Sequence[str], gpu: str, output: Path | None, as_json: bool
+) -> None:
+    """Counts a step of the recipe on a simulated GPU and prints the table.
+
+    Args:
+        path: the recipe.
+        overrides: changes to the recipe, as ``key=value``.
+        gpu: name of the simulated GPU.
+        output: folder for ``simulation.json``; None writes no file.
+        as_json: print JSON instead of the table.
+
+    Raises:
+        InputError: no such recipe or GPU, or a step can't be traced on this machine.
+    """
+    from hasten.machine.files import write_atomic
+    from hasten.measure.gpu_simulation import table
+    from hasten.measure.gpu_simulation.request import on_paper
+    from hasten.recipe.prepare import check_folder
+    from hasten.recipe.schema import load_recipe
+
+    recipe = load_recipe(path, overrides)
+    if output is not None:
+        check_folder(output)
+    trace = on_paper(recipe, gpu)
+    text = json.dumps(table.to_dict(trace), indent=1, allow_nan=False)
+    print(text if as_json else table.table(trace, str(path), recipe.cutoff_len))
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        write_atomic(output / "simulation.json", text + "\n")
 
 
 def _measured(prepared: PreparedJob, steps: int, show: Any) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -9,16 +11,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from hasten.cli.arguments import (
+    AsJson,
+    Budget,
     Fresh,
+    Only,
     Overrides,
-    RecipePath,
+    Rounds,
+    Steps,
     Write,
     WriteBack,
     WriteTo,
     command_line,
-    copied,
     named,
-    writable,
+    output_option,
+    refuse_unused,
+    text_to_stderr,
 )
 from hasten.core.plan import name_of
 from hasten.errors import FAILED, InputError
@@ -31,86 +38,92 @@ if TYPE_CHECKING:
 NOISE_FROM = 4  # rounds from which a second baseline tells something of the noise
 TWO_BUILDS_FROM = 8  # rounds: then each build of a variant has four, and they can be compared
 MORE_WARMUP = 8  # steps by which a warm-up may grow
-GUARD_SHARE = 1 / 3  # of a budget: what the proofs of equal quality may take of it
+VERIFICATION_SHARE = 1 / 3  # of a budget, at most
+RERUN = ("rerun", "path", "overrides", "rounds", "tolerance", "output", "budget", "as_json")
 MOST_ROUNDS = 30  # with a budget alone: more change an interval little
 
 
 def speedup(
-    path: RecipePath,
+    context: typer.Context,
+    path: Annotated[
+        Path | None, typer.Argument(help="the recipe, a YAML file", metavar="RECIPE")
+    ] = None,
     overrides: Overrides = None,
-    variants: Annotated[
+    design: Annotated[
         Literal["full", "cumulative", "single", "leave-one-out", "all", "greedy"],
         typer.Option(
-            help="plan: baseline and plan; cumulative: one technique more at a time; alone: each "
-            "by "
-            "itself; left-out: the plan without each; all: both; climb: one more at a time, only "
-            "what pays is kept"
+            help="variants to compare: full: baseline and plan; cumulative: one technique more "
+            "each time; single: each alone; leave-one-out: the plan without each; all: single and "
+            "leave-one-out; greedy: add one at a time, keep those that gain"
         ),
     ] = "full",
-    only: Annotated[
-        str | None,
-        typer.Option(help="variants of these techniques alone", metavar="NAME[,NAME...]"),
-    ] = None,
+    only: Only = None,
     order: Annotated[
-        Literal["slots", "gain"], typer.Option(help="in which a greedy search tries techniques")
+        Literal["slots", "gain"], typer.Option(help="order in which greedy adds techniques")
     ] = "slots",
-    rounds: Annotated[
-        int | None,
-        typer.Option(min=2, help="turns of each variant; 8, or as many as the budget allows"),
-    ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="steps of a turn")] = 4,
+    rounds: Rounds = None,
+    steps: Steps = 4,
     warmup: Annotated[
-        int, typer.Option(min=1, help="least steps before the first round; 8 more if they differ")
+        int, typer.Option(min=1, help="smallest number of steps before the first round")
     ] = 2,
-    budget: Annotated[
-        str | None,
-        typer.Option(help="what it may take: 90s, 20m, 2h; variants are left out to keep it"),
-    ] = None,
+    budget: Budget = None,
     builds: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            max=8,
-            help="fresh builds of each variant, a share of rounds on each; 2 from 8 on",
-        ),
+        typer.Option(min=1, max=8, help="fresh builds of each variant; default: 2 from 8 rounds"),
     ] = None,
     noise: Annotated[
         bool | None,
         typer.Option(
-            "--noise/--no-noise", help="a second baseline takes turns; on from 4 rounds on"
+            "--noise/--no-noise", help="measure a second baseline; default: from 4 rounds"
         ),
     ] = None,
     max_load: Annotated[
         float,
         typer.Option(
-            min=0, max=1, help="share of the machine others may use in a round that counts; 1: any"
+            min=0, max=1, help="load of other processes that a valid round may have, as a share"
         ),
     ] = 0.25,
     grouping: Annotated[
         Literal["auto", "together", "groups", "fresh"],
-        typer.Option(help="which variants are alive at once; auto: what memory holds"),
+        typer.Option(help="variants in memory at once; auto: as many as fit"),
     ] = "auto",
     fresh: Fresh = False,
-    json_out: Annotated[
-        Path | None, typer.Option("--json", help="write report.json here as well")
-    ] = None,
     bundle: Annotated[
         Path | None,
-        typer.Option(help="copy what hasten regress needs into this folder", metavar="FOLDER"),
+        typer.Option(help="copy what --rerun needs into this folder", metavar="FOLDER"),
     ] = None,
-    plan: Annotated[
-        str | None, typer.Option(help="a preset plan in place of the recipe's: article")
+    rerun: Annotated[
+        Path | None,
+        typer.Option(help="measure a stored experiment again", metavar="BUNDLE"),
     ] = None,
+    tolerance: Annotated[
+        float, typer.Option(help="share of a gain that --rerun may find missing")
+    ] = 0.02,
+    output: Annotated[
+        Path | None, output_option("folder; default: that of the recipe, or runs/rerun")
+    ] = None,
+    as_json: AsJson = False,
     write: Write = False,
     write_to: WriteTo = None,
     verification: Annotated[
-        bool, typer.Option("--verify/--no-verify", help="prove beforehand that quality is kept")
+        bool, typer.Option("--verify/--no-verify", help="verify quality before measuring")
     ] = True,
     seeds: Annotated[
-        int, typer.Option(min=0, help="paired trainings for techniques of other mathematics")
+        int, typer.Option(min=0, help="paired trainings for each lossy technique")
     ] = 0,
 ) -> int:
     """Measure what the recipe's techniques gain on its own job."""
+    if rerun is not None:
+        from hasten.cli.rerun import rerun as measure_again
+
+        refuse_unused(context, RERUN, "with --rerun")
+        changes = [*([str(path)] if path is not None else []), *(overrides or [])]
+        folder = output or Path("runs/rerun")
+        return measure_again(rerun, changes, rounds, tolerance, folder, budget, as_json)
+    if path is None:
+        raise InputError("RECIPE is missing; give a recipe, or --rerun BUNDLE")
+    every = (str(parameter.name) for parameter in context.command.params)
+    refuse_unused(context, set(every) - {"tolerance"}, "without --rerun")
     from hasten.cli.train import warn_of_idle
     from hasten.cli.verify import beforehand
     from hasten.progress import Display
@@ -121,7 +134,6 @@ def speedup(
     from hasten.report.page import write_report
     from hasten.report.speedup import ablate, greedy_recipe
 
-    writable("--json", json_out)
     if bundle is not None:
         try:
             bundle.mkdir(parents=True, exist_ok=True)
@@ -129,11 +141,11 @@ def speedup(
             raise InputError(f"--bundle: {bundle} can't be written: {error.strerror}") from error
     back = WriteBack(path, write, write_to)
     back.check()
-    changes = [*(overrides or []), *([f"plan={plan}"] if plan is not None else [])]
+    changes = [*(overrides or []), *([f"output={output}"] if output is not None else [])]
     recipe = load_recipe(path, changes)
     seconds = read_duration(budget) if budget is not None else None
     count = rounds or (MOST_ROUNDS if seconds is not None else 8)
-    design = Design(
+    settings = Design(
         rounds=count,
         steps=steps,
         warmup=warmup,
@@ -145,50 +157,57 @@ def speedup(
         budget_seconds=seconds,
         grouping=grouping,
     )
-    if variants == "greedy" and only is not None:
+    if design == "greedy" and only is not None:
         raise InputError(
             "only: a greedy search tries every technique of the plan; shorten the plan"
         )
-    if variants != "greedy" and order != "slots":
+    if design != "greedy" and order != "slots":
         raise InputError(
             "order: only a greedy search tries techniques in an order; say --design greedy"
         )
     if seeds and not verification:
         raise InputError("seeds: the verification trains in pairs; leave --no-verify out")
-    with Display() as display:
-        share = None if seconds is None else GUARD_SHARE * seconds
-        more: dict[str, Any] = {
-            "design": design,
-            "command": command_line(),
-            "fresh": fresh,
-            "audience": display,
-            "also": beforehand(verification, seeds, fresh, display, share),
-        }
-        report: dict[str, Any] | None
-        if variants == "greedy":
-            title = f"What gradual optimisation keeps: {path.stem}"
-            climbed = greedy_recipe(recipe, order=order, title=title, **more)
-            print(f"{climbed}\n")
-            report = climbed.report
+    with text_to_stderr(as_json):
+        with Display() as display:
+            share = None if seconds is None else VERIFICATION_SHARE * seconds
+            more: dict[str, Any] = {
+                "design": settings,
+                "command": command_line(),
+                "fresh": fresh,
+                "audience": display,
+                "also": beforehand(verification, seeds, fresh, display, share),
+            }
+            report: dict[str, Any] | None
+            if design == "greedy":
+                title = f"What gradual optimisation keeps: {path.stem}"
+                climbed = greedy_recipe(recipe, order=order, title=title, **more)
+                print(f"{climbed}\n")
+                report = climbed.report
+            else:
+                title = f"What the plan gains: {path.stem}"
+                report = ablate(recipe, design, only=named(only), title=title, **more)
+        if report is None:
+            print("nothing paid, so there is no plan to report on: no report was written")
         else:
-            title = f"What the plan gains: {path.stem}"
-            report = ablate(recipe, variants, only=named(only), title=title, **more)
+            page = write_report(report, Path(recipe.output))
+            if bundle is not None and bundle.resolve() != page.parent.resolve():
+                for name in (BUNDLE, "report.json"):
+                    shutil.copyfile(page.with_name(name), bundle / name)
+            print_table(report)
+            print(design_line(report["design"]))
+            print(f"report: {page}")
+            _write_best(report, back)
+    if as_json:
+        print("null" if report is None else page.with_name("report.json").read_text())
     if report is None:
-        print("nothing paid, so there is no plan to report on: no report was written")
         return 0
-    page = write_report(report, Path(recipe.output))
-    copied(page.with_name("report.json"), json_out)
-    if bundle is not None:
-        for name in (BUNDLE, "report.json"):
-            copied(page.with_name(name), bundle / name)
-    print_table(report)
-    print(design_line(report["design"]))
-    print(f"report: {page}")
-    _write_best(report, back)
     idle = warn_of_idle({a["technique"]: a for a in report["variants"][-1]["effective"]})
     unproven = any(row["verdict"] in GUILTY for row in report["verification"] or ())
     if unproven:
-        print("a proof of equal quality failed: see the verification's table in the report")
+        print(
+            "a check of equal quality failed: see the verification's table in the report",
+            file=sys.stderr if as_json else sys.stdout,
+        )
     return FAILED if unproven or (idle and recipe.require_effect) else 0
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hasten.cli.arguments import STARTED, Overrides, RecipePath
+from hasten.cli.arguments import STARTED, Fresh, Overrides, RecipePath
 from hasten.core.plan import name_of
 from hasten.core.slot import Slot
 from hasten.errors import FAILED, INTERRUPTED, LEFT, UNSAVED, InputError
@@ -31,27 +31,15 @@ if TYPE_CHECKING:
 def train(
     path: RecipePath,
     overrides: Overrides = None,
-    max_restarts: Annotated[
-        int | None,
-        typer.Option(
-            min=0, help="restarts after a rank has died or hangs, instead of the recipe's"
-        ),
-    ] = None,
-    nproc: Annotated[
-        int | None, typer.Option(min=1, help="processes on this machine, instead of the recipe's")
-    ] = None,
-    backend: Annotated[
-        str | None, typer.Option(help="gloo or nccl between ranks, instead of the recipe's")
-    ] = None,
     choose_only: Annotated[
         bool,
-        typer.Option("--choose-only", help="show what plan: auto chooses, and why; no training"),
+        typer.Option(
+            "--choose-only", help="print the choice of plan: auto with reasons, then stop"
+        ),
     ] = False,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="race plans again, whatever was chosen before")
-    ] = False,
+    fresh: Fresh = False,
 ) -> int:
-    """Train as a recipe says."""
+    """Train a model from a recipe."""
     from hasten.core.loop import defer_signals, ignore_stop_signals
     from hasten.launch.ranks import restart_with
     from hasten.machine import environment
@@ -64,9 +52,7 @@ def train(
 
     import_seconds = time.perf_counter() - STARTED
     exit_with_parent()
-    options = {"max_restarts": max_restarts, "nproc": nproc, "backend": backend}
-    more = [f"{key}={value}" for key, value in options.items() if value is not None]
-    changes = [*(overrides or []), *more]
+    changes = list(overrides or [])
     recipe = load_recipe(path, changes)
     if recipe.auto_plan is None and (choose_only or fresh):
         option = "--choose-only" if choose_only else "--fresh"

@@ -9,14 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from hasten.cli.arguments import (
+    AsJson,
+    Budget,
     Fresh,
+    Lossy,
+    Only,
     Overrides,
     RecipePath,
+    Steps,
     Write,
     WriteBack,
     WriteTo,
-    copied,
     named,
+    output_option,
+    text_to_stderr,
     writable,
 )
 from hasten.core.plan import Plan
@@ -43,13 +49,7 @@ def tune(
             "by the eval loss of whole trainings"
         ),
     ] = "speed",
-    budget: Annotated[
-        str | None,
-        typer.Option(
-            help="what trials and final_comparison may take: 90s, 8m, 1h30m; 8m if left out, of "
-            "learning 1h"
-        ),
-    ] = None,
+    budget: Budget = None,
     sampler: Annotated[
         Literal["auto", "tpe", "gp", "random", "genetic", "cmaes", "bandit"],
         typer.Option(help="who proposes; auto: forecasts first, then what was learnt"),
@@ -58,39 +58,23 @@ def tune(
         Literal["tokens", "memory"],
         typer.Option(help="what counts: tokens per second, or peak memory"),
     ] = "tokens",
-    only: Annotated[
-        str | None,
-        typer.Option(
-            help="tune these techniques or slots alone; of learning: learning_rate, warmup, batch",
-            metavar="NAME[,NAME...]",
-        ),
-    ] = None,
-    lossy: Annotated[
-        bool,
-        typer.Option(
-            "--lossy", help="also techniques of other mathematics, behind the verification"
-        ),
-    ] = False,
+    only: Only = None,
+    lossy: Lossy = False,
     seeds: Annotated[
-        int,
-        typer.Option(
-            min=1, help="paired trainings by which the verification proves a lossy winner"
-        ),
+        int, typer.Option(min=1, help="paired trainings for each lossy technique")
     ] = 3,
-    trials: Annotated[int | None, typer.Option(min=1, help="trials at most")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="steps of a round")] = 4,
+    trials: Annotated[int | None, typer.Option(min=1, help="largest number of trials")] = None,
+    steps: Steps = 4,
     fresh: Fresh = False,
     output: Annotated[
         Path | None,
-        typer.Option(help="the winning recipe; OUTPUT/tuned.yaml of the recipe if left out"),
+        output_option("the winning recipe; default: tuned.yaml or learnt.yaml in its folder"),
     ] = None,
-    json_out: Annotated[
-        Path | None, typer.Option("--json", help="write the study here as well")
-    ] = None,
+    as_json: AsJson = False,
     write: Write = False,
     write_to: WriteTo = None,
 ) -> int:
-    """Search for the fastest settings of a recipe on this machine, and prove them."""
+    """Search for a recipe's best settings within a budget."""
     from hasten.machine.files import write_atomic
     from hasten.measure.quality.verification import VerificationDesign, verified
     from hasten.progress import Display
@@ -114,8 +98,7 @@ def tune(
                     "loss alone"
                 )
         wishes = LearningOptions(named(only), trials, fresh)
-        return learn(path, overrides or [], budget or "1h", wishes, output, json_out)
-    writable("--json", json_out)
+        return learn(path, overrides or [], budget or "1h", wishes, output, as_json)
     writable("--output", output)
     back = WriteBack(path, write, write_to)
     back.check()
@@ -140,10 +123,12 @@ def tune(
         outcome = tune_job(recipe, budget or "8m", options, audience=display, prove=prove)
     target = output or Path(recipe.output) / "tuned.yaml"
     write_atomic(target, outcome.text)
-    copied(outcome.folder / "study.json", json_out)
-    show(outcome, recipe.price, recipe.nproc)
-    print(f"\nrecipe: {target}\nstudy: {outcome.folder / 'study.html'}")
-    back.write(_changed(recipe, load_recipe(target)))
+    with text_to_stderr(as_json):
+        show(outcome, recipe.price, recipe.nproc)
+        print(f"\nrecipe: {target}\nstudy: {outcome.folder / 'study.html'}")
+        back.write(_changed(recipe, load_recipe(target)))
+    if as_json:
+        print((outcome.folder / "study.json").read_text())
     return 0
 
 
@@ -216,7 +201,7 @@ def learn(
     budget: str,
     options: LearningOptions,
     output: Path | None,
-    json_out: Path | None,
+    as_json: bool,
 ) -> int:
     """Train, prove, print the trainings, write the winning recipe; the exit code."""
     from hasten.machine.files import write_atomic
@@ -224,16 +209,17 @@ def learn(
     from hasten.recipe.schema import load_recipe
     from hasten.tune.learning_study import learn as learn_job
 
-    writable("--json", json_out)
     writable("--output", output)
     recipe = load_recipe(path, overrides)
     with Display() as display:
         study = learn_job(recipe, budget, options, audience=display)
     target = output or Path(recipe.output) / "learnt.yaml"
     write_atomic(target, study.text)
-    copied(study.folder / "study.json", json_out)
-    show_learning(study)
-    print(f"\nrecipe: {target}\nstudy: {study.folder / 'study.html'}")
+    with text_to_stderr(as_json):
+        show_learning(study)
+        print(f"\nrecipe: {target}\nstudy: {study.folder / 'study.html'}")
+    if as_json:
+        print((study.folder / "study.json").read_text())
     return 0
 
 

@@ -1,4 +1,4 @@
-"""``hasten verify``: the proofs of equal quality that a recipe's techniques owe, on its own job."""
+"""``hasten verify``: the quality checks that a recipe's techniques require, on its own job."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hasten.cli.arguments import Overrides, RecipePath, writable
+from hasten.cli.arguments import (
+    AsJson,
+    Budget,
+    Overrides,
+    RecipePath,
+    output_option,
+    text_to_stderr,
+    writable,
+)
 from hasten.errors import FAILED, InputError
 
 if TYPE_CHECKING:
@@ -18,26 +26,21 @@ if TYPE_CHECKING:
     from hasten.progress import Display
 
 
-def verification(
+def verify(
     path: RecipePath,
     overrides: Overrides = None,
     seeds: Annotated[
-        int, typer.Option(min=0, help="paired trainings for each technique of other mathematics")
+        int, typer.Option(min=0, help="paired trainings for each lossy technique")
     ] = 0,
     tokens: Annotated[
-        int, typer.Option(min=0, help="tokens of each such training; 0: those of 50 steps")
+        int, typer.Option(min=0, help="training tokens: of each pair; 0: those of 50 steps")
     ] = 0,
-    margin: Annotated[
-        float, typer.Option(help="by how much the eval loss may be worse, a share")
-    ] = 0.01,
-    json_out: Annotated[
-        Path | None, typer.Option("--json", help="write the findings here as well")
-    ] = None,
-    budget: Annotated[
-        str | None, typer.Option(help="time for all of it: 20m, 1h30m; the rest is not tested")
-    ] = None,
+    margin: Annotated[float, typer.Option(help="allowed rise of the eval loss, as a share")] = 0.01,
+    budget: Budget = None,
+    output: Annotated[Path | None, output_option("a JSON file")] = None,
+    as_json: AsJson = False,
 ) -> int:
-    """Prove that a recipe's techniques keep the model as good as they promise."""
+    """Verify that a recipe's techniques keep model quality."""
     from hasten.measure.quality.requirements import failures
     from hasten.measure.quality.verification import VerificationDesign, verified
     from hasten.measure.recipe_experiment import prepared
@@ -47,7 +50,7 @@ def verification(
 
     if not 0 < margin < 1:
         raise InputError(f"--margin is {margin}; give a share above 0 and below 1, such as 0.01")
-    writable("--json", json_out)
+    writable("--output", output)
     seconds = None if budget is None else read_duration(budget)
     design = VerificationDesign(seeds=seeds, tokens=tokens, margin=margin, budget_seconds=seconds)
     with Display() as display:
@@ -56,9 +59,13 @@ def verification(
         if not len(plan) and recipe.nproc == 1:
             raise InputError("plan: there is nothing to prove; list techniques under plan")
         findings = verified(recipe, context, plan, subject.data_key, design, display.tell)
-    if json_out is not None:
-        json_out.write_text(json.dumps(findings, indent=1))
-    show(findings)
+    text = json.dumps(findings, indent=1)
+    if output is not None:
+        output.write_text(text)
+    with text_to_stderr(as_json):
+        show(findings)
+    if as_json:
+        print(text)
     return FAILED if failures(findings) else 0
 
 
@@ -94,7 +101,11 @@ def show(findings: Rows) -> None:
     console = Console(highlight=False, width=None if Console().is_terminal else 120)
     for title, key, names in (
         ("the plan as a whole", "invariance", ("what", "verdict", "text")),
-        ("what each technique owes", "verification", ("technique", "fidelity", "verdict", "text")),
+        (
+            "what each technique requires",
+            "verification",
+            ("technique", "fidelity", "verdict", "text"),
+        ),
     ):
         table = Table(title=title, title_justify="left", show_edge=False, show_lines=False)
         for name in names:

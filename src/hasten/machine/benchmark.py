@@ -108,7 +108,7 @@ class MachineRates:
             figures = [p.best for p in rates.products] + [c.best for c in rates.copies]
             sound = all(0 < figure < math.inf for figure in figures)
         except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError("it doesn't hold what `hasten bench --json` writes") from error
+            raise ValueError("it doesn't hold what `hasten env --bench -o` writes") from error
         if not sound:
             raise ValueError("a rate in it is not a positive number")
         return rates

@@ -185,7 +185,7 @@ def weight_files(folder: Path) -> list[Path]:
     elif any(folder.glob("pytorch_model*.bin")):
         raise InputError(
             f"{folder} has its weights as pytorch_model.bin, a pickle that can run code when read: "
-            f"convert it once with `hasten checkpoint convert {folder} --to NEW_FOLDER` and give "
+            f"convert it once with `hasten checkpoint convert {folder} -o NEW_FOLDER` and give "
             "the new folder"
         )
     else:

@@ -91,7 +91,7 @@ class Cluster:
 def own_machine(
     source: Mapping[str, Any] | Path, *, memory_bytes: float, link: float, devices: int = 1
 ) -> Cluster:
-    """One node of the user's own, its rates from a file of ``hasten bench --json``.
+    """One node of the user's own, its rates from a file of ``hasten env --bench -o``.
 
     ``link`` is what passes between its devices, one way, in bytes per second.
 
@@ -111,7 +111,7 @@ def own_machine(
         half = best.get("bf16") or best.get("fp16") or best["fp32"]
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(
-            f"{name} doesn't hold what `hasten bench --json` writes: measure this machine anew"
+            f"{name} doesn't hold what `hasten env --bench -o` writes: measure this machine anew"
         ) from error
     single = max(best.get("fp32", 0.0), best.get("tf32", 0.0))
     chip = Device(
@@ -127,7 +127,7 @@ def own_machine(
         reached8=best.get("fp8", 0.0),
         reached32=single,
         gloo=str(rates.get("device") or "").startswith("cpu"),
-        source=f"hasten bench, {rates.get('measured_at', 'undated')}",
+        source=f"hasten env --bench, {rates.get('measured_at', 'undated')}",
     )
     return Cluster(chip, 1, devices, link, link, topology="single_node")
 

@@ -263,7 +263,7 @@ def _json(path: Path) -> Mapping[str, Any]:
 # A finished run, predicted as it ran, beside what it measured: for ``plan`` and ``report``.
 
 LINK = 10e9  # bytes/s between ranks of a processor: through memory
-RATES = ("ceiling.json",)  # files of hasten bench that a run may have kept
+RATES = ("ceiling.json",)  # files of hasten env --bench that a run may have kept
 UNCALIBRATED = "fitted to published measurements of GPUs; --calibrate RUN fits to this machine"
 
 
@@ -327,8 +327,8 @@ def machine_of(folder: Path) -> Cluster:
         if summary.get("world_size", 1) not in range(1, count + 1):
             raise InputError(
                 f"{folder}: it ran on several hosts of {count} {chip.name}, and how those are "
-                f"wired stands nowhere: hasten plan {folder} --gpu {chip.name} --cluster fat_tree "
-                f"--nodes N --gpus-per-node {count}"
+                f"connected isn't recorded: hasten estimate {folder} --gpu {chip.name} --cluster "
+                f"fat_tree --nodes N --gpus-per-node {count}"
             )
         joined = chip.link if count <= chip.per_node else PCIE4 * 1e9
         return Cluster(chip, 1, count, joined, joined, topology="single_node")
@@ -341,8 +341,8 @@ def machine_of(folder: Path) -> Cluster:
                 measured_cluster, device=dataclasses.replace(measured_cluster.device, units=1)
             )
     raise InputError(
-        f"{folder}: it ran on a processor, whose rates no datasheet tells: hasten bench --json "
-        f"bench.json, then hasten plan {folder} --gpu bench.json --memory GB"
+        f"{folder}: it ran on a processor, whose rates no datasheet tells: hasten env --bench -o "
+        f"bench.json, then hasten estimate {folder} --gpu bench.json --memory GB"
     )
 
 

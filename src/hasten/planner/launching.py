@@ -108,7 +108,9 @@ def _from_file(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
             raise ValueError("its layout is no object")
     except (OSError, ValueError, LookupError, TypeError) as error:
         why = getattr(error, "strerror", None) or error
-        raise InputError(f"--plan: {path} isn't what hasten plan --json writes ({why})") from error
+        raise InputError(
+            f"--estimate: {path} isn't what hasten estimate --json writes ({why})"
+        ) from error
     return layout, job
 
 

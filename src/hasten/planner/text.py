@@ -1,4 +1,4 @@
-"""A plan in words and tables, as ``hasten plan`` prints it, and as one page with drawings."""
+"""A plan in words and tables, as ``hasten estimate`` prints it, and as one page with drawings."""
 
 from __future__ import annotations
 
@@ -323,7 +323,7 @@ def page(
         ),
     ]
     return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>hasten plan</title>'
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>hasten estimate</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{STYLE}</style><main>{''.join(body)}</main></html>\n"
     )

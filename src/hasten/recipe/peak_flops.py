@@ -109,12 +109,12 @@ def device_name(context: JobContext) -> str:
 
 
 def read_rates(path: Path, context: JobContext) -> MachineRates:
-    """A file of ``hasten bench --json`` that was measured on this training device.
+    """A file of ``hasten env --bench -o`` that was measured on this training device.
 
     Raises:
         InputError: no such file, not of that kind, or of another device.
     """
-    advice = "write one here with `hasten bench --json FILE`"
+    advice = "write one here with `hasten env --bench -o FILE`"
     try:
         rates = MachineRates.from_dict(read_json_object(path, "measurement", LARGEST_FILE))
     except ValueError as error:

@@ -173,7 +173,7 @@ class Recipe(BaseModel):
     )
 
     ceiling: str = Field(
-        "auto", description="what MFU refers to: auto, measure, or a file of hasten bench"
+        "auto", description="what MFU refers to: auto, measure, or a file of hasten env --bench"
     )
 
     # Machine

@@ -35,6 +35,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from hasten.errors import InputError, pip_install
+from hasten.foreign_files import read_json_object
 from hasten.machine.environment import child_environment
 from hasten.models.load import quiet, read_config
 from hasten.models.presets import PRESETS

@@ -1,8 +1,10 @@
 """The model of a finished run, loaded for use, and the text that it generates.
 
-(1) the weights of RUN/model, or RUN/adapter merged into its base => (2) the tokenizer saved with them, whose chat template renders the turns in the sandbox that
-training used => (3) generation stops at the tokens that the weights name and at the end of an
-answer. Weights are float32 on a processor and bfloat16 on an accelerator.
+(1) the weights of RUN/model, or RUN/adapter merged into its base
+(2) the tokenizer saved with them; its chat template renders the turns in the sandbox of training
+(3) generation stops at the tokens that the weights name, and at the end of an answer
+
+Weights are float32 on a processor and bfloat16 on an accelerator.
 """
 
 from __future__ import annotations

@@ -238,7 +238,7 @@ def changes(
         InputError: a margin outside [0, 1).
     """
     if not 0 <= margin < 1:
-        raise InputError(f"--margin is a share from 0 up to 1, not {margin:g}")
+        raise InputError(f"--tolerance is a share from 0 up to 1, not {margin:g}")
     (base, _), *others = before.items()
     missing = BundledMeasurement(failed="it wasn't measured")
     variant_changes = [

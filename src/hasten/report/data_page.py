@@ -1,4 +1,4 @@
-"""The page of ``hasten data stats --html``: one file that loads nothing, drawings inline."""
+"""The page of ``hasten data stats -o``: one file that loads nothing, drawings inline."""
 
 from __future__ import annotations
 

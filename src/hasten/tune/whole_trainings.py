@@ -45,7 +45,7 @@ class RecipeTrainings:
         self.given, self.folder = subject, Path(recipe.output) / "studies"
         self._data = prepare_data(recipe, Path(recipe.output) / "data")
         if not len(self._data.eval_data):
-            raise InputError("eval_data: the study compares eval losses; hold some records out")
+            raise InputError("eval_data: the study compares eval losses; hold some examples out")
         self._batch = "global_batch_tokens" if recipe.global_batch_tokens else "global_batch_size"
         batch = batch_of(recipe)
         self._own = batch.tokens if recipe.global_batch_tokens else batch.examples

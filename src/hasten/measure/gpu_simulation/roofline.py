@@ -104,7 +104,7 @@ class SimulatedDevice:
 
 
 def simulated_device(name: str) -> SimulatedDevice:
-    """The device of that name, as `hasten plan --gpu` spells it.
+    """The device of that name, as `hasten estimate --gpu` spells it.
 
     Raises:
         InputError: no figures are known of it, or it is none of NVIDIA's.

@@ -71,7 +71,7 @@ def to_dict(trace: SimulatedTrace) -> dict[str, Any]:
     """The trace as plain values, for files and other programs."""
     first = trace.ranks[0]
     return {
-        "kind": "hasten plan by simulation",
+        "kind": "hasten simulation",
         "device": trace.device.name,
         "ranks": len(trace.ranks),
         "plan": list(first.plan),

@@ -595,7 +595,7 @@ def faults(device: str, *operations: Operation) -> tuple[str, ...]:
     proofs, names = proofs_here(device), {operation.name for operation in operations}
     return tuple(
         f"its kernel for {variant.operation.name} ({variant.name}) can't be used: {fault} "
-        "(hasten bench --fresh looks again)"
+        "(hasten env --bench --fresh looks again)"
         for variant in variants()
         if variant.own
         and variant.operation.name in names

@@ -1,4 +1,4 @@
-"""``hasten plan`` as a user types it: tables, files, and one sentence for what can't be."""
+"""``hasten estimate`` as a user types it: tables, files, and one sentence for what can't be."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ MODEL = "deepseek-llm-7b"
 HERE = ("--cluster", "dgx_h100", "--nodes", "2", "--global-batch", "256", "--tokens", "1B")
 
 
-def run(*words: str) -> str:
-    result = CliRunner().invoke(app, ["plan", *words], catch_exceptions=False)
+def run(*words: str, stdout_only: bool = False) -> str:
+    result = CliRunner().invoke(app, ["estimate", *words], catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    return result.output
+    return result.stdout if stdout_only else result.output
 
 
 def complaint(*words: str) -> str:
-    result = CliRunner().invoke(app, ["plan", *words])
+    result = CliRunner().invoke(app, ["estimate", *words])
     assert isinstance(result.exception, InputError), result.output
     said = str(result.exception)
     assert "\n" not in said
@@ -63,11 +63,12 @@ def test_a_layout_for_lora_names_no_target_that_refuses_it() -> None:
 def test_files_hold_the_plan(tmp_path: Path) -> None:
     price = tmp_path / "price.yaml"
     price.write_text("currency: CNY\nper_device_hour: 0.6\n")
-    out, html = tmp_path / "plan.json", tmp_path / "plan.html"
-    said = run(MODEL, *HERE, "--price", str(price), "--json", str(out), "--html", str(html))
-    assert " CNY" in said
-    found = json.loads(out.read_text())
-    assert found["kind"] == "hasten plan"
+    html = tmp_path / "plan.html"
+    words = [MODEL, *HERE, "--price", str(price), "--json", "-o", str(html)]
+    result = CliRunner().invoke(app, ["estimate", *words], catch_exceptions=False)
+    assert " CNY" in result.stderr
+    found = json.loads(result.stdout)
+    assert found["kind"] == "hasten estimate"
     best = found["best"][0]
     assert best["spending"]["currency"] == "CNY"
     hours = best["spending"]["device_hours"]["middle"]
@@ -149,7 +150,7 @@ def test_what_cannot_be_is_one_sentence(tmp_path: Path) -> None:
     assert "isn't one of" in complaint(MODEL, *HERE, "--precision", "int3")
     assert "isn't one of" in complaint(MODEL, *HERE, "--schedules", "magic")
     for option in ("--sequence", "--global-batch"):
-        assert CliRunner().invoke(app, ["plan", MODEL, *HERE, option, "0"]).exit_code == 2
+        assert CliRunner().invoke(app, ["estimate", MODEL, *HERE, option, "0"]).exit_code == 2
     assert "at least 1" in complaint(MODEL, *HERE, "--nodes", "0")
     assert "were fitted; leave --stack out" in complaint(MODEL, *HERE, "--stack", "mine")
     config = tmp_path / "config.json"
@@ -158,11 +159,11 @@ def test_what_cannot_be_is_one_sentence(tmp_path: Path) -> None:
     price = tmp_path / "price.yaml"
     price.write_text("per_device_hour: 0.6\n")
     assert "'currency' is missing" in complaint(MODEL, *HERE, "--price", str(price))
-    assert "can't be written" in complaint(MODEL, *HERE, "--json", str(tmp_path / "no" / "p.json"))
+    assert "can't be written" in complaint(MODEL, *HERE, "-o", str(tmp_path / "no" / "p.html"))
 
 
 def test_planning_imports_no_torch() -> None:
-    code = "import hasten.cli.plan, sys; print([m for m in ('torch', 'transformers') if m in "
+    code = "import hasten.cli.estimate, sys; print([m for m in ('torch', 'transformers') if m in "
     code += "sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
@@ -189,13 +190,12 @@ def test_runs_of_ones_own_fit_the_plan_to_the_machine(tmp_path: Path) -> None:
     here = ("--gpu", str(machine_file(tmp_path / "bench.json")), "--gpus-per-node", "1")
     job = ("deepseek-llm-tiny", *here, "--sequence", "512", "--global-batch", "16")
     assert "give --memory" in complaint(*job)
-    out = tmp_path / "plan.json"
     slow = [finished_run(tmp_path / f"b{n}", n, 2.0 * n / 16 + 0.1) for n in (4, 8)]
-    words = ("--memory", "16", "--json", str(out))
+    words = ("--memory", "16")
     runs = [word for folder in slow for word in ("--calibrate", str(folder))]
     said = run(*job, *words, *runs)
     assert "2 runs of your own" in said
-    found = json.loads(out.read_text())
+    found = json.loads(run(*job, *words, *runs, "--json", stdout_only=True))
     rows = [c for c in found["best"] if c["layout"]["micro_batch"] == 16]
     step = (rows or found["best"])[0]["step_seconds"]
     assert step["middle"] == pytest.approx(2.1, rel=0.15)  # a batch that no run had

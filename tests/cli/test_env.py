@@ -1,4 +1,4 @@
-"""``hasten bench`` and what its file does for train, speedup, report and hardware."""
+"""``hasten env --bench`` and what its file does for train, speedup, report and hardware."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def test_a_bench_s_file_gives_training_an_mfu_that_the_report_repeats(
     tmp_path: Path, hasten: Hasten
 ) -> None:
     rates = tmp_path / "rates.json"
-    code, out, err = hasten("bench", "--device", "cpu", "--seconds", 1, "--json", rates)
+    code, out, err = hasten("env", "--bench", "--device", "cpu", "--seconds", 1, "-o", rates)
     assert code == 0, err
     assert "ceiling" in out
     assert "TFLOP/s" in out
     bests = [product["best"] for product in json.loads(rates.read_text())["products"]]
     assert bests
-    code, out, err = hasten("hardware", "--rates", rates)
+    code, out, err = hasten("env", "--rates", rates)
     assert code == 0, err
     assert "ceiling" in out
-    code, out, _ = hasten("hardware", "--rates", rates, "--json")
+    code, out, _ = hasten("env", "--rates", rates, "--json")
     assert json.loads(out)["rates"]["device"] == "cpu"
     path = written(tmp_path / "r.yaml", **small(tmp_path, ceiling=str(rates), device="cpu"))
     code, out, err = hasten("train", path)
@@ -69,17 +69,17 @@ def test_bench_shows_what_kernels_gain_and_what_is_wrong_and_measures_again_when
         return replace(usual, proofs={**usual.proofs, **wrong})
 
     monkeypatch.setattr(registry, "figures_here", figures)
-    code, out, err = hasten("bench", "--device", "cpu", "--seconds", 0)
+    code, out, err = hasten("env", "--bench", "--device", "cpu", "--seconds", 0)
     assert (code, err) == (0, "")
     assert "2.40× [2.40, 2.40]" in out
     assert "training pass: torch, bf16: its result is wrong: the largest error" in out
     assert "it is left out of plans" in " ".join(out.split())
     assert "ceiling" not in out
-    assert hasten("bench", "--device", "cpu", "--seconds", 0, "--fresh")[0] == 0
+    assert hasten("env", "--bench", "--device", "cpu", "--seconds", 0, "--fresh")[0] == 0
     assert asked == [False, True]
-    code, _, err = hasten("bench", "--seconds", 0, "--json", "rates.json")
+    code, _, err = hasten("env", "--bench", "--seconds", 0, "-o", "rates.json")
     assert code == 2
-    assert "or 0 without --json for no ceilings" in err
+    assert "or 0 without --output for kernels only" in err
 
 
 @pytest.mark.slow
@@ -108,14 +108,14 @@ def test_speedup_measures_once_and_every_variant_has_its_mfu(
         (["--device", "tpu"], "--device is 'tpu'; give auto, cpu or cuda"),
         (["--device", "cpu", "--seconds", "0.5"], "--seconds is 0.5"),
         (["--device", "cpu", "--seconds", "nan"], "--seconds is nan"),
-        (["--device", "cpu", "--json", "/nowhere/at/all.json"], "can't be written"),
+        (["--device", "cpu", "--output", "/nowhere/at/all.json"], "can't be written"),
     ],
 )
 def test_bad_input_is_one_sentence_and_nothing_is_measured(
     words: list[str], message: str, hasten: Hasten, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hasten.machine.benchmark.measure", lambda *a: pytest.fail("measured"))
-    code, out, err = hasten("bench", *words)
+    code, out, err = hasten("env", "--bench", *words)
     assert (code, out) == (2, "")
     assert message in err
     assert len(err.strip().splitlines()) == 1
@@ -126,6 +126,6 @@ def test_a_gpu_that_isn_t_there_is_said(hasten: Hasten) -> None:
 
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    code, _, err = hasten("bench", "--device", "cuda")
+    code, _, err = hasten("env", "--bench", "--device", "cuda")
     assert code == 2
     assert "this machine has no CUDA device" in err

@@ -1,4 +1,4 @@
-"""A finished run instead of a model: predicted against measured, by ``plan`` and ``report``."""
+"""A finished run instead of a model: predicted against measured, by ``estimate`` and ``report``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_run_on_known_gpus_is_predicted_and_measured_term_by_term(
     hasten: Hasten, tmp_path: Path, name: str
 ) -> None:
     run = a_run(tmp_path / "run", *[name] * 8)
-    for command in ("plan", "report"):
+    for command in ("estimate", "report"):
         code, out, err = hasten(command, run)
         assert code == 0, err
         rows = [line for line in out.splitlines() if line.startswith(TERMS)]
@@ -58,7 +58,7 @@ def test_the_ratio_follows_what_was_measured(hasten: Hasten, tmp_path: Path) -> 
     ratios = []
     for number, seconds in enumerate((2.0, 4.0)):
         run = a_run(tmp_path / str(number), *["NVIDIA H100 80GB HBM3"] * 8, seconds=seconds)
-        out = hasten("plan", run)[1]
+        out = hasten("estimate", run)[1]
         row = next(line for line in out.splitlines() if line.startswith("step "))
         ratios.append(float(row.split()[5]))
     assert ratios[1] == pytest.approx(2 * ratios[0], rel=0.02)
@@ -66,9 +66,9 @@ def test_the_ratio_follows_what_was_measured(hasten: Hasten, tmp_path: Path) -> 
 
 def test_a_processor_s_rates_are_asked_for(hasten: Hasten, tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", world=1)
-    code, _, err = hasten("plan", run)
+    code, _, err = hasten("estimate", run)
     assert code == 2
-    assert "hasten bench --json" in err
+    assert "hasten env --bench -o" in err
     code, out, _ = hasten("report", run)
     assert code == 0
     assert "predicted against measured: " in out
@@ -76,7 +76,7 @@ def test_a_processor_s_rates_are_asked_for(hasten: Hasten, tmp_path: Path) -> No
 
 def test_an_unknown_gpu_is_named_and_the_report_stands(hasten: Hasten, tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", "Sigma 9000")
-    code, _, err = hasten("plan", run)
+    code, _, err = hasten("estimate", run)
     assert code == 2
     assert "Sigma 9000" in err
     assert hasten("report", run)[0] == 0
@@ -84,19 +84,19 @@ def test_an_unknown_gpu_is_named_and_the_report_stands(hasten: Hasten, tmp_path:
 
 def test_a_run_takes_no_changes(hasten: Hasten, tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", *["NVIDIA H100 80GB HBM3"])
-    code, _, err = hasten("plan", run, "max_steps=3")
+    code, _, err = hasten("estimate", run, "max_steps=3")
     assert code == 2
     assert "a run that is over" in err
 
 
 def test_a_run_on_several_hosts_is_asked_how_they_are_wired(hasten: Hasten, tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", *["NVIDIA H100 80GB HBM3"] * 8, world=16)
-    code, _, err = hasten("plan", run)
+    code, _, err = hasten("estimate", run)
     assert code == 2
     assert "--cluster fat_tree" in err
     told = ("--gpu", "h100", "--cluster", "ethernet", "--nodes", 2)
-    slow = hasten("plan", run, *told)[1]
-    fast = hasten("plan", run, *told[:2], "--cluster", "fat_tree", "--nodes", 2)[1]
+    slow = hasten("estimate", run, *told)[1]
+    fast = hasten("estimate", run, *told[:2], "--cluster", "fat_tree", "--nodes", 2)[1]
     seconds = [float(out.split("step ")[1].split()[0]) for out in (slow, fast)]
     assert seconds[0] > 1.5 * seconds[1]
 
@@ -109,11 +109,11 @@ def test_a_model_that_was_dealt_out_is_not_predicted_as_if_it_were_replicated(
     (run / "recipe.yaml").write_text(
         text.replace("[autocast]", "[autocast, pipeline: {stages: 2}]")
     )
-    code, _, err = hasten("plan", run)
+    code, _, err = hasten("estimate", run)
     assert code == 2
     assert "(pipeline)" in err
     (run / "recipe.yaml").write_text(text.replace("[autocast]", "[autocast, fsdp2]"))
-    assert "zero=3" in hasten("plan", run)[1]
+    assert "zero=3" in hasten("estimate", run)[1]
 
 
 def test_an_experiment_s_page_has_the_run_of_its_folder_too(hasten: Hasten, tmp_path: Path) -> None:

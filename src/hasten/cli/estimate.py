@@ -1,0 +1,346 @@
+"""``hasten estimate``: layout, time and cost of a job on a cluster, without the cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import indent
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hasten.cli.arguments import (
+    AsJson,
+    GpusPerNode,
+    Lossy,
+    Nodes,
+    Overrides,
+    output_option,
+    text_to_stderr,
+    writable,
+)
+from hasten.errors import InputError
+from hasten.formatting import aligned, wrapped
+
+if TYPE_CHECKING:
+    from hasten.planner.candidate import PlanCandidate
+    from hasten.planner.inputs import PlanOptions
+    from hasten.planner.layout import PlannedJob
+    from hasten.planner.planning import ClusterPlan
+    from hasten.recipe.price import Price
+
+if TYPE_CHECKING:
+    from hasten.recipe.schema import Recipe  # loads torch, as recipes and techniques do
+
+MOST_RANKS = 8  # that are traced
+USUAL = ["packed", "document_attention", "fused_layers", "labelled_token_loss"]  # of plan: auto
+NEAREST = 5  # rejected layouts that are shown
+LISTED = 60  # and that the file lists
+
+
+def estimate(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="a recipe, a preset, a config.json or its folder; or a run that is over",
+            metavar="MODEL",
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    cluster: Annotated[
+        str, typer.Option(help="network of the cluster: dgx_h100, dgx_a100, fat_tree, ethernet ...")
+    ] = "single_node",
+    gpu: Annotated[
+        str,
+        typer.Option(help="GPU model: h100, or a .json file of its figures or of env --bench"),
+    ] = "",
+    nodes: Nodes = 1,
+    gpus_per_node: GpusPerNode = 8,
+    memory: Annotated[
+        float | None, typer.Option(help="GB of a device, if --gpu is a file of env --bench")
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(help="pretrain, full or lora; default: that of the recipe")
+    ] = None,
+    sequence: Annotated[int | None, typer.Option(min=1, help="tokens of a sequence")] = None,
+    global_batch: Annotated[int | None, typer.Option(min=1, help="sequences of a step")] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="training tokens: 500M, 1B, 14.8T in total")
+    ] = None,
+    price: Annotated[
+        Path | None, typer.Option(help="YAML with currency and per_device_hour")
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="formats to look at: bf16,fp8", metavar="NAME[,NAME...]")
+    ] = None,
+    schedules: Annotated[
+        str | None,
+        typer.Option(help="pipeline schedules your software has", metavar="NAME[,NAME...]"),
+    ] = None,
+    lossy: Lossy = False,
+    stack: Annotated[
+        str | None, typer.Option(help="software whose measurements were fitted")
+    ] = None,
+    calibrate: Annotated[
+        list[Path] | None,
+        typer.Option(help="a run of twenty steps on this machine, to fit to it, repeatable"),
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, max=50, help="layouts to show")] = 5,
+    why: Annotated[
+        list[str] | None,
+        typer.Option(help="why not this layout, repeatable", metavar="tp=8,pp=2"),
+    ] = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(help="gpu=a100, nodes=8, network=25 or 2x, repeatable", metavar="KEY=VALUE"),
+    ] = None,
+    gpus: Annotated[bool, typer.Option("--gpus", help="compare all known devices")] = False,
+    shapes: Annotated[
+        bool, typer.Option("--shapes", help="shapes of the same size that train faster")
+    ] = False,
+    measured: Annotated[
+        Path | None, typer.Option(help="a run's folder, to set its parts against the plan's")
+    ] = None,
+    check_simulation: Annotated[
+        bool,
+        typer.Option(
+            "--check-simulation", help="count the layouts' memory on a simulated GPU (minutes)"
+        ),
+    ] = False,
+    output: Annotated[Path | None, output_option("an HTML page with drawings")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Estimate layout, time and cost on a cluster."""
+    from hasten.planner.inputs import PlanOptions
+
+    writable("--output", output)
+    given = {**locals(), "calibrate": calibrate or [], "why": why or [], "what_if": what_if or []}
+    options = PlanOptions(**{f.name: given[f.name] for f in dataclasses.fields(PlanOptions)})
+    clustered(model, overrides or [], options, output, as_json)
+
+
+def clustered(
+    name: str | None,
+    overrides: Sequence[str],
+    options: PlanOptions,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Finds the best layouts and prints them as tables or JSON; ``output`` is the HTML page."""
+    from hasten.measure.gpu_simulation.roofline import simulated_device
+    from hasten.models.architecture import Architecture
+    from hasten.planner import advice, text
+    from hasten.planner.candidate import beyond_trainer, recipe_lines, spending
+    from hasten.planner.inputs import (
+        calibration_of,
+        cluster_of,
+        is_run,
+        job_of,
+        price_from,
+        recipe_of,
+        space_of,
+    )
+    from hasten.planner.planning import plan as search
+    from hasten.planner.text import page, write
+
+    if name is None:
+        raise InputError("name a recipe, a preset, or a config.json: hasten estimate MODEL")
+    if is_run(name):
+        if as_json or output is not None:
+            option = "--json" if as_json else "--output"
+            raise InputError(f"{option}: {name} is a finished run, whose estimate is a table only")
+        print(of_a_run(Path(name), overrides, options))
+        return
+    recipe = recipe_of(name, overrides)
+    if options.check_simulation and recipe is None:
+        raise InputError("--check-simulation counts layouts of a recipe, and a model alone is none")
+    model = Architecture.from_config(recipe.model if recipe else name)
+    cluster = cluster_of(options)
+    if options.check_simulation:
+        simulated_device(cluster.device.name)  # refuses what can't be counted
+    job, assumed = job_of(options, recipe, cluster)
+    price = price_from(options.price) or (recipe.price if recipe else None)
+    calibration, stack = calibration_of(options, cluster)
+    began = time.perf_counter()
+    found = search(
+        *(model, cluster, job),
+        space=space_of(options, cluster),
+        top=options.top,
+        calibration=calibration,
+        stack=stack,
+    )
+    seconds = time.perf_counter() - began
+    best = found.best[0]
+    changes = [*advice.sensitivity(found), *advice.switches(found)]
+    nearest = advice.rejected(found, NEAREST)
+    width = shutil.get_terminal_size((text.WIDTH, 24)).columns
+    lora = job.task == "lora"
+    blocks = [
+        text.heading(found, seconds, assumed),
+        text.layouts_table(found.best, job, price, width),
+        text.waterfalls(best),
+        text.spent(spending(best, job, price), best),
+        text.front(found.pareto, job, price, width),
+        text.rejections(nearest, advice.refusals(found)),
+        text.changes_table(changes, width),
+        beyond_trainer(best.layout, lora)
+        or f"in a recipe:\n{indent(recipe_lines(best.layout), '  ')}",
+    ]
+    if options.check_simulation:
+        blocks.append(f"\n{simulated_counted(found, recipe)}")
+    blocks += [f"\n{block}" for block in extras(found, options)]
+    if output is not None:
+        write(output, page(found, price, nearest, changes))
+    with text_to_stderr(as_json):
+        for block in blocks:
+            print(wrapped(block, width))
+        if output is not None:
+            print(f"page: {output}")
+    if as_json:
+        print(json.dumps(to_dict(found, price), indent=1, allow_nan=False))
+
+
+def extras(found: ClusterPlan, options: PlanOptions) -> list[str]:
+    """The blocks that were asked for by name."""
+    from hasten.planner import advice, text
+
+    blocks = []
+    for asked in options.why:
+        layout = advice.read_layout([asked], found.best[0].layout)
+        possible = not advice.impossibilities(found.model, found.cluster, found.job, layout)
+        one = advice.predicted(found, layout) if possible else None
+        blocks.append(text.why_text(layout, advice.why_not(found, layout), one))
+    for change in options.what_if:
+        blocks.append(text.what_if_text(change, found, advice.what_if(found, change)[1]))
+    if options.gpus:
+        blocks.append(text.devices_table(advice.devices(found), found.job))
+    if options.shapes:
+        blocks.append(text.shapes_text(advice.shape_advice(found), found.model))
+    if options.measured is not None:
+        blocks.append(against(found, options.measured))
+    return blocks
+
+
+def against(found: ClusterPlan, folder: Path) -> str:
+    """What is predicted of a finished run as it ran, beside what it measured."""
+    from hasten.planner.inputs import predicted_and_measured
+
+    return predicted_and_measured(folder, found.cluster, found.calibration, found.stack)
+
+
+def of_a_run(folder: Path, overrides: Sequence[str], options: PlanOptions) -> str:
+    """The same for a run that is given instead of a model: on its own machine, or on ``--gpu``."""
+    from hasten.planner.inputs import calibration_of, cluster_of, machine_of, predicted_and_measured
+
+    if overrides:
+        raise InputError(f"{overrides[0]!r} changes a recipe, and {folder} is a run that is over")
+    cluster = cluster_of(options) if options.gpu else machine_of(folder)
+    return predicted_and_measured(folder, cluster, *calibration_of(options, cluster))
+
+
+def simulated_counted(found: ClusterPlan, recipe: Recipe | None) -> str:
+    """The best layouts' memory as their steps are counted by simulation, beside what is
+    predicted.
+    """
+    from hasten.measure.gpu_simulation.request import traces
+    from hasten.planner.candidate import words as layout_words
+
+    assert recipe is not None
+    kept = [one for one in found.best if not untraceable(one)]
+    recipes = [recipe_with(recipe, one, found.job) for one in kept]
+    counted = iter(traces(recipes, found.cluster.device.name))
+    rows = [["", "layout", "predicted GB", "by simulation GB", ""]]
+    first = None
+    for place, one in enumerate(found.best, start=1):
+        why, peak = untraceable(one), ""
+        trace = None if why else next(counted)
+        if isinstance(trace, InputError):
+            why = str(trace)
+        elif trace is not None:
+            held = max(r.peak_bytes for r in trace.ranks) + one.memory_parts["overhead"]
+            fits = held <= found.cluster.device.memory_bytes
+            why, peak = "fits" if fits else "doesn't fit", f"{held / 1e9:.1f}"
+            first = place if fits and first is None else first
+        predicted = one.memory_bytes
+        low, middle, high = (b / 1e9 for b in (predicted.low, predicted.middle, predicted.high))
+        span = f"{middle:.1f} [{low:.1f}, {high:.1f}]"
+        rows.append([str(place), layout_words(one.layout), span, peak, why])
+    taken = f"take layout {first}" if first else "none of them was seen to fit"
+    return (
+        f"memory of the fullest rank, counted by simulation without a GPU, what the driver takes "
+        f"included\n{aligned(rows)}\n{taken}"
+    )
+
+
+def untraceable(one: PlanCandidate) -> str:
+    """Why a layout can't be counted by simulation; empty where it can."""
+    from hasten.planner.candidate import beyond_trainer
+
+    if one.cluster.nodes > 1 or one.devices > MOST_RANKS:
+        return f"not counted: more than one node of {MOST_RANKS}"
+    return "not counted: not for hasten's own trainer" if beyond_trainer(one.layout) else ""
+
+
+def recipe_with(recipe: Recipe, one: PlanCandidate, job: PlannedJob) -> Recipe:
+    """The recipe in a layout: its techniques take the places of those that do the same."""
+    import yaml
+
+    from hasten.planner.candidate import recipe_lines
+    from hasten.recipe.schema import recipe_from
+
+    asked = yaml.safe_load(recipe_lines(one.layout)) or {}
+    slots = {_slot(entry) for entry in asked.get("plan", [])}
+    own = recipe.plan if recipe.auto_plan is None else USUAL
+    values = {
+        **recipe.model_dump(mode="json"),
+        "plan": [e for e in own if _slot(e) not in slots] + asked.get("plan", []),
+        "layout": asked.get("layout"),
+        "auto_plan": None,
+        "nproc": one.devices,
+        "cutoff_len": job.sequence,
+        "global_batch_size": job.global_batch,
+        "global_batch_tokens": None,
+    }
+    return recipe_from(values, "the layout")
+
+
+def _slot(entry: Any) -> Any:
+    from hasten.recipe.shorthands import catalogue
+
+    name = entry if isinstance(entry, str) else next(iter(entry))
+    return next((kind.slot for kind in catalogue() if kind.name() == name), name)
+
+
+def to_dict(found: ClusterPlan, price: Price | None) -> dict[str, Any]:
+    """The plan as plain values, for files and other programs."""
+    from hasten.planner import advice, text
+    from hasten.planner.candidate import spending
+
+    job = found.job
+
+    def entry(one: Any) -> dict[str, Any]:
+        return {**one.to_dict(), "spending": spending(one, job, price).to_dict()}
+
+    here = found.cluster
+    return {
+        "kind": "hasten estimate",
+        "model": {"name": found.model.name, "parameters": found.model.parameters()}
+        | {"active_parameters": found.model.active_parameters()},
+        "cluster": {"device": here.device.name, "nodes": here.nodes, "per_node": here.per_node}
+        | {"topology": here.topology, "source": here.device.source},
+        "job": dataclasses.asdict(job),
+        "layouts": found.layouts,
+        "best": [entry(one) for one in found.best],
+        "pareto": [entry(one) for one in found.pareto],
+        "rejected": [
+            {"layout": dataclasses.asdict(r.layout), "reason": r.reason, "fits": r.fits}
+            for r in advice.rejected(found, LISTED)
+        ],
+        "refused": advice.refusals(found),
+        "interval": "P10-P90 of held-out measurements",
+        "calibration": text.provenance(found),
+    }

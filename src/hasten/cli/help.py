@@ -1,0 +1,283 @@
+"""Help of every command: its group, its page and three examples, in one table."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import typer.core
+
+GROUPS = ("Start", "Train", "Measure", "Look", "Cluster")
+
+
+class CommandHelp(NamedTuple):
+    """What the help of a command has besides its summary and options."""
+
+    group: str
+    page: str
+    examples: tuple[str, str, str]
+
+    @property
+    def epilog(self) -> str:
+        lines = [f"  hasten {example}" for example in self.examples]
+        # \b keeps the lines of a paragraph as they are.
+        return "\n".join(["\b", "Examples:", *lines, "", f"Documentation: {self.page}"])
+
+
+HELP: dict[str, CommandHelp] = {
+    "demo": CommandHelp(
+        "Start",
+        "docs/quickstart.md",
+        ("demo", "demo -o /tmp/demo", "report runs/demo"),
+    ),
+    "init": CommandHelp(
+        "Start",
+        "docs/quickstart.md",
+        (
+            "init deepseek-llm-tiny stdlib",
+            "init deepseek-ai/deepseek-llm-7b-base data/train.jsonl",
+            "init models/qwen2.5-0.5b data/ -o sft.yaml",
+        ),
+    ),
+    "import": CommandHelp(
+        "Start",
+        "docs/import.md",
+        (
+            "import sft.yaml -o recipe.yaml",
+            "import axolotl.yml output=runs/sft",
+            "import ds_config.json nproc=8 -o recipe.yaml",
+        ),
+    ),
+    "check": CommandHelp(
+        "Start",
+        "docs/faults.md",
+        (
+            "check recipe.yaml",
+            "check recipe.yaml nproc=4 --faults",
+            "check --ds-config ds_config.json",
+        ),
+    ),
+    "train": CommandHelp(
+        "Train",
+        "docs/recipe.md",
+        (
+            "train recipe.yaml",
+            "train recipe.yaml max_steps=100 plan=auto",
+            "train recipe.yaml nproc=4 max_restarts=3 resume=auto",
+        ),
+    ),
+    "export": CommandHelp(
+        "Train",
+        "docs/use-the-model.md",
+        (
+            "export runs/sft -o exported",
+            "export runs/sft -o gguf --to gguf --gguf-type q8_0",
+            "export runs/lora -o adapter --adapter --push me/my-adapter",
+        ),
+    ),
+    "chat": CommandHelp(
+        "Train",
+        "docs/use-the-model.md",
+        ("chat runs/sft", "chat runs/sft --compare base", "chat runs/sft --weights best"),
+    ),
+    "serve": CommandHelp(
+        "Train",
+        "docs/use-the-model.md",
+        ("serve runs/sft", "serve runs/sft --port 8001", "serve runs/sft --host 0.0.0.0"),
+    ),
+    "eval": CommandHelp(
+        "Train",
+        "docs/use-the-model.md",
+        (
+            "eval runs/sft",
+            "eval runs/sft --tasks questions.jsonl --limit 100",
+            "eval runs/sft --tasks task.yaml -o results.json",
+        ),
+    ),
+    "checkpoint": CommandHelp(
+        "Train",
+        "docs/cards/checkpoints.md",
+        (
+            "checkpoint ls runs/sft",
+            "checkpoint verify runs/sft",
+            "checkpoint convert models/old -o models/new",
+        ),
+    ),
+    "checkpoint ls": CommandHelp(
+        "Train",
+        "docs/cards/checkpoints.md",
+        (
+            "checkpoint ls runs/sft",
+            "checkpoint ls runs/sft/checkpoints",
+            "checkpoint ls /shared/checkpoints",
+        ),
+    ),
+    "checkpoint verify": CommandHelp(
+        "Train",
+        "docs/cards/checkpoints.md",
+        (
+            "checkpoint verify runs/sft",
+            "checkpoint verify runs/sft/checkpoints/step-100",
+            "checkpoint verify /shared/checkpoints",
+        ),
+    ),
+    "checkpoint diff": CommandHelp(
+        "Train",
+        "docs/cards/checkpoints.md",
+        (
+            "checkpoint diff runs/a runs/b",
+            "checkpoint diff runs/a/checkpoints/step-50 runs/a/checkpoints/step-100",
+            "checkpoint diff runs/a /shared/checkpoints",
+        ),
+    ),
+    "checkpoint convert": CommandHelp(
+        "Train",
+        "docs/cards/checkpoints.md",
+        (
+            "checkpoint convert models/old -o models/new",
+            "checkpoint convert pytorch_model.bin -o models/new",
+            "checkpoint convert weights.pt -o models/new",
+        ),
+    ),
+    "speedup": CommandHelp(
+        "Measure",
+        "docs/speedup.md",
+        (
+            "speedup recipe.yaml --budget 20m",
+            "speedup recipe.yaml --design leave-one-out --write",
+            "speedup --rerun runs/before --tolerance 0.05",
+        ),
+    ),
+    "verify": CommandHelp(
+        "Measure",
+        "docs/verify.md",
+        (
+            "verify recipe.yaml",
+            "verify recipe.yaml --seeds 3 --budget 1h",
+            "verify recipe.yaml --json",
+        ),
+    ),
+    "tune": CommandHelp(
+        "Measure",
+        "docs/tune.md",
+        (
+            "tune recipe.yaml --budget 10m",
+            "tune recipe.yaml --study learning --budget 1h",
+            "tune recipe.yaml --only packed,threads --write",
+        ),
+    ),
+    "profile": CommandHelp(
+        "Measure",
+        "docs/profile.md",
+        (
+            "profile recipe.yaml",
+            "profile recipe.yaml --simulate h100",
+            "profile recipe.yaml --steps 20 --json",
+        ),
+    ),
+    "report": CommandHelp(
+        "Look",
+        "docs/compare.md",
+        (
+            "report runs/sft",
+            "report runs/a runs/b",
+            "report runs/sft output/trainer_state.json --json",
+        ),
+    ),
+    "monitor": CommandHelp(
+        "Look",
+        "docs/monitor.md",
+        (
+            "monitor runs/sft",
+            "monitor runs --terminal",
+            'monitor runs --alert \'["notify-send", "hasten"]\'',
+        ),
+    ),
+    "data": CommandHelp(
+        "Look",
+        "docs/recipe.md",
+        (
+            "data inspect recipe.yaml",
+            "data stats recipe.yaml",
+            "data pack recipe.yaml -o rows.parquet",
+        ),
+    ),
+    "data inspect": CommandHelp(
+        "Look",
+        "docs/recipe.md",
+        (
+            "data inspect recipe.yaml",
+            "data inspect recipe.yaml --count 10",
+            "data inspect recipe.yaml dataset=other.jsonl chat_template=qwen",
+        ),
+    ),
+    "data stats": CommandHelp(
+        "Look",
+        "docs/recipe.md",
+        (
+            "data stats recipe.yaml",
+            "data stats recipe.yaml -o stats.html",
+            "data stats recipe.yaml cutoff_len=4096 --json",
+        ),
+    ),
+    "data pack": CommandHelp(
+        "Look",
+        "docs/recipe.md",
+        (
+            "data pack recipe.yaml",
+            "data pack recipe.yaml -o rows.arrow",
+            "data pack recipe.yaml --row-tokens 4096 --force",
+        ),
+    ),
+    "data convert": CommandHelp(
+        "Look",
+        "docs/recipe.md",
+        (
+            "data convert data/train.parquet -o train.jsonl",
+            "data convert a.json b.csv -o all.jsonl",
+            "data convert data/ --max-rejected 10 -o all.jsonl",
+        ),
+    ),
+    "env": CommandHelp(
+        "Look",
+        "docs/env.md",
+        ("env", "env --no-measure --json", "env --bench -o rates.json"),
+    ),
+    "keys": CommandHelp(
+        "Look",
+        "docs/recipe.md",
+        ("keys", "keys learning_rate", "keys gradient_accumulation --json"),
+    ),
+    "estimate": CommandHelp(
+        "Cluster",
+        "docs/planner.md",
+        (
+            "estimate deepseek-llm-7b --cluster dgx_h100 --nodes 4",
+            "estimate recipe.yaml --gpu a100 --gpus-per-node 4",
+            "estimate recipe.yaml --what-if network=2x -o estimate.html",
+        ),
+    ),
+    "launch": CommandHelp(
+        "Cluster",
+        "docs/launch.md",
+        (
+            "launch recipe.yaml --nodes 2 --hosts a,b",
+            "launch recipe.yaml --target slurm --nodes 4 --time 24h",
+            "launch recipe.yaml --target kubernetes --dry-run",
+        ),
+    ),
+}
+
+
+class CommandGroup(typer.core.TyperGroup):
+    """A group of commands that lists them by their help groups, with whole summaries."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for name, command in self.commands.items():
+            if not command.hidden:
+                summary = (command.help or "").strip().partition("\n")[0]
+                section = getattr(command, "rich_help_panel", None) or "Commands"
+                sections.setdefault(section, []).append((name, summary))
+        for section in sorted(sections, key=lambda s: GROUPS.index(s) if s in GROUPS else -1):
+            with formatter.section(section):
+                formatter.write_dl(sections[section])

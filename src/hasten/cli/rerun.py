@@ -1,0 +1,186 @@
+"""``hasten speedup --rerun BUNDLE``: a stored experiment again on today's installation.
+
+Each variant's gain now is compared with its gain then, so the machine's speed cancels.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hasten.cli.arguments import text_to_stderr
+from hasten.core.plan import Plan
+from hasten.errors import FAILED, InputError
+from hasten.formatting import aligned, span
+from hasten.measure.statistics import Interval
+
+if TYPE_CHECKING:
+    from hasten.recipe.schema import Recipe
+    from hasten.report.bundle import ArmChange, Bundle
+
+MAY_CHANGE = ("dataset", "eval_data", "model", "tokenizer", "price", "data_workers", "ceiling")
+
+
+def rerun(
+    bundle: Path,
+    overrides: Sequence[str],
+    rounds: int | None,
+    tolerance: float,
+    output: Path,
+    budget: str | None,
+    as_json: bool,
+) -> int:
+    """Measures a stored experiment again and prints the variants that lost part of their gain.
+
+    Args:
+        bundle: folder of ``speedup --bundle``, or of an experiment.
+        overrides: new paths of data and model, as ``key=value``.
+        rounds: rounds of each variant; None takes those of the stored experiment.
+        tolerance: share of a gain that may go without being called lost.
+        output: folder of the new experiment.
+        budget: limit of the total time; None takes that of the stored experiment.
+        as_json: print JSON instead of the table.
+
+    Returns:
+        The exit code, 4 if a gain was lost.
+
+    Raises:
+        InputError: no such bundle, other data, or a key that may not change.
+    """
+    from hasten.measure.recipe_experiment import measured, prepared
+    from hasten.progress import Display
+    from hasten.recipe.yaml_reader import read_duration
+    from hasten.report.bundle import changes, lost, measurements, read_bundle
+
+    if not 0 <= tolerance < 1:
+        raise InputError(f"--tolerance is {tolerance:g}; give a share from 0 up to 1")
+    stored = read_bundle(bundle)
+    recipe = _bundled_recipe(stored, overrides, bundle, output)
+    plans = _plans(stored, recipe)
+    check_data(stored, recipe)
+    design = stored.to_design(rounds)
+    if budget is not None:
+        design = replace(design, budget_seconds=read_duration(budget))
+    with text_to_stderr(as_json):
+        for line in differences(stored):
+            print(line)
+        with Display() as display:
+            kinds: dict[str, Any] = dict(stored.kinds)
+            subject = prepared(recipe, display, ranks=True)
+            experiment = measured(subject, plans, kinds, design, True, display)
+        before = {variant.name: stored.measured[variant.name] for variant in experiment.variants}
+        for text in experiment.design["dropped"]:
+            print(f"left out: {text}")
+        gains = changes(before, measurements(experiment.variants), tolerance)
+        print(table(gains))
+        print(conclusion(gains, tolerance))
+    if as_json:
+        rows = [_row(change) for change in gains]
+        print(json.dumps({"variants": rows, "lost": lost(gains)}, indent=1))
+    return FAILED if lost(gains) else 0
+
+
+def _row(change: ArmChange) -> dict[str, Any]:
+    intervals = {"before": change.before, "now": change.now, "ratio": change.ratio}
+    summaries = {key: None if i is None else i.summary() for key, i in intervals.items()}
+    return {"name": change.name, "verdict": change.verdict, "reason": change.reason, **summaries}
+
+
+def check_data(bundle: Bundle, recipe: Recipe) -> None:
+    """The data must be that of then, wherever it lies now.
+
+    Raises:
+        InputError: a file is missing, or is another one.
+    """
+    from hasten.recipe.prepared_data import data_files
+    from hasten.report.bundle import stamp
+
+    now = [stamp(path) for path in data_files(recipe)]
+    if len(now) < len(bundle.data):
+        names = ", ".join(str(s.get("path")) for s in bundle.data)
+        raise InputError(
+            f"the experiment's data is not here ({names}): name it, as in dataset=PATH"
+        )
+    for then, today in zip(bundle.data, now, strict=False):
+        if then.get("sha256") != today["sha256"]:
+            raise InputError(
+                f"{today['path']} is not the file of the experiment ({then.get('path')}, "
+                f"{then.get('bytes')} bytes): gains on other data can't be compared"
+            )
+
+
+def differences(bundle: Bundle) -> list[str]:
+    """What is new since then: versions, and the machine, which matters more."""
+    from hasten.machine import host
+    from hasten.report.runs import MACHINE
+
+    here = host.versions()
+    moved = [
+        f"{name} {bundle.versions.get(name)} -> {here.get(name)}"
+        for name in sorted({*bundle.versions, *here})
+        if bundle.versions.get(name) != here.get(name)
+    ]
+    lines = [f"since then: {', '.join(moved)}" if moved else "since then: the same versions"]
+    machine = asdict(host.hardware())
+    other = [k for k in MACHINE if k in machine and _plain(machine[k]) != bundle.hardware.get(k)]
+    if other:
+        lines.append(f"another machine ({', '.join(other)}): a gain may differ for that alone")
+    return lines
+
+
+def conclusion(found: Sequence[ArmChange], margin: float) -> str:
+    """Who lost; where nobody did, whether that is shown of all."""
+    from hasten.report.bundle import lost
+
+    if worse := lost(found):
+        return f"lost: {', '.join(worse)}"
+    unknown = [c.name for c in found if c.verdict in ("undecided", "not measured")]
+    rest = f"; not known of {', '.join(unknown)}" if unknown else ""
+    return f"nothing lost by more than {100 * margin:g}%{rest}"
+
+
+def table(found: Sequence[ArmChange]) -> str:
+    """A row per variant: its ratio to the baseline then and now, and now over then."""
+    rows = [["variant", "then [95 %]", "now [95 %]", "now/then [95 %]", ""]]
+    for change in found:
+        spans = (_span(i) for i in (change.before, change.now, change.ratio))
+        word = f"{change.verdict}: {change.reason}" if change.reason else change.verdict
+        rows.append([change.name, *spans, word])
+    return aligned(rows)
+
+
+def _bundled_recipe(bundle: Bundle, overrides: Sequence[str], path: Path, output: Path) -> Recipe:
+    """The stored recipe, in a folder of its own; only where things lie may be changed."""
+    from hasten.recipe.schema import recipe_from
+    from hasten.recipe.yaml_reader import read_overrides
+
+    given = read_overrides(overrides)
+    for key in given:
+        if key not in MAY_CHANGE:
+            raise InputError(f"{key}: of a stored experiment only {', '.join(MAY_CHANGE)} change")
+    values: dict[Any, Any] = {**bundle.recipe, **given, "output": str(output)}
+    return recipe_from(values, str(path))
+
+
+def _plans(bundle: Bundle, recipe: Recipe) -> Mapping[str, Plan]:
+    """The stored variants' plans as this version knows them, less the second baseline: no
+    switch.
+    """
+    from hasten.recipe.build import requested_plan
+
+    return {
+        name: requested_plan(recipe.model_copy(update={"plan": list(entries)}))
+        for name, entries in bundle.plans.items()
+        if bundle.kinds.get(name) != "again"
+    }
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(v) for v in value] if isinstance(value, tuple) else value
+
+
+def _span(interval: Interval | None) -> str:
+    return "-" if interval is None else span(interval.summary(), "times")
