@@ -48,7 +48,7 @@ def test_answers_are_those_of_transformers_alone(
     run = full_run if kind == "full" else lora_run
     questions = ["how many apples does she have", "she gives two to her friend"]
     ask(monkeypatch, questions[0], "", questions[1])
-    code, out, err = hasten("chat", run, "--json", "--max-tokens", 8)
+    code, out, err = hasten("chat", run, "--json", "--max-new-tokens", 8)
     rows = [json.loads(line) for line in out.splitlines()]
     assert code == 0, err
     assert [row["question"] for row in rows] == questions  # and each line is a new conversation
@@ -61,7 +61,7 @@ def test_the_base_answers_next_to_the_run(
     full_run: Path, lora_run: Path, hasten: Hasten, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask(monkeypatch, "how many apples")
-    code, out, _ = hasten("chat", lora_run, "--compare", "base", "--max-tokens", 4)
+    code, out, _ = hasten("chat", lora_run, "--compare", "base", "--max-new-tokens", 4)
     assert code == 0
     assert out.startswith("[run]\n")
     expected = reference(full_run / "model", full_run / "model", "how many apples", 4)

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 Run = Annotated[Path, typer.Argument(help="the folder of a finished run", metavar="RUN")]
 Weights = Annotated[
-    str, typer.Option(help="folder in RUN, such as best or model_average [default: model, adapter]")
+    str,
+    typer.Option(help="weights of the run: a folder in it such as best; default: model or adapter"),
 ]
 
 
@@ -29,20 +30,23 @@ def chat(
     run: Run,
     compare: Annotated[
         str | None,
-        typer.Option(help="base, another run, or a model: answers next to the run's"),
+        typer.Option(help="model to compare with: base, another run, or a model"),
     ] = None,
     weights: Weights = "",
     system: Annotated[str, typer.Option(help="system message of each conversation")] = "",
-    max_tokens: Annotated[int, typer.Option(min=1, help="most tokens of an answer")] = 512,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="most tokens of an answer")] = 512,
     temperature: Annotated[
         float, typer.Option(min=0, max=10, help="0: the most probable token, always")
     ] = 0.0,
     top_p: Annotated[
         float, typer.Option(min=0.01, max=1, help="probability that sampled tokens share")
     ] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="seed of the sampling")] = 0,
+    sampling_seed: Annotated[int, typer.Option(min=0, help="seed of the sampling")] = 0,
     as_json: Annotated[
-        bool, typer.Option("--json", help="print a JSON object for each question")
+        bool,
+        typer.Option(
+            "--json", help="print the result as JSON to stdout: an object for each question"
+        ),
     ] = False,
 ) -> None:
     """Ask a run's model; from a pipe, each line is a question.
@@ -66,8 +70,8 @@ def chat(
         models.append(load_other(compare, run, weights))
     for model in models:
         check_template(model)
-    torch.manual_seed(seed)
-    conversation = _Conversation(models, system, Sampling(max_tokens, temperature, top_p))
+    torch.manual_seed(sampling_seed)
+    conversation = _Conversation(models, system, Sampling(max_new_tokens, temperature, top_p))
     interactive = sys.stdin.isatty()
     if interactive:
         print("/new starts a new conversation, /quit or Ctrl-D ends.", file=sys.stderr)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hasten.cli.arguments import writable
+from hasten.cli.arguments import AsJson, writable
 from hasten.cli.chat import Run, Weights
 from hasten.formatting import aligned
 
@@ -28,14 +28,14 @@ def eval_(
         ),
     ] = None,
     compare: Annotated[
-        str, typer.Option(help="before: base, another run, a model, or none")
+        str, typer.Option(help="model to compare with: base, another run, a model, or none")
     ] = "base",
     weights: Weights = "",
     limit: Annotated[int | None, typer.Option(min=1, help="first examples of each task")] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="JSON file for the results")
+        Path | None, typer.Option("--output", "-o", help="where results go: a JSON file")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Evaluate a run's model before and after training.
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
+from hasten.cli.arguments import AsJson
 from hasten.errors import FAILED, UNSAVED, InputError
 from hasten.formatting import aligned
 
@@ -23,7 +24,10 @@ class Form(StrEnum):
 def export(
     run: Annotated[Path, typer.Argument(help="folder of a run", metavar="RUN")],
     output: Annotated[
-        Path, typer.Option("-o", "--output", help="folder to write; new or empty", metavar="DIR")
+        Path,
+        typer.Option(
+            "-o", "--output", help="where results go: a new or empty folder", metavar="DIR"
+        ),
     ],
     weights: Annotated[
         str, typer.Option(help="weights of the run: final, average, best or checkpoint (newest)")
@@ -47,7 +51,7 @@ def export(
     public: Annotated[
         bool, typer.Option("--public", help="create the repository for all to read")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    as_json: AsJson = False,
 ) -> int:
     """Write a run's model for others to load, proven equal.
 

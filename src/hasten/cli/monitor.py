@@ -28,10 +28,10 @@ def monitor(
         int, typer.Option(min=0, max=65535, help="port to listen on; 0: any free port")
     ] = 8470,
     host: Annotated[
-        str, typer.Option(help="address to listen on; any other one exposes it to the network")
+        str, typer.Option(help="address to listen on: any other one exposes it to the network")
     ] = "127.0.0.1",
     token: Annotated[
-        str | None, typer.Option(help="access token; default: a new random one")
+        str | None, typer.Option(help="access token: default: a new random one")
     ] = None,
     alert: Annotated[
         str | None,

@@ -23,14 +23,14 @@ def serve(
     ] = "auto",
     host: Annotated[
         str,
-        typer.Option(help="address to listen on; any but a loopback address requires a token"),
+        typer.Option(help="address to listen on: any but a loopback address requires a token"),
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="port to listen on; 0: any free one")
+        int, typer.Option(min=0, max=65535, help="port to listen on; 0: any free port")
     ] = 8000,
     token: Annotated[
         str | None,
-        typer.Option(help="token that clients send as api_key [default: none, or a new one]"),
+        typer.Option(help="access token: clients send it as api_key; default: none, or a new one"),
     ] = None,
     weights: Weights = "",
 ) -> int:
