@@ -37,13 +37,13 @@ class InputError(ValueError):
 
 
 class SameOnAllRanksError(InputError):
-    """The same on every rank, so that the first one says it for all."""
+    """An error that is the same on every rank; only the first one reports it."""
 
 
 class StoppedError(RuntimeError):
-    """A run that was ended on purpose, as to go on would be of no use; ``code`` is its exit code.
+    """A run that was ended on purpose, because continuing is useless; ``code``: exit code.
 
-    The message is one sentence: what was seen, at which step, and what to do.
+    The message is one sentence: what happened, at which step, and what to do.
     """
 
     code = 1

@@ -64,7 +64,7 @@ UNITS: dict[str, Callable[[float], str]] = {
 
 
 def words(value: float | None, unit: str) -> str:
-    """A number as people read it; None is said, never replaced by a number."""
+    """Returns a number as people read it; None becomes a word, never a number."""
     if value is None or not math.isfinite(value):
         return NOT_MEASURED
     return UNITS[unit](value) if abs(value) < _LARGEST else f"{value:.3g}"

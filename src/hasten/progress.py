@@ -16,10 +16,10 @@ DRAWN_EVERY_SECONDS = 0.1
 
 
 class Audience(Protocol):
-    """Whoever is told how an experiment goes on; `Display` is one.
+    """Receives the progress of an experiment; `Display` is one.
 
-    ``tell``: a line that stays; ``begin``: a new piece of work; ``show``: its state, and which
-    share (0 to 1) of it is done.
+    ``tell``: a line that stays; ``begin``: a new piece of work; ``show``: its state, and
+    the share (0 to 1) of it that is done.
     """
 
     def tell(self, text: str) -> None: ...
@@ -28,7 +28,7 @@ class Audience(Protocol):
 
 
 class SilentProgress:
-    """Nobody is told."""
+    """Shows nothing."""
 
     def tell(self, text: str) -> None: ...
     def begin(self) -> None: ...
@@ -77,7 +77,7 @@ class Display:
         self.console.print(shown(text), markup=False)
 
     def begin(self) -> None:
-        """What is shown from now on is a new piece of work, with an ETA of its own."""
+        """Begins a new piece of work, with an ETA of its own."""
         self._began = time.monotonic()
         if self._bar is not None and self._task is not None:
             self._bar.remove_task(self._task)

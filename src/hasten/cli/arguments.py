@@ -112,12 +112,12 @@ def refuse_unused(context: typer.Context, used: Collection[str], mode: str) -> N
 
 @dataclass(frozen=True)
 class WriteBack:
-    """Whether, and where, a command puts what it found into the recipe.
+    """Settings for writing a command's result into a recipe.
 
     Args:
-        recipe: its file.
+        recipe: file of the recipe.
         asked: ``--write``.
-        target: ``--write-to``: another file, which may not be there yet.
+        target: ``--write-to``: another file, which doesn't have to exist yet.
     """
 
     recipe: Path
@@ -133,7 +133,7 @@ class WriteBack:
         writable("--write-to" if self.target else "--write", self.target or self.recipe)
 
     def write(self, changes: Mapping[str, Any]) -> None:
-        """Write the changes and show them; or say which command would."""
+        """Writes the changes and shows them, or prints the command that would write them."""
         from hasten.recipe.write_back import (
             write_back,  # planning, which loads this, needs no torch
         )

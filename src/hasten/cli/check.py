@@ -197,7 +197,7 @@ def _data(recipe: Recipe) -> tuple[str, PreparedData]:
 
 
 def _sources(recipe: Recipe, data: PreparedData, checks: _Checks) -> None:
-    """What the files were taken for, and how many examples the cut concerns."""
+    """Notes the format of each file, and how many examples are longer than the cutoff."""
     from hasten.recipe.prepared_data import overlap, template_advice
 
     note = data.note
@@ -237,7 +237,7 @@ def _batch(recipe: Recipe, data: PreparedData, context: JobContext, plan: Plan) 
 def _memory(
     recipe: Recipe, data: PreparedData, context: JobContext, plan: Plan
 ) -> tuple[str, None]:
-    """What a rank will need; ranks of one machine share its memory."""
+    """Returns the memory that a rank needs; ranks of one machine share its memory."""
     from hasten.core.setup import prepare
     from hasten.recipe.build import job_of
     from hasten.recipe.memory_check import memory_words
@@ -273,7 +273,7 @@ def _plan(recipe: Recipe, context: JobContext) -> tuple[str, Plan]:
 
 
 def _techniques(recipe: Recipe, context: JobContext, checks: _Checks) -> Plan | None:
-    """The plan that a run would use; None where a technique stands in its way."""
+    """Returns the plan that a run would use; None if a technique can't work."""
     plan: Plan | None = checks.run("plan", lambda: _plan(recipe, context))
     usable = plan
     for technique in plan or ():

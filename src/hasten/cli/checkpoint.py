@@ -140,7 +140,7 @@ def _loaded(folder: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
 
 
 def _set_aside(folder: Path) -> list[tuple[Path, str]]:
-    """What was renamed out of the way, with the reason that lies in it."""
+    """Returns the folders that were archived, each with the reason stored in it."""
     from hasten.parts.checkpoint.format import REASON
 
     archived = []

@@ -1,15 +1,18 @@
-"""``hasten demo``: a DeepSeek-architecture model on the embedded corpus, plainly and hastened.
+"""``hasten demo``: a DeepSeek-architecture model on the embedded corpus.
 
-  1. data: Python's standard library, tokenised
-  2. measuring: seven variants of one training, each with one technique more than the one above,
-     take turns on the same examples
-  3. verification: what each technique requires, on the same job, where there is time
-  4. training: with the fastest variant of equal quality, so that the model can write something
+It is trained without techniques and with them:
 
-On a GPU the model is larger. It ends within six minutes on any machine. A slow or busy one has
-fewer rounds, shorter turns and fewer training steps, but always all variants. Where others use much
-of the processor, every variant computes with fewer threads: threads that wait for each other lose
-most there.
+  1. Data: Python's standard library, tokenised.
+  2. Measuring: seven variants of one training take turns on the same examples. Each has
+     one technique more than the one above.
+  3. Verification: what each technique requires, on the same job, if time allows.
+  4. Training: with the fastest variant of equal quality. Afterwards the model writes
+     text.
+
+On a GPU the model is larger. The demo ends within six minutes on any machine. A slow or
+busy machine has fewer rounds, shorter turns and fewer training steps, but always all
+variants. If other processes use much of the processor, every variant computes with
+fewer threads: threads that wait for each other lose most there.
 """
 
 from __future__ import annotations
@@ -81,15 +84,15 @@ TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, arXiv:2203.15556
 
 
 class PhasedProgress:
-    """One bar from 0 to 100 % over several phases, each with its name and its share of the time.
+    """One bar from 0 to 100 % over several phases, each with a name and a share of time.
 
-    A phase is as far as the clock says, or as it says itself, whichever is more; it never goes
-    back.
+    A phase's progress is the larger of two values: the elapsed time, and the share that the
+    phase reports. It never decreases.
 
     Args:
-        display: shows it.
+        display: shows the bar.
         phases: names in their order, with the seconds that each usually takes at most.
-        clock: tells the time.
+        clock: returns the time.
     """
 
     def __init__(
@@ -130,12 +133,13 @@ class PhasedProgress:
 
 @dataclass(frozen=True)
 class Neighbours:
-    """What other processes take of this machine.
+    """Load of this machine by other processes.
 
     Args:
-        cores: of the machine that this process may use.
-        share: of their time (0 to 1) that others used in the demo's first second.
-        load_average: of the last minute before the demo began.
+        cores: number of cores that this process may use.
+        share: share of their time (0 to 1) that other processes used in the demo's first
+            second.
+        load_average: load average of the last minute before the demo began.
     """
 
     cores: int
@@ -175,7 +179,7 @@ class DemoPlan:
     step_seconds: float | None = None
 
     def steps(self, seconds: float) -> int:
-        """As many as fit by what was measured, with some reserve."""
+        """Returns the number of steps that fit by the measured speed, with some reserve."""
         if not self.step_seconds:
             return TRAINING_STEPS
         fit = int(seconds / BUSY_LATER / self.step_seconds)
@@ -321,7 +325,7 @@ def plan_to_train(report: Mapping[str, Any] | None, plan: Sequence[Any]) -> Demo
 
 
 def _choice_words(variant: Mapping[str, Any], read: Mapping[str, Any]) -> str:
-    """What was chosen and what it gains, as its row in the table says it."""
+    """Returns a sentence on the chosen variant and its gain, as in its row of the table."""
     from hasten.report.judgement import cumulative_of, on_the_whole, verdict_word
 
     gain = f"{span(variant['ratio'], 'times')} the baseline's speed at equal quality"
@@ -345,7 +349,7 @@ def _choice_words(variant: Mapping[str, Any], read: Mapping[str, Any]) -> str:
 
 
 def look_at_neighbours() -> Neighbours:
-    """What others take of this machine now."""
+    """Measures the current load of this machine by other processes."""
     from hasten.machine import host
     from hasten.machine.processes import LoadMeter
 
@@ -420,7 +424,7 @@ def _why_nothing(measured: Measured | None) -> str:
 
 
 def _verified(subject: ExperimentSubject, progress: PhasedProgress, clock: _Clock) -> Rows:
-    """What each technique requires, as far as there is time for it."""
+    """Runs the checks that each technique requires, if time allows."""
     from hasten.measure.quality.verification import VerificationDesign, verified
 
     remaining_seconds = VERIFIED_BY - clock.spent
@@ -476,12 +480,12 @@ def _both(
 
 
 class TimedStop:
-    """Follows a training, and asks it to stop between two steps once the time has come.
+    """Follows a training and requests its stop between two steps when the time has come.
 
     Args:
-        at: when, on the monotonic clock.
-        start, step: who else follows it.
-        clock: tells the time.
+        at: time of the stop, on the monotonic clock.
+        start, step: further functions that are called at the start and after each step.
+        clock: returns the time.
     """
 
     def __init__(
@@ -519,7 +523,7 @@ def _show_measured(report: dict[str, Any]) -> None:
 
 
 def quality_words(read: Mapping[str, Any]) -> str:
-    """What was compared of the models, and how far apart they are."""
+    """Returns a phrase on the models' measured quality and the difference between them."""
     from hasten.report.judgement import MARGIN
 
     base, *rows = read["variants"]
@@ -537,7 +541,7 @@ def quality_words(read: Mapping[str, Any]) -> str:
 
 
 def verification_words(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What the verification found, in a line."""
+    """Returns the verification's result in one line."""
     from hasten.measure.quality.requirements import FAILED
 
     by_verdict: dict[str, list[str]] = {}
@@ -582,7 +586,7 @@ def _show_training(
 
 
 def _writer(summary: Mapping[str, Any], subject: ExperimentSubject) -> str:
-    """What to expect of the model's text."""
+    """Returns a sentence on the text to expect from the model."""
     parameters = subject.context.model.parameters
     usual = TOKENS_PER_PARAMETER * parameters
     return (

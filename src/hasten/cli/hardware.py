@@ -77,7 +77,7 @@ def bench(
 
 
 def show_kernels(figures: DeviceFigures) -> None:
-    """Each way of each operation: its rate, its speed beside the first one, its largest error."""
+    """Prints each variant of each operation: rate, speed against the first, largest error."""
     from rich.console import Console
     from rich.table import Table
 
@@ -141,7 +141,7 @@ def show(rates: MachineRates) -> None:
 
 
 def conclusions(rates: MachineRates) -> list[str]:
-    """The ceiling in a line, and how it stands to what the maker says."""
+    """Returns the measured ceiling in a line, and its share of the maker's figure."""
     from hasten.machine.accelerators import datasheet
 
     best = rates.best()
@@ -309,7 +309,10 @@ def _limits(limits: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def _gpus(
     context: JobContext, machine: dict[str, Any], rates: MachineRates | None
 ) -> Iterator[tuple[str, str]]:
-    """As PyTorch counts them, which may see fewer than the driver; links as the driver does."""
+    """Yields the GPUs as PyTorch counts them, and their links as the driver reports them.
+
+    PyTorch may find fewer GPUs than the driver.
+    """
     from hasten.machine.accelerators import datasheet
 
     accelerators = context.hardware.accelerators

@@ -60,9 +60,10 @@ def import_(
 
 
 def faster(imported: ImportedRecipe, output: Path | None) -> str:
-    """How the recipe trains faster: an import has the techniques that its file asks for alone.
+    """Returns a sentence on how to train the recipe faster.
 
-    The micro-batch of the file stands in the plan, so it doesn't keep packing from paying either.
+    An import has only the techniques that its file requires. The file's micro-batch is in
+    the plan, so it doesn't keep packing from having an effect either.
     """
     sentence = (
         f"faster: `hasten train {output or 'RECIPE'} plan=auto` chooses techniques by measuring"
@@ -71,7 +72,7 @@ def faster(imported: ImportedRecipe, output: Path | None) -> str:
 
 
 def tell_format(values: Mapping[str, Any]) -> None:
-    """A line on bf16, if the file asks for it and no gain is certain on this processor."""
+    """Prints a line on bf16 if the file requires it and its gain here isn't certain."""
     from hasten.core import context as facts
     from hasten.techniques.precision import why_no_gain
 

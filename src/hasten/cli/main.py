@@ -175,6 +175,6 @@ def _say(error: Exception) -> None:
 
 
 def _told(error: Exception) -> bool:
-    """Whether a supervisor says it, once for all ranks."""
+    """Returns True if a supervisor reports the error, once for all ranks."""
     processes = sys.modules.get("hasten.machine.processes")  # a rank has imported it
     return processes is not None and bool(processes.write_exit_reason(error))

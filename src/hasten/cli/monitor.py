@@ -1,4 +1,4 @@
-"""``hasten monitor``: a page, or panels in the terminal, on runs that go on or are over."""
+"""``hasten monitor``: a page, or panels in the terminal, on active and finished runs."""
 
 from __future__ import annotations
 

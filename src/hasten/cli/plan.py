@@ -1,4 +1,4 @@
-"""``hasten plan``: what a job would do on a cluster that nobody has rented yet."""
+"""``hasten plan``: what a job would do on a cluster that isn't rented yet."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def extras(cluster_plan: ClusterPlan, options: PlanOptions) -> list[str]:
 
 
 def against(cluster_plan: ClusterPlan, folder: Path) -> str:
-    """What is predicted of a finished run as it ran, beside what it measured."""
+    """Returns the predictions for a finished run as it ran, next to its measured values."""
     from hasten.planner.inputs import predicted_and_measured
 
     return predicted_and_measured(
@@ -274,9 +274,7 @@ def simulated_step(
 
 
 def simulated_counted(cluster_plan: ClusterPlan, recipe: Recipe | None) -> str:
-    """The best layouts' memory as their steps are counted by simulation, beside what is
-    predicted.
-    """
+    """Returns the best layouts' memory, counted by simulation, next to the predictions."""
     from hasten.measure.gpu_simulation.request import traces
     from hasten.planner.candidate import words as layout_words
 

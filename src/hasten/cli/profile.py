@@ -147,7 +147,7 @@ def _long_enough(recipe: Recipe, steps: int) -> Recipe:
 
 
 def _origin(recipe: Recipe, context: JobContext, plan: Plan, path: Path) -> dict[str, Any]:
-    """What was profiled, where and when."""
+    """Returns what was profiled, where and when."""
     from hasten.recipe.peak_flops import mfu_words
 
     return {

@@ -1,4 +1,4 @@
-"""``hasten report``: the results of runs and experiments."""
+"""``hasten report``, ``card``, ``regress``: results shown, described or remeasured."""
 
 from __future__ import annotations
 
@@ -24,10 +24,7 @@ def report(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Show a run's results, or compare several runs.
-
-    For an experiment, report.html is written again.
-    """
+    """Show a run's results, or compare several; rewrite report.html of an experiment."""
     from hasten.planner.inputs import predicted_lines, predicted_section
     from hasten.report.page import render_markdown, write_report
     from hasten.report.runs import compare_runs, read_object, read_runs, render, section, studies_of
@@ -62,13 +59,17 @@ def report(
 
 
 def _folder_of(experiment: Path) -> Path:
-    """Where its page goes: beside it, but one of another name may not replace report.json there."""
+    """Returns the folder for the experiment's page.
+
+    It is the experiment's own folder for ``report.json``. A file of another name has a
+    folder of its own, because its page may not replace that ``report.json``.
+    """
     named = experiment.name == "report.json"
     return experiment.parent if named else experiment.with_suffix("")
 
 
 def _is_other(path: Path) -> bool:
-    """Whether the only run given has neither a report's page nor a summary of hasten's own."""
+    """Returns True if the only run has neither a report's page nor a summary of hasten."""
     from hasten.report.runs import read_object
 
     if path.suffix == ".json":

@@ -212,9 +212,9 @@ def speedup(
 
 
 def print_table(report: Mapping[str, Any], console: Console | None = None) -> None:
-    """Print the report in short: a row that is slower than what it belongs beside is red.
+    """Prints the report in short; a row that is slower than its reference is red.
 
-    Where the output is no terminal, it is the same text without colour.
+    If the output is no terminal, it is the same text without colour.
     """
     from rich.console import Console
     from rich.text import Text
@@ -232,7 +232,10 @@ def print_table(report: Mapping[str, Any], console: Console | None = None) -> No
 
 
 def _write_best(report: dict[str, Any], back: WriteBack) -> None:
-    """Put the fastest plan of equal quality into the recipe, or say how, where it is another."""
+    """Writes the fastest plan of equal quality into the recipe, or prints how to.
+
+    It prints how only if that plan differs from the recipe's.
+    """
     from hasten.recipe.write_back import plain_entry
     from hasten.report.judgement import fastest_of_equal_quality
     from hasten.report.page import recipe_plan

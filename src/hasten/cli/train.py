@@ -39,7 +39,7 @@ def train(
     ] = False,
     fresh: Fresh = False,
 ) -> int:
-    """Train a model from a recipe."""
+    """Train with a recipe."""
     from hasten.core.loop import defer_signals, ignore_stop_signals
     from hasten.launch.ranks import restart_with
     from hasten.machine import environment
@@ -170,7 +170,7 @@ def warn_of_idle(effective: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 class StepLine:
-    """The line that says where a run is."""
+    """The line that shows a run's current step."""
 
     def __init__(self, display: Audience, recipe: Recipe) -> None:
         self._display, self._recipe = display, recipe
@@ -314,7 +314,7 @@ def _conclude(summary: dict[str, Any]) -> None:
 
 
 def warn_of_unsaved(problems: Sequence[str]) -> None:
-    """Name what couldn't be saved beside the weights, on the error stream."""
+    """Prints what couldn't be saved next to the weights, on the error stream."""
     for problem in problems:
         print(f"warning: the weights are saved, but {problem}", file=sys.stderr)
 

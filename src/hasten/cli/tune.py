@@ -144,9 +144,7 @@ def _changed(before: Recipe, after: Recipe) -> dict[str, Any]:
 
 
 def objections(findings: Rows) -> list[str]:
-    """What speaks against a winner: what failed in the verification, and what it owes and wasn't
-    shown.
-    """
+    """Returns objections to a winner: failed checks, and required checks without proof."""
     from hasten.measure.quality.requirements import failures
 
     owing = [

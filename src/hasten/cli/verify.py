@@ -1,4 +1,7 @@
-"""``hasten verify``: the quality checks that a recipe's techniques require, on its own job."""
+"""``hasten verify``: the checks of equal quality that a recipe's techniques require.
+
+They run on the recipe's own job.
+"""
 
 from __future__ import annotations
 
@@ -72,8 +75,9 @@ def verify(
 def beforehand(
     wanted: bool, seeds: int, fresh: bool, display: Display, budget_seconds: float | None = None
 ) -> Callable[[ExperimentSubject], Mapping[str, Any]]:
-    """What an experiment's report says of the verification, found before the first variant
-    starts.
+    """Returns a function that runs the verification before the first variant starts.
+
+    Its result goes into the experiment's report.
     """
     from hasten.measure.quality.requirements import failures
     from hasten.measure.quality.verification import VerificationDesign, verified

@@ -112,7 +112,7 @@ def digest_of(path: Path) -> bytes:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether there is a file and it is what was once written; may raise OSError."""
+    """Returns True if the file exists and is as it was written; may raise OSError."""
     try:
         _proven(path)
     except (FileNotFoundError, DamagedError):

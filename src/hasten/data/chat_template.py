@@ -1,18 +1,20 @@
-"""A conversation as tokens, rendered by the tokenizer's chat template, loss on the answers alone.
+"""A conversation as tokens, rendered by the chat template, loss on the answers alone.
 
-  (1) the template renders the whole conversation to one text; it brings its own bos token
-  (2) rendered prefixes tell where each answer begins and ends in that text; where the template
-      writes an earlier answer in another way than a last one (without its thought), a stand-in for
-      the answer tells it; a conversation with an answer that isn't found is rejected
-  (3) the text is tokenised once, as a model would see it; the offsets of the tokens say which of
-      them belong to an answer, its end-of-turn token included
-  (4) what is longer than `cutoff_len` meets `too_long`:
+  (1) the template renders the whole conversation to one text; it adds its own bos
+      token.
+  (2) rendered prefixes show where each answer begins and ends in that text. Some
+      templates write an earlier answer differently from a last one (without its
+      thought). Then a placeholder shows its position. A conversation is rejected if an
+      answer isn't found.
+  (3) the text is tokenised once, as a model would read it. The offsets of the tokens
+      show which of them belong to an answer, its end-of-turn token included.
+  (4) `too_long` decides about examples that are longer than `cutoff_len`:
 
-      truncate    a dialogue is cut at the end; a plain text goes on in the next piece
-      split       a dialogue goes on too; pieces without any part of an answer are left out
-      drop        dialogue or text, it is left out whole
+      - truncate: a dialogue is cut at the end; a plain text continues in the next piece
+      - split: a dialogue continues too; pieces without part of an answer are left out
+      - drop: dialogue or text, it is left out completely
 
-Pieces overlap by one token, so every trained token of the whole is predicted exactly once.
+Pieces overlap by one token. Therefore every trained token is predicted exactly once.
 """
 
 from __future__ import annotations
@@ -57,11 +59,11 @@ _ADVICE = "choose another chat_template, or leave such examples out"
 
 
 class ToolsNotRenderedError(ValueError):
-    """What of an example's tools or thoughts isn't in the text that a template makes of it."""
+    """An example's tools or thoughts that are missing in the text rendered by a template."""
 
 
 def split_tools(messages: Sequence[Message]) -> tuple[list[Any] | None, Sequence[Message]]:
-    """What may be called, as Transformers passes it to templates, and the turns."""
+    """Returns the callable tools, as Transformers passes them to templates, and the turns."""
     if messages and messages[0].role == "tools":
         return json.loads(messages[0].content), messages[1:]
     return None, messages
@@ -125,7 +127,10 @@ def _call(call: ToolCall, form: CallForm) -> dict[str, Any]:
 
 
 def _shows(written: str, call: ToolCall) -> bool:
-    """Whether a call is written with its name and every argument, and not in Python's notation."""
+    """Returns True if a call is written with its name and every argument.
+
+    A call in Python's notation doesn't count.
+    """
     arguments = json.loads(call.arguments)
     if arguments and str(arguments) in written and str(arguments) != json.dumps(arguments):
         return False  # an object put into a text as it is
@@ -171,7 +176,10 @@ class ChatTemplate(NamedTuple):
 
 
 def chat_template_of(tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
-    """Of several templates, the one named default, or tool_use where there are tools."""
+    """Returns the tokenizer's chat template.
+
+    If it has several, the result is the one named default, or tool_use if there are tools.
+    """
     sources = []
     choices: tuple[list[Any] | None, ...] = (None, [])
     for tools in choices:
@@ -333,10 +341,10 @@ def _pieces(example: TokenizedExample, cutoff_len: int) -> list[TokenizedExample
 
 
 def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """What tokenises for the tokenizer, neither cutting nor padding.
+    """Returns the tokenizer's backend, which neither cuts nor pads.
 
-    A call of the tokenizer sets that up; the backend's own answers come without the dictionaries of
-    lists that Transformers makes of them, which cost a third of the tokenising.
+    A call of the tokenizer sets that up. Transformers makes dictionaries of lists from the
+    backend's results. Without them, tokenising takes a third less time.
     """
     tokenizer(["a"], add_special_tokens=False, truncation=False, padding=False)
     return tokenizer.backend_tokenizer
@@ -431,7 +439,7 @@ def _speaks(message: Message) -> bool:
 
 
 class AnswerEnd(NamedTuple):
-    """What a chat template writes after an answer, and the token there that says it is over."""
+    """The text that a chat template writes after an answer, and the end token in it."""
 
     text: str
     token: str = ""  # empty: ordinary text, or nothing
@@ -544,9 +552,10 @@ def _dropped_role(messages: Sequence[Message], text: str) -> str:
 
 
 def _begin(text: str, prompt: str, answer: str) -> int | None:
-    """Where a model would begin to write `answer`, which ends `text`; None if it isn't in it.
+    """Returns where a model would begin to write `answer`, which ends `text`.
 
-    A prompt may open the thought itself; then the text goes on with the thought, or without any.
+    Returns None if `text` doesn't contain it. A prompt may open the thought itself; then
+    the text continues with the thought, or without any.
     """
     head = prompt if text.startswith(prompt) else _THOUGHT.sub("", prompt)
     shared = len(_THOUGHT.sub("", prompt))
@@ -601,7 +610,7 @@ def _earlier(
 
 
 def _marked(answer: Message) -> Message:
-    """The answer with a stand-in for its words, or for the name of its first call."""
+    """Returns the answer with a placeholder for its content, or for its first call's name."""
     if answer.content:
         return answer._replace(content=_EARLIER)
     first, *others = answer.calls
@@ -609,10 +618,12 @@ def _marked(answer: Message) -> Message:
 
 
 def _shared_end(closed: str, tail: str, ends: tuple[str, ...]) -> str:
-    """What ends an answer in the midst of a text, where `closed` ends it as the last of a text.
+    """Returns the end of an answer in the middle of a text.
 
-    That is what both have, up to an end token (Phi-3 adds another after the last turn), or if the
-    last one's token is another (gpt-oss, GLM), the token in its place.
+    `closed` is the end of the same answer as the last one of a text. The result is the
+    common start of both, up to an end token (Phi-3 adds another after the last turn). If
+    the last answer has another end token (gpt-oss, GLM), the result is the token at that
+    position.
     """
     common = closed[: _shared(closed, tail)]
     ended = next((at for at in range(len(common), 0, -1) if common[:at].endswith(ends)), 0)
@@ -624,7 +635,10 @@ def _shared_end(closed: str, tail: str, ends: tuple[str, ...]) -> str:
 
 
 def _force(frame: str, prompt: str, question: str, answer: str) -> tuple[str, int | None]:
-    """Put an answer that the template would rewrite (R1 drops thoughts) where its stand-in is."""
+    """Inserts an answer that the template would rewrite at its placeholder.
+
+    For example, R1's template drops thoughts.
+    """
     if frame.count(_STAND_IN) != 1:
         return frame, None
     before, after = frame.split(_STAND_IN)
@@ -636,9 +650,10 @@ def _force(frame: str, prompt: str, question: str, answer: str) -> tuple[str, in
 
 
 def _as_prompted(before: str, prompt: str, question: str) -> str:
-    """What precedes an answer, with the history as the prompt has it, which a model would see.
+    """Returns the text before an answer, with the history as the prompt has it.
 
-    Mistral's templates write the system text into the last question, and only while it is last.
+    A model would read this history. Mistral's templates write the system text into the last
+    question, and only while it is last.
     """
     bare = _THOUGHT.sub("", prompt)
     at, other = before.rfind(question), bare.rfind(question)

@@ -1,13 +1,14 @@
-"""The containers that records come in: told by their names, proven by their first bytes.
+"""The containers of examples: recognised by name, confirmed by their first bytes.
 
-    .jsonl .json .txt   text, as it is or compressed (.gz, .zst); .txt has a text on each line
-    .csv .tsv           the same; cells are between commas or tabs
-    .parquet .arrow     tables; .arrow is Arrow's file or stream format
+  - .jsonl .json .txt: text, plain or compressed (.gz, .zst); .txt has one text per line
+  - .csv .tsv: the same; cells are between commas or tabs
+  - .parquet .arrow: tables; .arrow is Arrow's file or stream format
 
-A name and first bytes that contradict each other are refused: nothing is guessed. Compressed files
-are streams that are never larger in memory than what is read of them, and end in an error once they
-have grown beyond `RATIO` times the file (never before `FLOOR` bytes): text that people write
-compresses 3 to 20 times, a decompression bomb a thousand times and more.
+A file is refused if its name and first bytes contradict each other: nothing is guessed.
+Compressed files are streams: memory never holds more than was read of them. They end in
+an error if they have grown beyond `RATIO` times the file, but never before `FLOOR`
+bytes. Text that people write compresses 3 to 20 times, a decompression bomb a thousand
+times and more.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def growth_limit(path: Path) -> int:
 
 
 def too_large(path: Path, limit: int) -> InputError:
-    """What to say of a file that grew beyond its limit."""
+    """Returns the error for a file that grew beyond its limit."""
     return InputError(
         f"{path} becomes larger than {limit >> 20} MiB, {RATIO} times the file or more, when it is "
         "unpacked; if that is meant, unpack it yourself"
@@ -102,7 +103,10 @@ def too_large(path: Path, limit: int) -> InputError:
 
 
 class _Unpacked(io.RawIOBase):
-    """Decompressed bytes, counted. Arrow's streams say when a file is cut; zlib checks sums."""
+    """Decompressed bytes, counted.
+
+    Arrow's streams report if a file is cut; zlib checks sums.
+    """
 
     def __init__(self, path: Path, packed: str) -> None:
         super().__init__()

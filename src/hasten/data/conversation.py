@@ -1,11 +1,12 @@
-"""Conversations: turns and tool calls, the shapes of an example that hold them, a user's own
-columns.
+"""Conversations: turns, tool calls, the shapes of examples, and a user's own columns.
 
-Calls are read as OpenAI's chat format has them (`tool_calls`, a tool's turn that may name its
-call) and as ShareGPT files do (`function_call`: JSON of one call or a list, `observation`). What
-may be called comes first, as a turn of its own whose role is `tools` and whose content is JSON.
+Calls are read in two forms. OpenAI's chat format has `tool_calls` and a tool's turn
+that may name its call. ShareGPT files have `function_call` (JSON of one call or a list)
+and `observation`. The callable tools come first, as a turn of their own with the role
+`tools` and JSON as content.
 
-A list may also be JSON text (a cell of a CSV file) or an object of lists (a table's nested column).
+A list may also be JSON text (a cell of a CSV file) or an object of lists (a table's
+nested column).
 """
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ def _thoughts(turn: Mapping[str, Any], role: str) -> str:
 
 
 class _Content(NamedTuple):
-    """What the parts of a turn's content are together."""
+    """The combined parts of a turn's content."""
 
     text: Any  # a text, or what stands in its place
     thoughts: str = ""
@@ -234,7 +235,7 @@ def _joined(content: Any, key: str, role: str) -> _Content:
 
 
 def tools_turn(tool_list: Any) -> tuple[Message, ...]:
-    """What may be called as a turn, from a list or its JSON; none where there is none."""
+    """Returns the callable tools as a turn, from a list or its JSON; empty without tools."""
     if not tool_list or (isinstance(tool_list, str) and not tool_list.strip()):
         return ()
     listed = _rows(_parsed(tool_list, "tools") if isinstance(tool_list, str) else tool_list)
@@ -387,7 +388,7 @@ def sound(value: Any, key: str) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """What a JSON value is, for people."""
+    """Returns the name of a JSON value's type, for messages."""
     names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
     names |= {bytes: "a string of bytes"}
     return "null" if value is None else names.get(type(value), "a number")
@@ -414,8 +415,9 @@ def kind_of(value: Any) -> str:
 class Conversation:
     """One example before tokenising: a dialogue that ends with an answer, or plain text.
 
-    Exactly one of `messages` and `text` is set. `messages` may begin with what tools there are and
-    a system turn; user and assistant turns then take turns, with tools' after the calls.
+    Exactly one of `messages` and `text` is set. `messages` may begin with the available
+    tools and a system turn. User and assistant turns then alternate, with the tools' turns
+    after the calls.
     """
 
     messages: tuple[Message, ...]
@@ -424,7 +426,10 @@ class Conversation:
 
 
 def shape_of(example: Mapping[str, Any], possible: Sequence[str] | None = None) -> str | None:
-    """The name of the first shape, of all or of the possible, whose columns the example has."""
+    """Returns the name of the first shape with columns that the example has.
+
+    All shapes are tried, or only the possible ones.
+    """
     names = SHAPES if possible is None else possible
     return next((name for name in names if example.keys() >= {*SHAPES[name].needs}), None)
 
@@ -638,7 +643,7 @@ _NAMES = list(dict.fromkeys(n for shape in SHAPES.values() for n in (*shape.need
 
 @dataclass(frozen=True)
 class ColumnNames:
-    """What the user calls a shape's columns and tags; without `shape` it is found out."""
+    """The user's names for a shape's columns and tags; without `shape` it is detected."""
 
     names: Mapping[str, str] = field(default_factory=dict)  # a shape's column <- the user's
     tags: Mapping[str, str] = field(default_factory=dict)

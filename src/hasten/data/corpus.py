@@ -1,14 +1,15 @@
-"""A corpus that is on every machine: Python's own standard library, as tasks and as texts.
+"""A corpus that is on every machine: Python's standard library, as tasks and texts.
 
 Nothing is downloaded, and a model's answers can be checked by parsing them. The flow:
 
-  (1) every module but tests and generated tables, in sorted order
-  (2) every function and class with a docstring becomes a pair: signature and docstring are the
-      question, the source without the docstring is the answer
-  (3) whole modules, chosen by a hash of their name, are held out: two functions of one module
-      resemble each other. Answers that also occur in training are left out of the held-out pairs
+  (1) every module except tests and generated tables, in sorted order.
+  (2) every function and class with a docstring becomes a pair. Signature and docstring
+      are the question; the source without the docstring is the answer.
+  (3) whole modules, chosen by a hash of their name, are eval data, because two
+      functions of one module resemble each other. Answers that also occur in training
+      are left out of the eval pairs.
 
-The source differs between Python versions; `sha256` says which corpus it was.
+The source differs between Python versions; `sha256` identifies the corpus.
 """
 
 from __future__ import annotations

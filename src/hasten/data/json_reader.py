@@ -1,13 +1,15 @@
-"""The values of a JSON Lines file, or of one JSON list, one by one, each with its line.
+"""The values of a JSON Lines file or of one JSON list, one by one, with their lines.
 
-A damaged example costs itself and nothing more, so neither file is handed to `json.loads` whole:
+A damaged example affects only itself, so neither file is parsed whole by `json.loads`:
 
-  (1) bytes become text with `surrogateescape`: a byte that isn't UTF-8 stays visible in its example
-  (2) lines are split at newline bytes only (str.splitlines also splits at U+2028, legal in JSON);
-      a list is read example by example with `raw_decode`
-  (3) what JSON readers disagree about is a fault: a key twice, NaN, infinity, integers beyond 64
-      bits, NUL, a byte order mark inside the file
-  (4) after a syntax error in a list, reading goes on at the next object that looks like an example
+  (1) bytes become text with `surrogateescape`: a byte that isn't UTF-8 stays visible in
+      its example.
+  (2) lines are split at newline bytes only (str.splitlines also splits at U+2028, legal
+      in JSON). A list is read example by example with `raw_decode`.
+  (3) values that JSON readers treat differently are faults: NaN, infinity, integers
+      beyond 64 bits, NUL, a byte order mark inside the file.
+  (4) after a syntax error in a list, reading continues at the next object that looks
+      like an example.
 """
 
 from __future__ import annotations
@@ -120,7 +122,7 @@ def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
 
 
 def damage(raw: str) -> str | None:
-    """What makes a stretch of text unfit whatever its syntax says."""
+    """Returns why a section of text is unusable with any syntax; None if it isn't."""
     if bad := _BAD_BYTE.search(raw):
         return f"a byte that isn't UTF-8 (0x{ord(bad.group()) - 0xDC00:02x})"
     if "\x00" in raw:
@@ -314,11 +316,10 @@ def _scan_list(window: _Window) -> Iterator[JsonValue]:  # noqa: C901  # each wa
 
 
 def _next_example(window: _Window, start: int, at: int, usual: set[str]) -> tuple[str | None, int]:
-    """What is damaged from `start` to the next object with a usual key, and where it begins.
+    """Returns the damage up to the next object with a usual key, and where that begins.
 
-    It is searched from `at` on.
-
-    It begins at the end of the window where there is none.
+    The damage is counted from `start`. The object is searched from `at`. If there is none,
+    the position is the end of the window.
     """
     decoder = Decoder()
     reason = None
@@ -376,7 +377,7 @@ class _Window:
         return any(pieces[1:])
 
     def drop(self, at: int) -> None:
-        """Forget what lies before a position, which becomes 0."""
+        """Removes everything before a position, which becomes 0."""
         line = self.text.rfind("\n", 0, at)
         self.before = at - line - 1 if line >= 0 else self.before + at
         self.line(at)
@@ -391,26 +392,26 @@ class _Window:
         return self._line
 
     def may_help(self, at: int, fault: FaultError) -> bool:
-        """Whether a value that begins at `at` may only be cut by the window's end."""
+        """Returns True if a value that begins at `at` may only be cut by the window's end."""
         near = fault.unterminated or fault.at >= len(self.text) - _MARGIN
         return near and len(self.text) - at < LONGEST_LINE
 
     def after(self, at: int, fault: FaultError) -> int:
-        """Where to go on after a value at `at` that can't be read: the next may lie within it.
+        """Returns where to continue after a value at `at` that can't be read.
 
-        Objects within one another are each read up to the damage. Where that takes far more than
-        the file has, reading goes on behind the damage.
+        The next value may be inside it. Nested objects are each read up to the damage. If that
+        takes far more reading than the file has bytes, reading continues behind the damage.
         """
         end = max(fault.at, at + 1) if fault.at else _deep_end(self.text, at)
         self._vain += end - at
         return end if self._vain > _VAIN + _TIMES * (self._dropped + at) else at + 1
 
     def is_space(self, at: int) -> bool:
-        """Whether nothing else follows in the window."""
+        """Returns True if only space follows in the window."""
         return _end(_SPACE, self.text, at) == len(self.text)
 
     def is_blank_after(self, at: int) -> bool:
-        """Whether nothing but space follows the character at `at` in the file."""
+        """Returns True if only space follows the character at `at` in the file."""
         while self.is_space(at + 1):
             if not self.grow():
                 return True
@@ -418,7 +419,7 @@ class _Window:
 
 
 class _Rejoined(io.RawIOBase):
-    """A stream whose beginning was read already."""
+    """A stream with a beginning that was read already."""
 
     def __init__(self, head: bytes, file: IO[bytes], fault: str | None) -> None:
         super().__init__()

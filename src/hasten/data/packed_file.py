@@ -1,16 +1,18 @@
-"""A file of packed rows for any trainer: Arrow or Parquet, each row some examples end to end.
+"""A file of packed rows for any trainer: Arrow or Parquet, several examples in a row.
 
-    input_ids     list<int32>   the row's tokens, at most row_tokens of them, without padding
-    labels        list<int32>   the token itself where it is trained, else -100; a model that shifts
-                                labels, as those of Transformers do, predicts each from those before
-                                it; the first token of an example is -100, whatever stands before it
-    position_ids  list<int32>   counted from 0 in each example: what keeps examples apart
-    seq_lengths   list<int32>   tokens of each example of the row, as in TRL's packed data sets
+  - input_ids: list<int32>; the row's tokens, at most row_tokens, without padding
+  - labels: list<int32>; the token itself if it is trained, otherwise -100. A model that
+    shifts labels, as those of Transformers do, predicts each from those before it. The
+    first token of an example is always -100
+  - position_ids: list<int32>; counted from 0 in each example, which separates examples
+  - seq_lengths: list<int32>; tokens of each example of the row, as in TRL's packed data
+    sets
 
-Both files are read by ``datasets.load_dataset`` (an Arrow file is a stream). With rows laid end to
-end by TRL's collator (``padding_free``), or one row per batch by Transformers' default collator,
-positions tell models with flash or SDPA attention where an example begins. Transformers'
-``DataCollatorWithFlattening`` doesn't fit: it takes each row for one example.
+Both files are read by ``datasets.load_dataset`` (an Arrow file is a stream). Two
+collators fit: TRL's, which joins rows end to end (``padding_free``), and Transformers'
+default collator with one row per batch. Then positions show models with flash or SDPA
+attention where an example begins. Transformers' ``DataCollatorWithFlattening`` doesn't
+fit: it takes each row for one example.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ def write_packed(
 
 
 def check_name(output: Path) -> None:
-    """Raise InputError where the name doesn't say one of the two formats."""
+    """Raises InputError if the name has neither of the two formats' endings."""
     if output.suffix not in SUFFIXES:
         raise InputError(f"{output}: give a name that ends in {' or '.join(SUFFIXES)}")
 

@@ -1,15 +1,17 @@
 """Published prompt formats, by name, and the one that a job uses.
 
-A format is a Jinja template that replaces the tokenizer's own, or stands in for a missing one.
+A format is a Jinja template that replaces the tokenizer's own, or a missing one.
 `chat_templates/formats.json` has a row for each:
 
   - source: the file or model card that defines the format
   - body: the template in `chat_templates`; most formats share `turns`
-  - settings: texts and switches of the body, written at its top as `{% set %}`; `{bos}` and `{eos}`
-    are the tokenizer's tokens
-  - tokens: the special tokens that the format needs; without them it writes ordinary text
+  - settings: texts and switches of the body, written at its top as `{% set %}`; `{bos}`
+    and `{eos}` are the tokenizer's tokens
+  - tokens: the special tokens that the format needs; without them it writes ordinary
+    text
 
-Other tools write some formats in their own way. Such a format has the tool's name at its end.
+Other tools write some formats in their own way. Such a format has the tool's name at
+its end.
 """
 
 from __future__ import annotations
@@ -79,10 +81,10 @@ def ensure_chat_template(tokenizer: PreTrainedTokenizerBase, fallback: str = STA
 
 
 def choose_chat_template(tokenizer: PreTrainedTokenizerBase, choice: str) -> str:
-    """Set the template that a recipe asks for; a phrase that says which one it is now.
+    """Sets the template that a recipe requires; returns a phrase that names it.
 
-    `auto` is the tokenizer's own, else deepseek-llm's; a name of PROMPT_FORMATS or a `.jinja` file
-    is used in any case. Raises InputError for a choice that is none of these.
+    `auto` is the tokenizer's own, otherwise deepseek-llm's. A name of PROMPT_FORMATS or a
+    `.jinja` file is always used. Raises InputError for a choice that is none of these.
     """
     if choice == "auto":
         added = ensure_chat_template(tokenizer)

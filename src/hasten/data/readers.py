@@ -1,8 +1,8 @@
-"""Conversations out of files, whichever container and whichever of the usual shapes they have.
+"""Conversations read from files, in any supported container and any usual shape.
 
-The shape is decided once per file, from its first examples, and reported with the container: a
-example that lacks what the shape needs is rejected with its place (its line, or its row in a table)
-and reason, never read as something else.
+The shape is decided once per file, from its first examples, and reported with the
+container. An example that lacks what the shape needs is rejected with its position
+(line, or row of a table) and reason. It is never read as something else.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Rejected(NamedTuple):
 
 @dataclass(frozen=True)
 class ReadRecords:
-    """What the files gave."""
+    """The examples read from the files."""
 
     conversations: ConversationSink
     rejected: list[Rejected]
@@ -259,7 +259,7 @@ def _rows(path: Path, value: Any, columns: ColumnNames) -> list[Any] | None:
 
 @contextmanager
 def _at(path: Path, json_value: JsonValue) -> Iterator[None]:
-    """What is said of an example begins with its place."""
+    """Context in which messages about an example begin with its position."""
     try:
         yield
     except InputError as error:

@@ -1,15 +1,16 @@
-"""A process with limits for the chat templates of others: `python -m hasten.data.renderer FD ...`.
+"""A process with limits for chat templates: `python -m hasten.data.renderer FD ...`.
 
-The sandbox (`template_sandbox`) bounds the steps and the largest text of a rendering. A template
-may also keep many texts, or let one call of the interpreter run for hours. So templates are
-rendered by a process that the kernel ends or refuses memory:
+The templates were written by others. The sandbox (`template_sandbox`) bounds the steps
+and the largest text of a rendering. A template may also keep many texts, or let one
+call of the interpreter run for hours. So templates are rendered by a process that the
+kernel ends or refuses memory:
 
-  (1) the first `ask` of a process starts it; FD is a socket between the two, and its end is the end
-      of the process
-  (2) each question is a function and its arguments, and the processor time that their size explains
-  (3) over all questions together it may take `SECONDS` more than that, and `MEMORY` at any time
-  (4) an answer may take `WAIT_SECONDS` by the clock, and `SLOWDOWN` times what its size explains:
-      on a busy machine processor time passes slowly
+  (1) the first `ask` of a process starts it. FD is a socket between the two; when it
+      ends, the process ends.
+  (2) each question is a function, its arguments, and the processor time that their size
+      explains.
+  (3) over all questions together it may take `SECONDS` more than that, and `MEMORY` at
+      any time.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ _current: _Renderer | None = None
 def ask(
     location: str, explained: float, function: Callable[..., Answer], *arguments: object
 ) -> Answer:
-    """What a function of a module returns in the process with limits.
+    """Returns the result of a module's function in the process with limits.
 
-    Raises InputError where the function does, and where it takes more than it may; `location` says
-    where that was, and `explained` is the seconds of processor time that the arguments explain.
+    Raises InputError if the function does, or if it exceeds the limits. The error names
+    `location`. The processor time that the arguments explain is `explained`, in seconds.
     """
     if os.name != "posix":
         return function(*arguments)

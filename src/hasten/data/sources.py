@@ -1,8 +1,10 @@
-"""Sources: the files or data sets that a recipe names, and how often each example is seen.
+"""Sources: the files or data sets of a recipe, and how often each example is trained.
 
-A weight is how many times one epoch sees each example of a source: 2 is every example twice, 0.25 a
-quarter of the examples, 1.5 every example and half of them once more. Which ones is drawn by the
-seed, once for the run; the order of the epoch is the trainer's business.
+A weight is how many times one epoch trains each example of a source. With 2 every
+example is trained twice. With 0.25 a quarter of the examples is trained. With 1.5 every
+example is trained, and half of them once more. The
+seed decides which examples, once for the run. The trainer decides the order of the
+epoch.
 """
 
 from __future__ import annotations
@@ -53,9 +55,9 @@ _UNMAPPED = {
 
 
 def entry_of(name: str) -> tuple[Path, ColumnNames] | None:
-    """The file and columns that `FOLDER[/dataset_info.json]:NAME` stands for; None for a path.
+    """Returns the file and columns of `FOLDER[/dataset_info.json]:NAME`; None for a path.
 
-    Raises InputError where the list or the entry can't be used.
+    Raises InputError if the list or the entry can't be used.
     """
     location, colon, wanted = name.rpartition(":")
     if not colon or Path(name).exists():
@@ -149,9 +151,9 @@ class Source:
 
 
 def source_of(name: str, columns: ColumnNames = PLAIN) -> Source:
-    """The source that a path, or `FOLDER[/dataset_info.json]:NAME`, stands for.
+    """Returns the source of a path or of `FOLDER[/dataset_info.json]:NAME`.
 
-    Raises InputError for an entry that can't be used, or one whose columns are given twice.
+    Raises InputError for an entry that can't be used, or if columns are set twice.
     """
     entry = entry_of(name)
     if entry is None:
@@ -164,9 +166,10 @@ def source_of(name: str, columns: ColumnNames = PLAIN) -> Source:
 def weighted(
     groups: Sequence[IndexedConversations], weights: Sequence[float], seed: int
 ) -> Selection:
-    """The examples of an epoch: each group as often as its weight says, group after group.
+    """Returns the examples of an epoch, group after group, each as often as its weight.
 
-    A fraction f of n examples is round(f * n) of them, without repetition and in their order.
+    A fraction f of n examples is round(f * n) of them, without repetition and in their
+    order.
     """
     selected: list[NDArray[np.int64]] = [np.zeros(0, np.int64)]
     first = 0
@@ -197,7 +200,7 @@ Load = Callable[..., Any]  # as datasets.load_dataset
 
 
 class HubName(NamedTuple):
-    """What a name on the hub asks for."""
+    """The parts of a name on the hub."""
 
     dataset: str  # owner/name
     config: str | None
@@ -205,9 +208,10 @@ class HubName(NamedTuple):
 
 
 def hub_name(name: str) -> HubName | None:
-    """The hub name that `name` can be; None for anything that looks like a path.
+    """Returns the hub name that `name` can be; None for anything that looks like a path.
 
-    What lies in an existing folder or ends in letters, as `.txt`, is a path with a mistake in it.
+    A name in an existing folder, or with an ending of letters such as `.txt`, is a mistyped
+    path.
     """
     match = _NAME.fullmatch(name)
     if match is None or Path(match["set"]).parent.exists():

@@ -1,12 +1,13 @@
-"""Conversations kept on disk while they are prepared, and choices among them that cost no copies.
+"""Conversations stored on disk during preparation, and selections without copies.
 
-What is read goes straight into a spool; memory holds the place of each example, eight bytes, and
-nothing of its content. Weights, `max_examples` and `eval_data` are rows of a `Selection`: an
-example that an epoch sees twice is one example of the spool. Each example is parsed once, whatever
-container it came from, and a file that changes meanwhile changes nothing.
+Examples are written directly into a spool. Memory holds the position of each example,
+eight bytes, and nothing of its content. Weights, `max_examples` and `eval_data` are
+rows of a `Selection`: an example that an epoch trains twice is one example of the
+spool. Each example is parsed once, from any container. If a file changes meanwhile,
+nothing changes here.
 
-A packed example is a pickle. It is written and read by one preparation of the data and never
-outlives it; nobody else's file is ever unpickled.
+A packed example is a pickle. One preparation of the data writes and reads it, and
+deletes it at its end. No other process's file is ever unpickled.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class IndexedConversations(Protocol):
 
 
 class ConversationSink(IndexedConversations, Protocol):
-    """What examples are put into as they are read: a list, or a spool."""
+    """Receives examples as they are read: a list, or a spool."""
 
     def append(self, conversation: Conversation, /) -> None: ...
     def __iter__(self) -> Iterator[Conversation]: ...

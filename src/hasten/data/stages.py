@@ -1,9 +1,9 @@
-"""Examples of other trainings: preferences, rewards, prompts alone, media. They are refused by
-name.
+"""Refuses examples of other trainings: preferences, rewards, prompts alone, media.
 
-A column that means something and isn't used would vanish without a word: rejected answers would be
-trained, or the picture that a question is about would be missing. So the whole file is refused,
-whatever ``max_rejected`` allows. A file of no known shape gets the line of ``columns`` to write.
+The error names the kind of training. If a meaningful column were ignored, rejected
+answers would be trained, or the picture that a question is about would be missing. So
+the whole file is refused, for any ``max_rejected``. For a file of no known shape, the
+error gives the line of ``columns`` to write.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ OURS = "hasten trains on answers alone"
 
 
 def refuse_other_stage(example: Any, named: Iterable[str] = ()) -> None:
-    """Refuse an example whose columns are those of another training.
+    """Refuses an example with the columns of another training.
 
     Args:
         example: as it was read.
-        named: columns that the user has named as a shape's, which are read and not dropped.
+        named: columns that the user has named as a shape's; they are read and not dropped.
 
     Raises:
-        InputError: it is one, with what it is and what to do.
+        InputError: the example is of another training; the message names it and what to do.
     """
     if not isinstance(example, Mapping):
         return
@@ -169,7 +169,7 @@ def is_preference(key: str) -> bool:
 
 
 def is_label(key: str, value: Any) -> bool:
-    """If a column says of an answer that it is good or bad."""
+    """Returns True if a column marks an answer as good or bad."""
     return key in LABELS and (value in TRUTHS if isinstance(value, str) else value in (0, 1))
 
 

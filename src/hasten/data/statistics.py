@@ -1,4 +1,4 @@
-"""What a data set is like: lengths, trained share, duplicates, and what padding would cost."""
+"""Statistics of a data set: lengths, trained share, duplicates, and cost of padding."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Bin:
 
 @dataclass(frozen=True)
 class DataStatistics:
-    """A data set in numbers; a duplicate is an example whose tokens came before."""
+    """A data set in numbers; an example is a duplicate if its tokens came before."""
 
     examples: int
     tokens: int
@@ -78,7 +78,10 @@ def layouts(lengths: NDArray[np.int32], batch: int, row_tokens: int) -> list[Bat
 
 
 def useful_row(lengths: NDArray[np.int32], row_tokens: int) -> int:
-    """Of the rows that :func:`layouts` compares, the shortest nearly as full as the fullest."""
+    """Returns the shortest row that is nearly as full as the fullest.
+
+    It is one of the rows that :func:`layouts` compares.
+    """
     shortest = max(row_tokens, int(lengths.max(initial=1)))
     full = {row: plan_rows(lengths, row).efficiency.fullness for row in _rows(shortest)}
     return next(row for row in full if full[row] >= max(full.values()) - CLOSE)

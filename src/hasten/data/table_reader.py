@@ -1,8 +1,9 @@
-"""Examples out of tables: CSV, Parquet and Arrow, row by row, each with the number of its row.
+"""Examples from tables: CSV, Parquet and Arrow, row by row, each with its row number.
 
-CSV rows count as a spreadsheet shows them: the header is row 1. Rows of Parquet and Arrow files
-begin at 1. Tables are read in batches; a batch that isn't sound is read row by row, so that a
-damaged row costs itself alone. What can't be read any further ends in a fault that says so.
+CSV rows count as a spreadsheet shows them: the header is row 1. Rows of Parquet and
+Arrow files begin at 1. Tables are read in batches. A damaged batch is read row by row,
+so a damaged row affects only itself. If the rest of a file can't be read, reading ends
+in a fault that reports it.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ def _chunks(group: Any) -> Iterator[Any]:
 
 
 def _longest(path: Path, group: int, column: str) -> int | None:
-    """Bytes of the longest entry of a column's dictionary; None where it can't be told."""
+    """Returns the bytes of the longest entry of a column's dictionary; None: unknown."""
     import pyarrow.parquet as pq
 
     file = pq.ParquetFile(path, read_dictionary=[column])
@@ -200,7 +201,7 @@ def _first(reader: Any, count: int, fault: ValueError | None) -> Iterator[Any]:
 
 
 def _declared(source: Any) -> Iterator[tuple[int, int]]:
-    """Of each message of a stream its kind and the bytes of its body once it is unpacked."""
+    """Yields the kind of each message of a stream, and the unpacked bytes of its body."""
     messages = pa.ipc.MessageReader.open_stream(source)
     for message in messages:
         meta, body = message.metadata.to_pybytes(), message.body
@@ -290,10 +291,11 @@ def scan_csv(path: Path, container: Container) -> Iterator[JsonValue]:
 
 
 def _csv_rows(reader: Any) -> Iterator[tuple[int, list[str], str | None, bool]]:
-    """Numbered rows, or the reason why one can't be read; reading goes on at the next line.
+    """Yields numbered rows, or the reason why a row can't be read.
 
-    The last value: rows that follow are lost with it. A quote that isn't closed takes them all, up
-    to the end or to the next quote.
+    After such a row, reading continues at the next line. The last value is True if the rows
+    that follow are lost with it. A quote that isn't closed takes them all, up to the end or
+    to the next quote.
     """
     number = 0
     while True:
@@ -398,7 +400,7 @@ def _opened(path: Path, kind: str) -> Iterator[Any]:
 
 
 def _values(batch: Any) -> list[Any]:
-    """The rows as objects; a row that can't be one is a string, which says why."""
+    """Returns the rows as objects; a row that can't be one is a string with the reason."""
     try:
         rows: list[Any] = batch.to_pylist()
     except _FAULTS:

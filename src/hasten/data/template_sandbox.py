@@ -1,14 +1,17 @@
-"""A chat template's text, from a program that is not trusted and can't run away.
+"""The text of a chat template: an untrusted program that runs with limits.
 
-Templates come with models. They run in Jinja's immutable sandbox, which keeps them from Python's
-attributes, with the names that Transformers gives them. What the sandbox leaves open is bounded:
+Templates come with models. They run in Jinja's immutable sandbox, with the names that
+Transformers gives them. The sandbox blocks access to Python's attributes. This module
+also limits:
 
-  - steps: every turn of a loop, item of a range and call is one; a text has `STEPS` of them
-  - sizes: what is written, joined, added, multiplied or returned by a method has at most `CHARS`
-    characters; methods and filters that pad to a width of the template's choice are not there
+  - steps: each turn of a loop, item of a range and call is one; a text has `STEPS` of
+    them
+  - sizes: a result has at most `CHARS` characters if it is written, joined, added,
+    multiplied or returned by a method. Methods and filters that pad to a width of the
+    template's choice aren't available
 
-Loops are counted by wrapping what they run over while the template is parsed. What a text may take
-of time and memory altogether is for the process that it is rendered in: see `renderer`.
+Loops are counted by wrapping their iterables while the template is parsed. The total
+time and memory of a text are limited by the process that renders it: see `renderer`.
 """
 
 from __future__ import annotations
@@ -235,7 +238,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As Transformers has it: Jinja's own filter escapes what HTML would."""
+    """Returns a value as JSON, as Transformers does: Jinja's own filter escapes for HTML."""
     spaces = min(indent, 8) if isinstance(indent, int) else None
     return json.dumps(
         value,

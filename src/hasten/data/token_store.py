@@ -1,10 +1,13 @@
-"""Token examples tokenised once, kept in an Arrow file and memory-mapped since.
+"""Token examples: tokenised once, stored in an Arrow file, then memory-mapped.
 
-(1) the key is a hash of all that decides the tokens: conversations, tokenizer with its chat
-    template, cutoff_len, format; the file `<key>.arrow` is the answer to exactly this question
-(2) a whole file of that name is mapped and used; a missing or damaged one is written anew, by
-    one process at a time (`hasten.machine.locks`), in chunks that survive it (`tokenize`)
-(3) lengths and counts of trained tokens are computed once; an example is a view of the mapping
+(1) the key is a hash of everything that decides the tokens. These are conversations,
+    tokenizer with its chat template, cutoff_len and format. The file `<key>.arrow` is
+    the result for exactly this key.
+(2) a complete file of that name is mapped and used. A missing or damaged one is written
+    again, by one process at a time (`hasten.machine.locks`). Finished chunks survive if
+    that process ends (`tokenize`).
+(3) lengths and counts of trained tokens are computed once. An example is a view of the
+    mapping.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ _FORMAT = 4  # change it with anything that changes the tokens of a given input
 
 
 class StoredRecords(Protocol):
-    """What samplers and collators read: token examples by position, their lengths without them."""
+    """Token examples by position, for samplers and collators; lengths can be read alone."""
 
     @property
     def lengths(self) -> NDArray[np.int32]: ...
@@ -109,15 +112,20 @@ def tokenize(
     tell: Callable[[str], None] = lambda text: None,
     loss_on: LossOn = "answers",
 ) -> TokenStore:
-    """The token examples of conversations, from `folder/<key>.arrow` where they lie there already.
+    """Returns the token examples of conversations, stored in `folder/<key>.arrow`.
 
-    `workers` processes tokenise, 1 is this one; the file is the same, byte by byte.
-    `on_progress(done, total)` counts conversations and is called only while tokenising; what an
-    earlier, killed call has left done is counted at once. `tell` hears of a wait for another
-    process that prepares the same.
-    `max_rejected` is as in `read_examples`; an example that only `cutoff_len` leaves without an
-    answer, or `too_long` drops, is noted as rejected and doesn't count towards it. Raises
-    InputError where more are rejected, where no example is left, or where the folder can't be
+    If that file exists, it is used. `workers` is the number of processes that tokenise; 1
+    is this process. The file is the same for any number, byte by byte.
+
+    `on_progress(done, total)` counts conversations and is called only while tokenising.
+    Conversations that an earlier, killed call finished are counted at once. If this call
+    waits for another process that prepares the same, it calls `tell` with a message.
+
+    `max_rejected` is as in `read_examples`. Two kinds of examples are noted as rejected and
+    don't count towards it. These are examples dropped by `too_long`, and examples that only
+    `cutoff_len` leaves without an answer.
+
+    Raises InputError if more are rejected, if no example is left, or if the folder can't be
     written.
     """
     path = folder / f"{cache_key(conversations, tokenizer, cutoff_len, too_long, loss_on)}.arrow"

@@ -1,14 +1,16 @@
-"""Conversations become one file of token examples, chunk by chunk, with nothing done twice.
+"""Turns conversations into one file of token examples, without repeated work.
 
-  (1) conversations are cut into chunks by number and size alone, never by who will work on them
-  (2) each chunk becomes a file in `<key>.parts`, whole or absent, written by any worker in any
-      order; the folder is the manifest: what lies there whole is done
-  (3) when all lie there they are joined in order, and the folder goes
+Work is done chunk by chunk:
 
-So the result is the same, byte by byte, for any number of workers and after any number of kills,
-and memory holds one chunk per worker however many there are. Parts that nobody comes back for, as
-the settings have changed, are swept once data with other settings is ready. ``train_bpe`` makes a
-tokenizer where there is none.
+  (1) conversations are cut into chunks by number and size alone, never by worker.
+  (2) each chunk becomes a file in `<key>.parts`, complete or absent. Any worker writes
+      it, in any order. The folder is the manifest: a complete file is done.
+  (3) when all files exist they are joined in order, and the folder is removed.
+
+The result is the same, byte by byte, for any number of workers and any number of kills.
+Memory holds one chunk per worker for any number of chunks. If settings have changed,
+the old parts aren't needed any more. They are removed once data with other settings is
+ready. ``train_bpe`` makes a tokenizer if there is none.
 """
 
 from __future__ import annotations
@@ -61,15 +63,16 @@ class _Worker(NamedTuple):
 
 
 class _DiedError(Exception):
-    """A worker's process is gone; says how."""
+    """A worker's process has ended; the message contains how."""
 
 
 def run(  # noqa: C901  # one loop over all that workers answer
     work: TokenizeWork, tasks: Iterable[TokenizeTask], workers: int
 ) -> Generator[int, None, None]:
-    """Do all tasks, in this process if `workers` is 1; yields each one's examples as it is done.
+    """Runs all tasks, in this process if `workers` is 1; yields each task's examples.
 
-    Raises InputError where a chunk fails or its workers die. Files of finished chunks stay.
+    A task's number of examples is yielded when it is finished. Raises InputError if a chunk
+    fails or its workers die. Files of finished chunks stay.
     """
     if workers == 1 or os.name != "posix":
         try:
@@ -190,9 +193,10 @@ def prepare(
     workers: int,
     on_progress: Callable[[int, int], None] | None,
 ) -> None:
-    """Write `path`, going on where an earlier call for it ended; the caller is the only writer.
+    """Writes `path`; resumes where an earlier call for it ended.
 
-    Raises InputError where a conversation, or a worker, fails; OSError where the disk does.
+    The caller is the only writer. Raises InputError if a conversation, or a worker, fails;
+    OSError if the disk does.
     """
     folder = path.with_suffix(".parts")
     folder.mkdir(exist_ok=True)
@@ -214,9 +218,10 @@ def prepare(
 
 
 def sweep(folder: Path) -> None:
-    """Remove what ended preparations in `folder` left half done; never a living one's.
+    """Removes unfinished files of ended preparations in `folder`.
 
-    Each key's lock tells whether its preparation lives. What can't be removed stays.
+    Each key's lock shows if its preparation is still running; such files stay. Files that
+    can't be removed stay too.
     """
     try:
         leftovers = [path for path in folder.iterdir() if path.suffix in (".parts", ".part")]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class TokenizeWork(NamedTuple):
-    """What is the same for all chunks."""
+    """The settings that are the same for all chunks."""
 
     tokenizer: PreTrainedTokenizerBase
     cutoff_len: int
@@ -46,10 +46,10 @@ class RecordChunk(NamedTuple):
 
 
 def write_part(work: TokenizeWork, chunk: RecordChunk) -> None:
-    """Tokenise a chunk into its file, which is there whole or not at all.
+    """Tokenises a chunk into its file, which is complete or absent.
 
-    Its summary holds what was rejected, as (file, line, reason), how many conversations were longer
-    than cutoff_len, and how many thoughts the chat template left out.
+    Its summary holds the rejected examples as (file, line, reason). It also counts
+    conversations longer than cutoff_len, and thoughts that the chat template left out.
     """
     rejected: list[tuple[str, int, str]] = []
     long = thoughts = 0

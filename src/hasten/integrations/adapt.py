@@ -1,9 +1,10 @@
-"""Techniques in a loop that isn't hasten's: which slots a host offers, and the model edited for it.
+"""Techniques in another trainer's loop: a host's slots, and the model edited for it.
 
-A host is a name, the slots it offers and, for each other slot, what to do instead. A technique
-writes into the same :class:`~hasten.core.setup.Setup` as in hasten's own trainer; here the fields
-of the offered slots are brought to where the host looks for them. What a host doesn't offer is
-refused before anything is edited, because a technique that silently does nothing is worse.
+A host has a name and the slots that it offers. For each other slot it names what to do
+instead. A technique writes into the same :class:`~hasten.core.setup.Setup` as in
+hasten's own trainer. Here the fields of the offered slots are moved to where the host
+reads them. Techniques for other slots are refused before anything is edited, because a
+technique without any effect is worse.
 """
 
 from __future__ import annotations
@@ -61,14 +62,14 @@ class TrainerAdapter:
 
 @dataclass(frozen=True)
 class HostRun:
-    """What is known of the run that the host will make.
+    """Facts about the run of the host.
 
     Args:
-        examples: what a SAMPLER chooses from; empty where none is asked for.
+        examples: examples that a SAMPLER chooses from; empty if the plan has none.
         lengths: tokens of each example.
         batch: examples of a step over all ranks.
-        steps, epochs: how long the run is, one of the two; a communication method's dense start is
-            a share of it.
+        steps, epochs: length of the run, one of the two; a communication method's dense
+            start is a share of it.
         folder: for checkpoints that name none.
     """
 
@@ -130,7 +131,7 @@ def prepare_host(
 
 
 def context_of(model: nn.Module, device: str) -> JobContext:
-    """What is known of the machine and of somebody's model; nothing of the data."""
+    """Returns facts about the machine and a user's model; none about the data."""
     return replace(facts.seen_at_start(), device=device, model=_model_facts(model))
 
 
@@ -139,7 +140,7 @@ def edit_model(
     setup: Setup,
     context: Callable[[], AbstractContextManager[Any]] = NoContext,
 ) -> None:
-    """Replace what the setup says on this model instance, in the order of ``assemble``."""
+    """Applies the setup's edits to this model instance, in the order of ``assemble``."""
     setup.threads()
     for change in (setup.experts, setup.attention, setup.layers):
         change(model)
@@ -198,7 +199,7 @@ class HostedTechniques:
         self._edits: dict[tuple[Technique, ...], ModuleEdits] = {}
 
     def edits(self, techniques: Sequence[Technique]) -> ModuleEdits:
-        """What these techniques change, in the model as it is now.
+        """Returns the changes of these techniques to the model as it is now.
 
         Raises:
             InputError: one of them can't work here.
@@ -217,10 +218,10 @@ class HostedTechniques:
         return self.edits(techniques).active()
 
     def require_recognised(self, technique: Technique) -> None:
-        """Refuse to replace code that isn't the library's own.
+        """Refuses to replace code that isn't the library's own.
 
         Raises:
-            InputError: a module whose class or ``forward`` is somebody else's, or that has hooks
+            InputError: a module's class or ``forward`` isn't the library's, or it has hooks
                 which the technique's code would not call.
         """
         if technique.slot not in EDITS:
@@ -239,7 +240,10 @@ class HostedTechniques:
 def prepare_recognised(
     host: TrainerAdapter, model: nn.Module, techniques: Iterable[Technique], host_run: HostRun
 ) -> Setup:
-    """As :func:`prepare_host`; refuses besides to replace code that isn't the library's own."""
+    """Works like :func:`prepare_host`; also refuses to replace code from other sources.
+
+    Only the library's own code is replaced.
+    """
     setup = prepare_host(host, model, techniques, host_run)
     hosted = HostedTechniques(host, model, host_run)
     for technique in setup.plan:
@@ -297,12 +301,13 @@ def bind_loss(
     loss: nn.Module,
     context: Callable[[], AbstractContextManager[Any]] = NoContext,
 ) -> None:
-    """Let the causal LM's ``forward`` return ``loss``'s mean where it trains and labels are given.
+    """Makes the causal LM's ``forward`` return the mean of ``loss`` in training.
 
-    The loss is then computed inside what wraps the model (adapters, DDP), so that their hooks see
-    every parameter and what they add to the loss is kept. The output has no logits: to avoid them
-    is the purpose. In ``eval`` mode, without labels, and where a caller asks for other outputs or
-    another loss, the model's own ``forward`` runs.
+    This holds if the model trains and labels are passed. The loss is then computed inside
+    the model's wrappers (adapters, DDP). Their hooks receive every parameter, and their
+    additions to the loss are kept. The output has no logits: the purpose is to avoid them.
+    The model's own ``forward`` runs in ``eval`` mode, without labels, and if a caller
+    requests other outputs or another loss.
 
     Args:
         context: the host's autocast, within which the loss is computed.
@@ -444,7 +449,10 @@ def _model_facts(model: nn.Module) -> ModelFacts:
 
 
 def _config(model: nn.Module) -> Any:
-    """Of a Hugging Face causal language model; of any other module, its class as architecture."""
+    """Returns the config of a Hugging Face causal language model.
+
+    For any other module, the architecture in the config is its class.
+    """
     try:
         return causal_lm(model).config
     except ValueError:

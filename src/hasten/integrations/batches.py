@@ -1,8 +1,8 @@
-"""Examples of other people's datasets, in hasten's order and layout, as a ``DataLoader``.
+"""Examples of a user's dataset, in hasten's order and layout, as a ``DataLoader``.
 
-A row is a :class:`~hasten.parts.data.collate.TokenizedExample`, or a mapping with ``input_ids``
-and, if not every token is trained, ``labels`` (-100: no loss), as Transformers' collators take
-them.
+A row is a :class:`~hasten.parts.data.collate.TokenizedExample`, or a mapping with
+``input_ids``. If not every token is trained, the mapping also has ``labels`` (-100: no
+loss), as in Transformers' collators.
 """
 
 from __future__ import annotations
@@ -67,10 +67,11 @@ def row_sizes(rows: Any) -> tuple[list[int], list[int]]:
 
 
 def padded_rows(rows: Sequence[Any]) -> dict[str, Any]:
-    """Rows as a padding collator of Transformers lays them out: ``input_ids``, ``labels`` (B, T).
+    """Returns rows as Transformers' padding collator: ``input_ids``, ``labels`` (B, T).
 
-    Labels stand at their own token, -100 at filler and where a token carries no loss. Rows of a
-    :class:`Pass` also have ``num_items_in_batch``, by which Transformers' losses divide.
+    A label is at the position of its own token. It is -100 at filler and at tokens without
+    loss. Rows of a :class:`Pass` also have ``num_items_in_batch``, by which Transformers'
+    losses divide.
     """
     examples = [example_of(row) for row in rows]
     ids = [torch.from_numpy(r.input_ids.astype(np.int64)) for r in examples]
@@ -185,14 +186,14 @@ def _packs(techniques: Iterable[Technique]) -> bool:
 
 
 class PackedCollator:
-    """A ``collate_fn`` that packs what ``usual`` returns; also in the processes of a loader.
+    """A ``collate_fn`` that packs the result of ``usual``; also in a loader's processes.
 
-    As long as nothing is decided a batch carries both layouts, so that no batch that a loader has
-    read ahead is lost; :meth:`chosen` takes the one that was decided for.
+    Until a decision a batch carries both layouts. Therefore no batch that a loader has read
+    ahead is lost. :meth:`chosen` returns the layout that was decided.
 
     Args:
-        keeps_labels: a packed batch always carries the labels that ``usual`` returned, for a host
-            that counts them.
+        keeps_labels: a packed batch always carries the labels that ``usual`` returned, for
+            a host that counts them.
     """
 
     def __init__(
@@ -255,7 +256,7 @@ class Pass(list[Any]):
 
 
 class WeightedBatches:
-    """A dataset whose batches keep what their loss is divided by on their way to the collator."""
+    """A dataset with batches that carry the divisor of their loss to the collator."""
 
     def __init__(self, rows: Any) -> None:
         self.rows = rows
@@ -267,22 +268,23 @@ class WeightedBatches:
         return self.rows[index]
 
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
-        """All rows of a batch, as ``DataLoader`` asks for them."""
+        """Returns all rows of a batch; ``DataLoader`` calls it."""
         rows = [self.rows[index] for index in indices]
         return Pass(rows, indices.items, indices.trained) if isinstance(indices, Pass) else rows
 
 
 class StepBatches:
-    """A batch sampler: of each step this rank's examples, in ``passes`` batches.
+    """A batch sampler: this rank's examples of each step, in ``passes`` batches.
 
-    What the order keeps apart (packed rows) stays apart while there are enough passes for it. On
-    several ranks a last step too small for all their passes is left out, or ranks would wait for
+    Packed rows stay separate while there are enough passes for it. On several ranks, a last
+    step is left out if it is too small for all their passes. Otherwise ranks would wait for
     each other.
 
     Args:
-        trained: of each example the tokens that carry loss, where the host takes the mean of the
-            passes' and the ranks' losses: each pass then is a :class:`Pass` whose ``items`` make
-            that mean the mean over the step's tokens. None: a pass is a list.
+        trained: for each example the number of tokens that carry loss. It is for a host
+            that takes the mean of the passes' and the ranks' losses. Each pass then is a
+            :class:`Pass` with ``items`` that make that mean the mean over the step's
+            tokens. None: a pass is a list.
     """
 
     def __init__(
@@ -306,7 +308,7 @@ class StepBatches:
 
     @property
     def sampler(self) -> StepBatches:
-        """Where Lightning looks for somebody to tell the epoch."""
+        """Returns this object; Lightning sets the epoch on ``sampler``."""
         return self
 
     def __len__(self) -> int:
@@ -354,10 +356,10 @@ def spread(pieces: list[list[int]], passes: int) -> list[list[int]]:
 
 
 class StepLoader(DataLoader[Any]):
-    """A ``DataLoader`` over :class:`StepBatches` that trainers tell the epoch.
+    """A ``DataLoader`` over :class:`StepBatches`; trainers set its epoch.
 
-    Its state is the place in the data: epoch, and batches of it that were handed out. Lightning
-    saves it in its own checkpoints and gives it back.
+    Its state is the position in the data: the epoch, and the number of its batches that
+    were handed out. Lightning saves it in its own checkpoints and restores it.
     """
 
     def __init__(self, examples: Any, batches: StepBatches, collate: Any, **settings: Any) -> None:
@@ -365,7 +367,7 @@ class StepLoader(DataLoader[Any]):
         self.order = batches
 
     def __iter__(self) -> Iterator[Any]:
-        """Begins with the first ``next``: trainers may tell the epoch after ``iter``."""
+        """Begins with the first ``next``, because trainers may set the epoch after ``iter``."""
         self.order.given = self.order.first
         for batch in super().__iter__():
             self.order.given += 1  # before it leaves: a checkpoint may be written while it is out

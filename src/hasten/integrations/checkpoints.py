@@ -1,9 +1,9 @@
-"""In another trainer's loop: hasten's checkpoints (CHECKPOINT), and its line of metrics per step.
+"""Checkpoints (CHECKPOINT) and a line of metrics per step, in another trainer's loop.
 
-The data's position belongs to the host, so nothing is restored by itself: the checkpointer's own
-``protect(...).restore()`` brings the state back where the reader wants it. A host that resumes from
-its own checkpoints has all it needs in them but what a communication method remembers, which is
-laid beside it.
+The data's position belongs to the host, so nothing is restored automatically. The
+checkpointer's own ``protect(...).restore()`` restores the state where the reader wants
+it. A host that resumes from its own checkpoints lacks only the memory of a
+communication method. That memory is stored next to them.
 """
 
 from __future__ import annotations
@@ -85,13 +85,14 @@ class CheckpointSchedule:
 
 
 def has_communication_memory(setup: Setup) -> bool:
-    """Whether there is a communication method that may remember something."""
+    """Returns True if there is a communication method that may hold memory."""
     return Slot.COMMUNICATION in setup.plan and setup.context.world.size > 1
 
 
 def keep_communication(setup: Setup, folder: Path) -> None:
-    """What the communication method has left out so far, into a host's checkpoint; every rank
-    calls it.
+    """Stores the communication method's omitted values in a host's checkpoint.
+
+    Every rank calls it.
     """
     if not has_communication_memory(setup):
         return
@@ -103,8 +104,9 @@ def keep_communication(setup: Setup, folder: Path) -> None:
 
 
 def take_communication(setup: Setup, folder: Path) -> None:
-    """The communication method goes on from what the checkpoint in the folder says; every rank
-    calls it.
+    """Restores the communication method from the checkpoint in the folder.
+
+    Every rank calls it.
 
     Raises:
         InputError: the checkpoint is of another communication method.
@@ -163,10 +165,10 @@ class TokenCount:
 
 
 class StepLog(Protocol):
-    """What a host's callback tells of its steps."""
+    """Receives a host's steps from its callback."""
 
     def begin(self) -> None:
-        """What follows belongs to the next step."""
+        """Assigns everything that follows to the next step."""
 
     def step(self, step: int, count: TokenCount, loss: float | None = None) -> None:
         """A step has ended."""
@@ -182,10 +184,10 @@ class MetricsFile:
     """``metrics.jsonl`` in a folder of its own, written line by line.
 
     Args:
-        folder: made if it isn't there.
+        folder: created if it doesn't exist.
 
     Raises:
-        InputError: an earlier run's lines stand there, or the folder can't be written.
+        InputError: the folder contains an earlier run's lines, or it can't be written.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -202,7 +204,10 @@ class MetricsFile:
             raise InputError(f"{self.path} can't be written: {error.strerror or error}") from error
 
     def begin(self) -> None:
-        """What follows belongs to the next step; called too after evaluation and saving."""
+        """Assigns everything that follows to the next step.
+
+        It is called after evaluation and saving too.
+        """
         self._last = time.perf_counter()
 
     def step(self, step: int, count: TokenCount, loss: float | None = None) -> None:
@@ -226,7 +231,7 @@ class MetricsFile:
         self.begin()
 
     def loss(self, value: object) -> None:
-        """The loss of the step that ended last, where a trainer tells it afterwards."""
+        """Sets the loss of the last finished step, for trainers that report it afterwards."""
         if self._waiting is not None and isinstance(value, int | float) and math.isfinite(value):
             self._waiting["loss"] = float(value)
 
@@ -244,10 +249,10 @@ class MetricsFile:
 
 
 def step_log(destination: str | Path | StepLog) -> StepLog | None:
-    """Where the first rank's callback tells of its steps; None on the others.
+    """Returns the log for the first rank's callback; None on the others.
 
     Raises:
-        InputError: a folder that holds an earlier run's lines or can't be written.
+        InputError: the folder holds an earlier run's lines or can't be written.
     """
     if not environment.world().is_main:
         return None

@@ -1,8 +1,9 @@
 """Loss and speed of each epoch of a training, and their display at intervals.
 
-All numbers are those of ``StepMetrics``, which a step has read from its device anyway: nothing that
-is shown makes the host wait. A state is shown ten times a second at most, and an epoch's line stays
-if a second has passed since the line before it, so that short epochs don't fill the screen.
+All numbers are those of ``StepMetrics``, which a step has read from its device anyway.
+So the display never makes the host wait. A state is shown ten times a second at most.
+An epoch's line stays only if a second has passed since the line before it. Therefore
+short epochs don't fill the screen.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """A user's loader: each rank's own batches of it, epoch by epoch, as micro-batches.
 
-(1) a plain ``DataLoader`` is dealt out: it is built again around torch's DistributedSampler
-=> (2) whoever has ``set_epoch`` is told the epoch => (3) a step takes one batch, ``accum_steps`` of
-them, or as many as memory allows => (4) a batch becomes rows, which BATCH may cut => (5) rows
-become a micro-batch.
+(1) a plain ``DataLoader`` is sharded: it is built again with torch's
+    DistributedSampler.
+(2) objects with ``set_epoch`` receive the epoch.
+(3) a step takes one batch, ``accum_steps`` of them, or as many as memory allows.
+(4) a batch becomes rows, which BATCH may cut.
+(5) rows become a micro-batch.
 
-A loader that can't be dealt out is taken as it is. If it gives two ranks the same first batch,
-they would do each other's work again, and the run is refused.
+A loader that can't be sharded is used as it is. If it gives two ranks the same first
+batch, the run is refused, because they would repeat each other's work.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ class GivenLoader:
 
     @property
     def steps(self) -> int | None:
-        """Steps of an epoch; None where the loader can't say how many."""
+        """Returns the steps of an epoch; None if the loader has no length."""
         if self.growing is not None:
             return None
         try:
@@ -205,7 +207,10 @@ def _fitting(
 
 
 def _alike(one: list[BatchRow], other: list[BatchRow]) -> bool:
-    """Whether two batches can be one: their tensors agree in all sides but the first."""
+    """Returns True if two batches can be joined.
+
+    Their tensors then have equal sides, except the first.
+    """
     return bool(_form(one[0].batch, one[0].rows) == _form(other[0].batch, other[0].rows))
 
 
@@ -229,7 +234,10 @@ def _is_list_of_examples(value: Sequence[Any], batch_size: int) -> bool:
 
 
 def _is_plain(loader: DataLoader[Any]) -> bool:
-    """Whether it takes each example of its data set once, in order or at random, in batches."""
+    """Returns True if a loader takes each example of its data set once, in batches.
+
+    The order may be fixed or random.
+    """
     if type(loader) is not DataLoader or type(loader.batch_sampler) is not BatchSampler:
         return False
     sampler = loader.batch_sampler.sampler
@@ -249,7 +257,10 @@ def _with_set_epoch(loader: Iterable[Any]) -> list[Any]:
 
 
 def _fingerprint(data: Any) -> str:
-    """What tells data sets apart that were cut for each rank; a reader's own class isn't read."""
+    """Returns a value that differs between data sets that were cut for each rank.
+
+    Data sets of a user's own class aren't read.
+    """
     marks: list[Any] = [len(data), getattr(data, "_fingerprint", None)]  # Hugging Face's datasets
     if isinstance(data, Subset):
         marks += [list(data.indices), _fingerprint(data.dataset)]
@@ -259,7 +270,7 @@ def _fingerprint(data: Any) -> str:
 
 
 def _digest(batch: Any) -> str:
-    """The same for batches whose tensors are equal."""
+    """Returns a hash that is the same for batches with equal tensors."""
     hasher = hashlib.blake2b()
 
     def add(tensor: Tensor) -> Tensor:

@@ -1,13 +1,16 @@
-"""``gradual_optimize``: one switch more at a time, and only what pays is kept.
+"""``gradual_optimize``: adds one switch at a time and keeps only those that help.
 
-For a recipe it is :func:`hasten.report.speedup.greedy_recipe`. For a model and a loader:
+For a recipe it is :func:`hasten.report.speedup.greedy_recipe`. For a model and a
+loader:
 
-  1. batches are drawn from the loader once; the last of them are held out
-  2. for each technique two copies of model and optimizer train on the same batches, one with what
-     was kept so far, one with the technique as well; they take turns, a round of some steps each
-  3. it is kept by the rules of :func:`hasten.report.speedup.decide`: surely faster, seen to act,
-     and the eval loss not worse after the same examples
-  4. the model itself trains an epoch with what was kept
+  1. Batches are drawn from the loader once; the last of them are for the eval loss.
+  2. For each technique two copies of model and optimizer train on the same batches. One
+     has the techniques kept until then, the other also the new one. They take turns, a
+     round of some steps each.
+  3. The rules of :func:`hasten.report.speedup.decide` keep it if three conditions hold.
+     It is significantly faster, its effect was detected, and the eval loss isn't worse
+     after the same examples.
+  4. The model itself trains an epoch with the techniques that were kept.
 """
 
 from __future__ import annotations
@@ -52,9 +55,10 @@ Loss = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True)
 class GradualResult:
-    """What was kept and why; printed, it is a table.
+    """Techniques that were kept and the reasons; printed, it is a table.
 
-    ``trainer`` goes on with what was kept, and ``summary`` is that of the epoch it has trained.
+    ``trainer`` continues with these techniques. ``summary`` is that of the epoch that it
+    has trained.
     """
 
     climb: GreedySearch
@@ -236,7 +240,7 @@ class _Comparison:
 
 
 class _Rounds:
-    """The batches of each round, an epoch each; they begin anew where there are too few."""
+    """The batches of each round, an epoch each; they repeat if there are too few."""
 
     def __init__(self, batches: Sequence[Any], steps: int) -> None:
         self._batches, self._steps, self._number = batches, steps, 0

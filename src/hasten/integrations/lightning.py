@@ -141,7 +141,10 @@ def seams(  # noqa: C901  # a class within: its methods count
             passes.close()
 
         def state_dict(self) -> dict[str, Any]:
-            """Of all ranks; Lightning calls it on each, and the first one writes."""
+            """Returns the state of all ranks.
+
+            Lightning calls it on each rank, and the first one writes.
+            """
             return {"communication": communication.state_dict()} if remembers else {}
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -182,19 +185,21 @@ def with_techniques(
     *,
     seed: int = 0,
 ) -> tuple[Any, DataLoader[Any]]:
-    """What to give ``trainer.fit``: the module, its model edited, and the loader.
+    """Returns the arguments of ``trainer.fit``: module with edited model, and loader.
 
-    The module's model is the Hugging Face causal language model among its attributes, and its
-    ``training_step`` is to return ``self.model(**batch).loss``. Lightning takes the mean of the
-    losses of a step's passes and processes; where hasten chooses the examples and lays them out,
-    each is weighted so that this is the mean over the step's trained tokens.
+    The module's model is the Hugging Face causal language model among its attributes. Its
+    ``training_step`` has to return ``self.model(**batch).loss``. Lightning takes the mean
+    of the losses of a step's passes and processes. If hasten chooses the examples and their
+    layout, each loss is weighted. Then Lightning's mean is the mean over the step's trained
+    tokens.
 
     Args:
-        loader: over examples; its dataset and batch size stay where a SAMPLER orders it anew.
+        loader: over examples; it keeps its dataset and batch size if a SAMPLER changes the
+            order.
 
     Raises:
-        InputError: a technique whose slot Lightning doesn't offer, with what to do instead, or one
-            that can't work on this job.
+        InputError: a technique can't work on this job, or Lightning doesn't offer its slot;
+            then the message has what to do instead.
     """
     model, plan = model_of(module), list(techniques)
     setup, trained = _require_fitting(trainer, module, loader, plan, seed)
@@ -388,7 +393,7 @@ def _check(trainer: Any, loader: Any, plan: Iterable[Technique]) -> None:
 def _host_run(
     trainer: Any, loader: Any, plan: Iterable[Technique], seed: int
 ) -> tuple[HostRun, list[int]]:
-    """What is known of the run, and how many tokens of each example carry loss."""
+    """Returns the facts of the run, and the number of tokens with loss in each example."""
     sampled = any(t.slot is Slot.SAMPLER for t in plan)
     data: Any = loader.dataset if sampled else ()
     lengths, trained = row_sizes(data)

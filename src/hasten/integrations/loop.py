@@ -53,7 +53,7 @@ HOST = TrainerAdapter(
 
 
 class LoopParts:
-    """What a loop takes from its techniques; the model is edited already."""
+    """The parts that a loop takes from its techniques; the model is edited already."""
 
     def __init__(
         self, model: nn.Module, setup: Setup, examples: Sequence[Any], trained: Sequence[int]
@@ -84,7 +84,7 @@ class LoopParts:
         attach_communication(self.setup, module)
 
     def step(self, optimizer: Optimizer) -> None:
-        """Move the weights, tell the communication method, forget the gradients."""
+        """Moves the weights, notifies the communication method, clears the gradients."""
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         self.setup.communication.before_update(trained)
         optimizer.step()
@@ -102,15 +102,15 @@ def in_loop(
     epochs: int = 1,
     seed: int = 0,
 ) -> LoopParts:
-    """Edit the model and say what the loop calls.
+    """Edits the model and returns the parts that the loop calls.
 
     Args:
         examples: rows as :func:`hasten.integrations.batches.example_of` takes them.
         batch: examples of a step over all ranks.
-        steps, epochs: how long the run will be.
+        steps, epochs: length of the run.
 
     Raises:
-        InputError: a technique that a loop has no place for, or that can't work here.
+        InputError: a loop doesn't support a technique, or it can't work here.
     """
     if not len(examples):
         raise InputError("in_loop needs examples to train on, and there are none")

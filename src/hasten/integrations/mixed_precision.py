@@ -29,13 +29,13 @@ def autocast(
     enabled: bool = True,
     cache_enabled: bool | None = None,
 ) -> torch.autocast:
-    """``torch.autocast`` of the default device, as a context or a decorator.
+    """Returns ``torch.autocast`` of the default device, as a context or a decorator.
 
     Args:
-        device_type: as torch's; the accelerator, or "cpu" without one, if left out.
-        dtype: as torch's; the format that pays on that device if left out.
+        device_type: as torch's; if left out, the accelerator, or "cpu" without one.
+        dtype: as torch's; if left out, the format that has a gain on that device.
 
-    Where 16 bits don't pay, products stay in float32, and that is said once.
+    If 16 bits have no gain, products stay in float32, and that is reported once.
     """
     kind = _device_kind(device_type)
     if dtype is None:
@@ -53,11 +53,13 @@ def autocast(
 
 
 class GradScaler(torch.amp.GradScaler):
-    """``torch.amp.GradScaler`` of the default device, off where the format needs no loss scale.
+    """``torch.amp.GradScaler`` of the default device; off if no loss scale is needed.
 
     Args:
-        dtype: the format of the region beside it; that of ``autocast()`` if left out.
-        device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch's.
+        dtype: the format of the autocast region next to it; that of ``autocast()`` if left
+            out. This format decides if a loss scale is needed.
+        device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as
+            torch's.
     """
 
     def __init__(

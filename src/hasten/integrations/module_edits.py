@@ -1,15 +1,16 @@
-"""Edits of a model that are switched on for a training pass and off again after it.
+"""Edits of a model that are applied for a training pass and undone after it.
 
-A technique edits modules: another ``forward``, another class, another head, another attention in
-the config. In somebody else's trainer these edits hold for training passes alone, so that
-evaluation, generation, copies and saved files are those of the model itself:
+A technique edits modules: another ``forward``, another class, another head, another
+attention in the config. In a user's trainer these edits hold for training passes alone.
+Evaluation, generation, copies and saved files are those of the model itself:
 
-    1. capture   the technique edits the model once; what differs from before is recorded
-    2. undo      the model is plain again
-    3. active    the recorded edits are set for one training pass, and undone at its end
+    1. Capture: the technique edits the model once, and the differences are recorded.
+    2. Undo: the model is plain again.
+    3. Active: the recorded edits are set for one training pass, and undone at its end.
 
-If somebody changes the same place in between (a resized head, another ``forward``), the example no
-longer fits, and :attr:`ModuleEdits.fits` is False: capture it again.
+If other code changes the same attribute in between (a resized head, another
+``forward``), the recorded edit no longer fits. Then :attr:`ModuleEdits.fits` is False:
+capture it again.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ _VOLATILE = {"training"}  # changes from pass to pass without any edit
 
 @dataclass(frozen=True)
 class Edit:
-    """One place that a technique has changed.
+    """One attribute that a technique has changed.
 
     Args:
         owner: the module or config that was edited.
-        place: ``__class__``, or the mapping in which ``key`` stands.
+        place: ``__class__``, or the mapping that contains ``key``.
         before, after: the values without and with the technique.
     """
 
@@ -42,7 +43,7 @@ class Edit:
     after: Any
 
     def current(self) -> Any:
-        """The value that stands there now."""
+        """Returns the current value."""
         return type(self.owner) if self.place is None else self.place.get(self.key, _MISSING)
 
     def set(self, value: Any) -> None:
@@ -56,7 +57,7 @@ class Edit:
 
 
 class ModuleEdits:
-    """What ``edit`` changes in ``model``; the model is plain afterwards.
+    """The changes of ``edit`` to ``model``; the model is plain afterwards.
 
     Args:
         edit: called once with the model.
@@ -123,7 +124,7 @@ def _places(model: nn.Module) -> list[tuple[Any, Any, MutableMapping[str, Any] |
 
 
 def _configs_of(config: Any) -> Iterator[Any]:
-    """A Hugging Face config and those inside it (of a text model, say)."""
+    """Yields a Hugging Face config and those inside it (for example of a text model)."""
     if not hasattr(config, "to_dict") or not hasattr(config, "__dict__"):
         return
     yield config

@@ -1,13 +1,15 @@
-"""The articles' trainer: any model, optimizer and loss function, trained in place, with switches.
+"""The articles' trainer: trains any model, optimizer and loss function, with switches.
 
-Each switch is off (False), on with its usual technique (True), or a technique of the caller's
-choice. A usual technique that can't work on this machine is left out, and said to be; one of the
-caller's choice is refused. Gradients travel between ranks only: with one rank, compressing them is
-said to do nothing.
+The model is trained in place. Each switch is off (False), on with its usual technique
+(True), or a technique of the caller's choice. If a usual technique can't work on this
+machine, it is left out, and that is reported. A technique of the caller's choice is
+refused instead. Gradients are communicated between ranks only. With one rank,
+compressing them is reported to have no effect.
 
-A step of several batches has the gradient of the one batch that they make together. For that the
-loss function's sum and count are taken where it is a mean of torch's own (labels that are ignored
-and weights of classes don't count); any other mean is weighted by ``count`` or by examples.
+A step of several batches has the gradient of the one batch that they make together. For
+that, the sum and count of the loss function are used if it is one of torch's own means.
+Ignored labels and weights of classes are taken into account. Any other mean is weighted
+by ``count`` or by examples.
 """
 
 from __future__ import annotations
@@ -63,29 +65,34 @@ USUAL: Mapping[str, Technique] = {
 
 
 class OptimizedTrainer:
-    """Train any module with any loss function and loader.
+    """Trains any module with any loss function and loader.
 
     Args:
         model: trained in place, on the device it is on.
         optimizer: over the model's parameters; not stepped before.
-        loss_fn: ``loss_fn(output, target)`` returns the mean over the batch, or (sum, count). What
-            a mean of torch's own divides by is known: the labels that aren't ignored, the weights
-            of their classes, or the elements.
+        loss_fn: ``loss_fn(output, target)`` returns the mean over the batch, or (sum,
+            count). The divisors of torch's own means are built in: the labels that aren't
+            ignored, the weights of their classes, or the elements.
         compress_gradients, mixed_precision, dynamic_batch: the articles' switches. With
-            ``dynamic_batch=True`` a step takes as many batches of the loader as memory allows.
-        count: weight of a batch in the mean, from the batch. If it is left out, a mean that isn't
-            torch's own is weighted by the number of examples, which is printed once.
+            ``dynamic_batch=True`` a step takes as many batches of the loader as memory
+            allows.
+        count: weight of a batch in the mean, from the batch. If it is left out, a mean that
+            isn't torch's own is weighted by the number of examples, which is printed once.
         max_grad_norm: clip gradients to this norm; no clipping if left out.
-        bucket_cap_mb: size of DDP's gradient buckets on several ranks; 0: by the link, measured.
-        accum_steps: batches of the loader that a step takes; its gradient is that of their
-            examples in one batch, also in the shorter step at the end of an epoch.
-        progress: show epoch, loss and speed on stderr: a bar on a terminal, else plain lines.
+        bucket_cap_mb: size of DDP's gradient buckets on several ranks, in MB; 0: by the
+            measured link.
+        accum_steps: batches of the loader that a step takes. Its gradient is that of their
+            examples in one batch. This also holds for the shorter step at the end of an
+            epoch.
+        progress: show epoch, loss and speed on stderr: a bar on a terminal, otherwise plain
+            lines.
 
     A model in ``DistributedDataParallel`` is trained as its ``module`` and replicated once.
 
     Raises:
-        InputError: a switch that is neither a bool nor a technique, two for the same slot, or
-            ``accum_steps`` beside ``dynamic_batch``, which decide the same.
+        InputError: a switch is neither a bool nor a technique, or two are for the same
+            slot. It is also raised for ``accum_steps`` together with ``dynamic_batch``,
+            which decide the same.
     """
 
     def __init__(
@@ -134,21 +141,21 @@ class OptimizedTrainer:
         resume: bool = False,
         deal: bool = True,
     ) -> dict[str, Any]:
-        """Train for some epochs over a loader of (inputs, target) pairs or dictionaries.
+        """Trains for some epochs over a loader of (inputs, target) pairs or dictionaries.
 
-        Several ranks share out the examples of a plain ``DataLoader``. Another loader has to give
-        each rank its own. What has ``set_epoch``, a sampler or a data set, is told each epoch.
+        Several ranks share the examples of a plain ``DataLoader``. Another loader has to give
+        each rank its own. A sampler or data set with ``set_epoch`` receives each epoch.
 
         Args:
-            cloud_config: the machines meant, which planning and launching take; the run uses
-                what is here and says so.
-            checkpoint_dir: the whole state is kept there at the end of each epoch.
-            resume: go on from the newest checkpoint of ``checkpoint_dir``, if there is one.
+            cloud_config: the target machines, for planning and launching. The run uses the
+                current machine and prints that.
+            checkpoint_dir: the whole state is stored there at the end of each epoch.
+            resume: continue from the newest checkpoint of ``checkpoint_dir``, if there is one.
             deal: False: every rank trains all that its loader gives, the same examples or not.
 
         Returns:
             A summary: steps, losses per epoch, examples per second and per step, peak memory,
-            switches and what each was seen to do (``effective``).
+            switches and the detected effect of each (``effective``).
 
         Raises:
             InputError: two ranks get the same examples, or the model's DDP has a hook.
@@ -170,7 +177,7 @@ class OptimizedTrainer:
             return self._train(self._prepared(job, plan, context, folder, loader), loader, resume)
 
     def session(self, train_loader: Iterable[Any], context: JobContext, epochs: int) -> Session:
-        """A training that somebody else steps; in the process group, where there are ranks.
+        """Returns a training that the caller steps; in the process group, if there are ranks.
 
         Every rank trains all that its loader gives.
         """
@@ -232,7 +239,7 @@ class OptimizedTrainer:
         return {**summary, "epoch_losses": epochs.losses, "effective": effective}
 
     def _weighs_by_examples(self, session: Session) -> bool:
-        """Whether several batches make a step, and only their examples say what each counts."""
+        """Returns True if a step has several batches and only their examples give the weights."""
         several = (
             self.accum_steps > 1
             or session.setup.context.world.size > 1
@@ -328,7 +335,7 @@ class OptimizedTrainer:
 
 
 def context_of(model: nn.Module) -> JobContext:
-    """What is known before such a model trains here."""
+    """Returns the facts available before such a model trains here."""
     parameters = sum(p.numel() for p in model.parameters())
     device = next((str(p.device) for p in model.parameters()), "cpu")
     model_facts = ModelFacts(type(model).__name__, parameters)

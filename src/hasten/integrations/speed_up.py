@@ -1,10 +1,11 @@
-"""One line in somebody's script: the techniques that their trainer can carry, without trials.
+"""One line in a user's script: adds the techniques that the trainer supports.
 
 trainer = hasten.speed_up(Trainer(model, arguments, train_dataset=rows))
 trainer.train()
 
-Which ones is decided by a race of ``plan: auto`` that is kept of the same model and data on this
-machine; without one by what stands in a technique's way and by what its kernels gain here.
+No trials run. The techniques come from a stored comparison of ``plan: auto`` with the
+same model and data on this machine. If there is none, two things decide: the reasons
+why a technique can't work, and the gain of its kernels here.
 """
 
 from __future__ import annotations
@@ -44,25 +45,26 @@ _LOG = logging.getLogger(__name__)
 
 
 def speed_up(trainer: AnyTrainer, plan: Iterable[Any] | None = None) -> AnyTrainer:
-    """The same trainer with the techniques that it can carry; call it before it trains.
+    """Returns the same trainer with the techniques that it supports.
 
-    Without a plan these are the ones that ``plan: auto`` chose for this model and data on this
-    machine; where it wasn't asked, those that usually help and keep the mathematics, as far as
-    nothing stands in their way on this model, machine and trainer. A warning of the logger
-    ``hasten`` names them and what is expected of them, with one line for each technique that is
-    left out; another one gives the speed of the first 50 steps. In Lightning they join when ``fit``
-    is called.
+    Call it before the trainer trains. Without a plan these are the techniques that
+    ``plan: auto`` chose for this model and data on this machine. If it never ran for them,
+    they are those that usually help and keep the mathematics. They also have to work on
+    this model, machine and trainer. A warning of the logger ``hasten`` names them and their
+    expected effect, with one line for each technique that is left out. Another warning
+    gives the speed of the first 50 steps. In Lightning the techniques are added when
+    ``fit`` is called.
 
-    They hold for training passes alone. On the first step their losses and gradients are compared
-    with the trainer's own (``HASTEN_PROOF=off`` skips that), and a technique that differs is taken
-    away. Calling this again replaces the techniques of the first call.
+    They hold for training passes alone. On the first step their losses and gradients are
+    compared with the trainer's own (``HASTEN_PROOF=off`` skips that). A technique that
+    differs is removed. Another call replaces the techniques of the first call.
 
     Args:
         trainer: of transformers, TRL or Lightning.
-        plan: techniques of one's own choice: objects, names, or ``{name: settings}``.
+        plan: the user's techniques: objects, names, or ``{name: settings}``.
 
     Raises:
-        InputError: a trainer of another kind, or a technique of the plan that can't work here.
+        InputError: a trainer of another kind, or a technique of the plan can't work here.
     """
     techniques = None if plan is None else list(_techniques(plan))
     kinds = [kind for kind in type(trainer).__mro__ if kind.__name__ == "Trainer"]
@@ -168,7 +170,10 @@ def _kept(context: JobContext, rows: Any) -> KeptChoice | None:
 
 
 def _alike(one: ExampleStats, other: ExampleStats) -> bool:
-    """Whether examples are the same data: a part may be held out, and templates differ a little."""
+    """Returns True if examples are of the same data.
+
+    A part may be eval data, and templates may differ a little.
+    """
     pairs = ((one.count, other.count), (one.tokens, other.tokens))
     return all(a and b and abs(math.log(a / b)) <= math.log(1 + ALIKE) for a, b in pairs)
 
@@ -181,7 +186,7 @@ def _without(kept_choice: KeptChoice, technique: Technique) -> float | None:
 
 
 def _expected(kept_choice: KeptChoice | None, left_out: Iterable[Technique]) -> float | None:
-    """What is left of the measured gain without the techniques that a trainer can't carry."""
+    """Returns the measured gain without the techniques that a trainer doesn't support."""
     if (
         kept_choice is None
         or kept_choice.choice.gain is None
@@ -195,7 +200,10 @@ def _expected(kept_choice: KeptChoice | None, left_out: Iterable[Technique]) -> 
 
 
 def _more(technique: Technique, context: JobContext, kept_choice: KeptChoice | None) -> str:
-    """What ``hasten train`` would gain by it, where that was measured."""
+    """Returns the measured gain of a technique in ``hasten train``, as text.
+
+    The text is empty if nothing was measured.
+    """
     ratio = None if kept_choice is None else _without(kept_choice, technique)
     if kept_choice is not None and ratio is not None and ratio < 1:
         return (
@@ -210,10 +218,10 @@ def _more(technique: Technique, context: JobContext, kept_choice: KeptChoice | N
 
 
 class SpeedNote:
-    """Tells the speed of a host's first steps, beside that of the job without techniques.
+    """Reports the speed of a host's first steps and of the job without techniques.
 
-    A trainer runs once, with its techniques. So what it is compared with is the race of ``plan:
-    auto`` that chose them, in hasten's own loop; without one there is nothing to compare it with.
+    A trainer runs once, with its techniques. So the reference is the comparison of
+    ``plan: auto`` that chose them, in hasten's own loop. Without one there is no reference.
     """
 
     def __init__(
@@ -244,7 +252,7 @@ class SpeedNote:
         self._last = time.perf_counter()
 
     def step(self, step: int, count: TokenCount, loss: float | None = None) -> None:
-        """Note a step; at the last of those that are watched, tell of them."""
+        """Records a step; at the last of the measured steps, reports the speed."""
         if self._steps >= WATCHED_STEPS:
             return
         if self._known.on_gpu:

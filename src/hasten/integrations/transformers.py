@@ -1,10 +1,11 @@
-"""Techniques in Hugging Face's Trainer and TRL, and a line per step for ``hasten report``.
+"""Techniques in Hugging Face's Trainer and TRL; a line per step for ``hasten report``.
 
-    trainer = with_techniques(Trainer(...), [Packed(), FusedLayers()], evidence="runs/theirs")
-    trainer.train() # hasten report runs/theirs runs/ours
+    trainer = with_techniques(Trainer(...), [Packed(), FusedLayers()],
+    evidence="runs/theirs") trainer.train() # hasten report runs/theirs runs/ours
 
-A step's time runs from the end of the step before, so waiting for data is part of it; evaluation,
-logging and saving between two steps are not. Tokens are counted where the model is called.
+A step's time runs from the end of the step before. It includes waiting for data.
+Evaluation, logging and saving between two steps are not included. Tokens are counted
+where the model is called.
 """
 
 from __future__ import annotations
@@ -85,20 +86,21 @@ TRL_DFT = ("trl.trainer.sft_trainer", "dft_loss")  # of TRL 1.0: a mean over lab
 def with_techniques(
     trainer: Theirs, techniques: Iterable[Technique], *, evidence: str | Path | None = None
 ) -> Theirs:
-    """The same trainer with the techniques; call it before ``train``.
+    """Returns the same trainer with the techniques; call it before ``train``.
 
-    They join each time it trains, and hold for its training passes alone: evaluation, prediction
-    and generation, copies and saved files are those of the plain trainer. Before the first update
-    they are compared with the trainer's own passes (:mod:`hasten.measure.quality.first_step`); one
-    that differs is taken away, and a warning says so. Techniques that were given before are
-    replaced. Checkpoints without a folder go to ``hasten`` under the trainer's ``output_dir``.
+    They are added each time it trains, and hold for its training passes alone. Evaluation,
+    prediction and generation, copies and saved files are those of the plain trainer. Before
+    the first update they are compared with the trainer's own passes
+    (:mod:`hasten.measure.quality.first_step`). A technique that differs is removed, with a
+    warning. A second call replaces the techniques of the first. Checkpoints without a
+    folder go to ``hasten`` under the trainer's ``output_dir``.
 
     Args:
         evidence: a folder of its own for ``metrics.jsonl``, see :class:`StepEvidence`.
 
     Raises:
-        InputError: a technique whose slot this trainer doesn't offer, with what to do instead, or
-            one that can't work on this job.
+        InputError: a technique can't work on this job, or this trainer doesn't offer its
+            slot; then the message has what to do instead.
     """
     former = vars(trainer).get(JOINED)
     if former is not None:
@@ -214,7 +216,7 @@ def _needs_rows(trainer: Trainer) -> str:
 
 
 def holds_documents(trainer: Trainer) -> bool:
-    """True if the trainer's own rows hold several documents, told apart by their positions."""
+    """Returns True if the trainer's rows hold several documents, separated by positions."""
     flattens = isinstance(trainer.data_collator, DataCollatorWithFlattening)
     return flattens or bool(getattr(trainer, "padding_free", False))  # TRL's
 
@@ -228,7 +230,10 @@ def has_already(trainer: Trainer, technique: Technique) -> bool:
 
 
 def _is_sft(kind: type[Trainer]) -> bool:
-    """TRL's SFTTrainer, whose loss is a mean over labelled tokens of whatever rows."""
+    """Returns True for TRL's SFTTrainer.
+
+    Its loss is a mean over labelled tokens for rows of any kind.
+    """
     owner = next(c for c in kind.__mro__ if "compute_loss" in vars(c))
     return owner.__module__.startswith("trl.") and owner.__name__ == "SFTTrainer"
 
@@ -274,12 +279,13 @@ class TrainerTechniques(TrainerCallback):
 
     A step's way through it:
 
-        1. get_train_dataloader  the trainer's own loader, whose collator packs as well
-        2. get_batch_samples     takes the layout that was decided for; both are at hand at first
-        3. training_step         opens a window that ends with the pass
-        4. compute_loss          in that window: the proof while it is the first step, then the
-                                 model's edits are switched on until the window ends
-        5. callbacks             the communication method and checkpoints of hasten
+        1. In ``get_train_dataloader``: the trainer's own loader; its collator also packs.
+        2. In ``get_batch_samples``: takes the layout that was decided; at first both are
+           available.
+        3. In ``training_step``: opens a window that ends with the pass.
+        4. In ``compute_loss``, inside that window: on the first step, the proof. Then the
+           model's edits are active until the window ends.
+        5. Callbacks: hasten's communication method and checkpoints.
     """
 
     def __init__(self, trainer: Trainer, plan: Sequence[Technique]) -> None:
@@ -516,7 +522,7 @@ class TrainerTechniques(TrainerCallback):
 
 
 class _TrainerPasses:
-    """What the proof runs: the trainer's own ``compute_loss`` on its unwrapped model."""
+    """Passes for the proof: the trainer's own ``compute_loss`` on its unwrapped model."""
 
     def __init__(self, trainer: Trainer, hosted: HostedTechniques, compute_loss: Any) -> None:
         self._trainer, self._hosted, self._compute_loss = trainer, hosted, compute_loss

@@ -1,20 +1,23 @@
-"""Hosts as network namespaces on this machine, links with a rate, and commands on the hosts' ranks.
+"""Hosts as network namespaces on this machine, with rate-limited links and commands.
 
     with Lab(hosts=2, rate="100mbit") as lab:
         results = lab.run(["bash", "job.sh"])
         sent, received = lab.bytes(0)
 
-A lab is three kinds of process: Lab -> verification -> keeper -> ranks.
+A lab is three kinds of process: Lab -> verification -> keeper -> ranks. Commands run on
+the hosts' ranks.
 
-The **verification** leaves for new namespaces and waits. The **keeper** is the first process in a
-namespace of process numbers. When it ends, the kernel ends everything inside (pid_namespaces(7)),
-and with it the network namespaces, which have no other owner. The keeper dies with the
-verification; the verification ends the keeper when the lab's owner closes its pipe or is gone, and
-removes the lab's folder. So any of them can be killed and nothing stays but, at worst, a folder.
+The **verification** moves into new namespaces and waits. The **keeper** is the first
+process in a namespace of process numbers. When it ends, the kernel ends everything
+inside (pid_namespaces(7)). The network namespaces end too, because they have no other
+owner. The keeper dies with the verification. The verification ends the keeper when the
+lab's owner closes its pipe or is gone, and removes the lab's folder. So any of them can
+be killed, and at worst a folder remains.
 
-Requests come through a socket in the lab's folder: one line of JSON each, one line back. The
-machine's own network namespace is never entered, so that nothing in it can be changed. Nothing here
-imports torch. The verification runs as ``python -m hasten.launch.lab FOLDER``.
+Requests come through a socket in the lab's folder: one line of JSON each, one line
+back. The machine's own network namespace is never entered, so it can't be changed.
+Nothing here imports torch. The verification runs as
+``python -m hasten.launch.lab FOLDER``.
 """
 
 from __future__ import annotations
@@ -64,7 +67,7 @@ def _call(name: str, *arguments: object) -> None:
 
 
 def words(error: Exception) -> str:
-    """What went wrong, without the number that Python puts before it."""
+    """Returns an error's text, without the number that Python puts before it."""
     if not isinstance(error, OSError) or error.strerror is None:
         return str(error) or type(error).__name__
     return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
@@ -154,7 +157,7 @@ def address(host: int) -> str:
 
 
 class Network(Protocol):
-    """What a keeper does with its hosts; ``namespace`` is None where a host has none."""
+    """Operations of a keeper on its hosts; ``namespace`` is None if a host has none."""
 
     def namespace(self, host: int) -> int | None: ...
     def limit(self, bits: float) -> None: ...
@@ -162,7 +165,7 @@ class Network(Protocol):
 
 
 class VethBridge:
-    """Hosts on a bridge in the keeper's own namespace: a veth pair each, whose rate tbf holds."""
+    """Hosts on a bridge in the keeper's own namespace: a veth pair each, limited by tbf."""
 
     def __init__(self, hosts: int, mtu: int) -> None:
         self._hosts = [new_network() for _ in range(hosts)]
@@ -274,10 +277,11 @@ def bits_per_second(rate: str | float | None) -> float:
 
 
 def burst_bytes(bits: float) -> int:
-    """What may pass at once: 4 ms of the rate, and at least one segment as TCP hands it down.
+    """Returns the bytes that may pass at once.
 
-    A bucket too small for that cuts each segment into packets on the sender's core, and the
-    receiver is woken for every one of them, which network cards have spared hosts for long.
+    They are 4 ms of the rate, and at least one segment as TCP passes it down. If the bucket
+    is smaller, each segment is cut into packets on the sender's core. Then the receiver is
+    woken for every packet. Network cards avoid both.
     """
     return max(SEGMENT, round(bits / 8 * 0.004))
 
@@ -462,9 +466,10 @@ class Keeper:
         return {"job": len(self.jobs) - 1, "place": str(job_folder)}
 
     def rank_environment(self, rank: int, folder: Path, master: tuple[str, int]) -> dict[str, str]:
-        """What torch.distributed, gloo and hasten look at; the ranks of a host follow each other.
+        """Returns a rank's variables for torch.distributed, gloo and hasten.
 
-        They meet in a file, or at ``master``. Cores are shared out among all ranks.
+        The ranks of a host have consecutive numbers. They meet in a file, or at ``master``.
+        Cores are shared among all ranks.
         """
         ranks = self.spec["ranks"]
         world = self.spec["hosts"] * ranks
@@ -486,7 +491,7 @@ class Keeper:
         }
 
     def poll(self, job: int, seconds: float) -> dict[str, Any]:
-        """Wait a while for a job and say how it stands."""
+        """Waits a while for a job and returns its state."""
         lab_job = self.jobs[job]
         done = lab_job.done.wait(min(seconds, 5.0))
         return {
@@ -525,7 +530,7 @@ def _keep(
     tell: Callable[[dict[str, Any]], None],
     kind: type[Keeper],
 ) -> None:
-    """Be the keeper: build, say so, and answer until ended."""
+    """Runs the keeper: builds the hosts, reports that, and answers until it is ended."""
     die_with_parent()
     if spec["mode"] != "loopback":
         unshare(NEW_MOUNTS)  # here, so that the verification still sees the owner in /proc
@@ -588,7 +593,10 @@ def verification(folder: Path, kind: type[Keeper] = Keeper) -> None:  # noqa: C9
             os.kill(child, signal.SIGKILL)
 
     def there(owner: Mapping[str, Any]) -> bool:
-        """Whether the owner lives; its pipe can outlive it in a process that it forked."""
+        """Returns True if the owner lives.
+
+        Its pipe can outlive it in a process that it forked.
+        """
         return owner["born"] is None or born(owner["process"]) == owner["born"]
 
     signal.signal(signal.SIGTERM, end)
@@ -640,9 +648,10 @@ class Result:
 class Lab:
     """Hosts with ranks on this machine, from ``start`` (or ``with``) to ``close``.
 
-    ``rate`` limits each host's link, each way. ``mode``: a user's own namespaces, root's, or plain
-    processes on the loopback interface, which have no links; auto takes the first that works and,
-    where links were asked for, has them.
+    ``rate`` limits each host's link in each direction. The values of ``mode``
+    are a user's own namespaces, root's, or plain processes on the loopback interface. Plain
+    processes have no links. With ``auto`` it is the first mode that works and, if links
+    were requested, has them.
     """
 
     # how Python runs its verification
@@ -822,7 +831,7 @@ class Lab:
 
 
 def _first_line(verification: subprocess.Popen[bytes]) -> dict[str, Any]:
-    """What the keeper says when it is ready, or nothing if it ends or takes too long."""
+    """Returns the keeper's message when it is ready; empty if it ends or takes too long."""
     assert verification.stdout is not None
     with selectors.DefaultSelector() as waiting, verification.stdout as lines:
         waiting.register(lines, selectors.EVENT_READ)

@@ -1,8 +1,9 @@
-"""One process per rank on this machine: start them, let them meet, end them together.
+"""One process per rank on this machine: starts, connects and ends them together.
 
-Ranks that hasten starts meet through a file in the run's folder and talk over the loopback
-interface; no port is opened to the network. Under torchrun, Slurm or another launcher the usual
-environment variables are there already, and the ranks meet where those say.
+Ranks that hasten starts meet through a file in the run's folder. They communicate over
+the loopback interface; no port is opened to the network. Under torchrun, Slurm or
+another launcher the usual environment variables exist already. Then the ranks meet at
+the address in these variables.
 """
 
 from __future__ import annotations
@@ -288,11 +289,12 @@ def start_ranks(
     cores: int,
     environ: Callable[[int], Mapping[str, str]] = lambda rank: {},
 ) -> int:
-    """Run ``python -m hasten ARGUMENTS`` as ``count`` ranks and wait; the exit code.
+    """Runs ``python -m hasten ARGUMENTS`` as ``count`` ranks; returns the exit code.
 
-    Rank 0 speaks to the user; what the others say is kept beside the run. When one fails, the
-    others are ended and its last words are shown. Cores are shared out between the ranks.
-    ``environ`` gives the variables that a rank's plan wants before it starts.
+    It waits until all ranks have ended. Rank 0 prints to the user; the output of the others
+    is stored in the run's folder. When one fails, the others are ended and the last lines
+    of its output are shown. Cores are shared between the ranks. ``environ`` returns the
+    variables that a rank's plan needs before it starts.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".ranks-") as scratch:
@@ -343,9 +345,10 @@ def rank_environment(rank: int, count: int, folder: Path, threads: int) -> dict[
 
 
 def rank_variables(count: int, cores: int, folder: Path) -> list[dict[str, str]]:
-    """What tells each of some ranks its place, which may be stopped between two exchanges.
+    """Returns the variables that give each rank its number and meeting folder.
 
-    They meet in the folder, which has to be new, and share the cores. A single rank needs nothing.
+    These ranks may be stopped between two exchanges. They meet in the folder, which has to
+    be new, and share the cores. A single rank needs no variables.
     """
     if count == 1:
         return [{}]

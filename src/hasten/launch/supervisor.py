@@ -1,11 +1,13 @@
-"""A supervisor starts the ranks of a run again when one dies or hangs, from the newest checkpoint.
+"""A supervisor restarts the ranks of a run from the newest checkpoint after a failure.
 
-    attempt 1 -> a rank dies or hangs -> all ranks are killed -> attempt 2, in a folder of its own:
-    another meeting place, other heartbeats -> ... -> done, or an ending that a restart can't mend,
-    or no restart left
+    attempt 1 -> a rank dies or hangs -> all ranks are killed -> attempt 2 -> ... ->
+    done
 
-What caused it is said once, with its rank, and is a line of ``restarts.jsonl``. A restart is of use
-where the plan writes checkpoints; ranks are told to resume from the newest.
+Each attempt has a folder of its own, with another meeting place and other heartbeats.
+The run also ends if a restart can't repair the failure, or if no restart is left. The
+cause is printed once, with its rank, and is a line of ``restarts.jsonl``. A restart is
+useful if the plan writes checkpoints: ranks are started with the option to resume from
+the newest.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ class SpareRanks:
         self._waiting: dict[int, tuple[subprocess.Popen[bytes], dict[str, str]]] = {}
 
     def prepare(self, rank: int, variables: Mapping[str, str], log: Path | None) -> None:
-        """Start one for a rank, unless one waits; what it says goes where the rank's words go."""
+        """Starts a spare for a rank, unless one waits; its output goes to the rank's log."""
         waiting = self._waiting.get(rank)
         if waiting is not None and waiting[0].poll() is None:
             return
@@ -134,7 +136,7 @@ CONSEQUENCE = -signal.SIGABRT  # gloo aborts ranks whose peer is gone: seldom th
 
 
 class RankProcess(Protocol):
-    """What is asked of a rank's process; subprocess.Popen has it."""
+    """Interface of a rank's process; subprocess.Popen has it."""
 
     @property
     def pid(self) -> int: ...
@@ -161,7 +163,7 @@ class RankTimeouts:
 
 @dataclass(frozen=True)
 class AttemptResult:
-    """How an attempt ended; ``rank`` is the one that caused it, where it can be told."""
+    """The end of an attempt; ``rank`` is the one that caused it, if it can be detected."""
 
     code: int  # exit code of the rank; below 0: the signal that ended it
     rank: int | None = None
@@ -279,7 +281,7 @@ class Attempt:
         return self._with(1, who, f"{cause}: {how}", hung=True)
 
     def _stuck(self, late: Sequence[int]) -> tuple[int | None, str]:
-        """Of ranks that wait for each other, the one that is waited for, if it can be told."""
+        """Returns the rank that the others wait for, if it can be detected, and a reason."""
         stopped = [rank for rank in late if _is_stopped(self.processes[rank].pid)]
         if stopped:
             return stopped[0], "its process is stopped"
@@ -343,12 +345,13 @@ SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1")
 
 @dataclass(frozen=True)
 class Supervision:
-    """What a supervisor may do.
+    """Limits of a supervisor.
 
     Args:
         max_restarts: attempts after the first.
         limits: how long ranks may be silent.
-        fewest: ranks to go on with at least, where one and the same fails twice in a row.
+        fewest: smallest number of ranks to continue with, if the same rank fails twice in a
+            row.
         spares: module that runs a waiting spare (see ``SpareRanks``); None: no spares.
     """
 
@@ -360,15 +363,16 @@ class Supervision:
 
 @dataclass(frozen=True)
 class SupervisedRanks:
-    """What is run: ``python -m hasten ARGUMENTS`` for each rank.
+    """The command of each rank: ``python -m hasten ARGUMENTS``.
 
     Args:
-        arguments: of a number of ranks; and whether an attempt has trained, so that what it saved
-            is to be gone on from.
-        environ: variables that a rank's plan wants before it starts, of rank and number of ranks.
+        arguments: function of the number of ranks, and of True if an attempt has trained.
+            Then the run resumes from what it saved.
+        environ: variables that a rank's plan needs before it starts; function of rank and
+            number of ranks.
         count: ranks of the first attempt.
-        cores: shared out between them.
-        launch: starts one with its variables and arguments; None: as a program of its own.
+        cores: shared between them.
+        launch: starts a rank with its variables and arguments; None: as a separate program.
     """
 
     arguments: Callable[[int, bool], Sequence[str]]
@@ -515,7 +519,7 @@ class _Supervisor:
             append_line(self._log, entry)
 
     def _tell_final(self, ending: AttemptResult) -> None:
-        """What a rank has to say, once for all; it doesn't say it itself."""
+        """Prints a rank's final message once for all; the rank doesn't print it itself."""
         if ending.told:
             self._say(ending.cause)
         elif ending.rank and ending.cause:  # rank 0 has the user's ear
@@ -526,7 +530,7 @@ class _Supervisor:
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
-        """What asks this process to leave asks the ranks."""
+        """Context that forwards stop signals of this process to the ranks."""
 
         def forward(number: int, frame: object) -> None:
             self._asked = signal.Signals(number)

@@ -1,9 +1,11 @@
-"""Transport settings: the variables by which gloo, NCCL and UCX choose how bytes travel.
+"""Transport settings: variables that select how gloo, NCCL and UCX send bytes.
 
-They are shown with hints by ``hasten check`` and set where a recipe says so (``transport``), never
-silently: a wrong interface or a switched-off InfiniBand costs more than any codec saves. Sources:
-NCCL's user guide ("Environment Variables"), torch.distributed's page ("Common environment
-variables"), UCX's FAQ.
+``hasten check`` shows them with hints. They are set only if the recipe does so
+(``transport``). A wrong interface or a disabled InfiniBand costs more than any codec
+saves.
+
+Sources: NCCL's user guide ("Environment Variables"), torch.distributed's page ("Common
+environment variables"), UCX's FAQ.
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ def hints(
     infiniband: Path = INFINIBAND,
     variable: Callable[[str], str | None] = environment.variable,
 ) -> list[str]:
-    """What may be worth setting here, a sentence each; nothing is set."""
+    """Returns settings that may be useful here, a sentence each; nothing is set."""
 
     def value(name: str) -> str:
         return wanted.get(name) or variable(name) or ""

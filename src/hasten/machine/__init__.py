@@ -1,1 +1,1 @@
-"""What this computer is, how fast it is, what it is doing, and the environment of a process."""
+"""Facts about this computer: hardware, speed, current load, and process environment."""

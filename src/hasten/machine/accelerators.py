@@ -1,10 +1,10 @@
-"""What the makers of GPUs promise, and what others reached: figures by the device's name.
+"""Figures by device name: rates that GPU makers promise, rates that others reached.
 
-Rates are dense (without sparsity), in FLOP/s; memory in bytes per second. The figures are those of
+Rates are dense (without sparsity), in FLOP/s; memory in bytes per second. The source is
 Stas Bekman's Machine Learning Engineering, compute/accelerator/README.md
-(https://github.com/stas00/ml-engineering), where he collects the datasheets and what matrix
-products reach at best (MAMF, the maximum achievable matmul FLOPS), unless a row is marked recalled:
-those stand here from memory and want checking before anybody relies on them.
+(https://github.com/stas00/ml-engineering). He collects the datasheets and the best
+rates of matrix products (MAMF, the maximum achievable matmul FLOPS). Rows marked as
+recalled are from memory: check them before you rely on them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _TERA = 1e12
 
 @dataclass(frozen=True)
 class Datasheet:
-    """A device's promised rates; ``bf16`` is fp16's where a device has no bf16.
+    """A device's promised rates; ``bf16`` is fp16's if a device has no bf16.
 
-    ``reached`` is the best bf16 product that others measured, None where nobody is known to have.
+    ``reached`` is the best bf16 product that others measured; None: unknown.
     """
 
     name: str
@@ -153,11 +153,12 @@ class Device:
 
 
 def _usable(name: str, memory: float) -> float:
-    """Bytes that a program may take of what the maker calls so many GB, which are GiB mostly.
+    """Returns the bytes that a program may use of the maker's number of GB.
 
-    As CUDA reports them in errors that people publish: 79.11 and 79.25 of 80, 39.50 of 40, 95.02 of
-    96, 23.68 of 24; of GDDR with error correction 14.75 of 16, 44.52 of 48. Of 288 GB it isn't
-    known here, so they are taken for 10^9 bytes.
+    Mostly these GB are GiB. CUDA reports the usable part in errors that people publish.
+    Known values are 79.11 and 79.25 of 80, 39.50 of 40, 95.02 of 96, and 23.68 of 24. For
+    GDDR with error correction they are 14.75 of 16 and 44.52 of 48. The value for 288 GB is
+    unknown here, so these GB are taken as 10^9 bytes.
     """
     unit = 2**30 if memory < 288 else _G
     return memory * unit * (0.92 if name in CHECKED else 0.987)
@@ -211,7 +212,7 @@ def _hopper(
     best: tuple[float, float] = (794.5, 1402.6),
     source: str = SOURCE,
 ) -> Device:
-    """The SXM chip of H100, H200 and H800, whose memories and links differ."""
+    """Returns the SXM chip of H100, H200 and H800, which differ in memory and links."""
     return _gpu(
         *(name, 989, memory, rate, link, 132),
         peak8=1979,
@@ -302,7 +303,7 @@ def device(name: str) -> Device:
 
 
 def _of_memory(name: str, by_plain: Mapping[str, Device]) -> Device | None:
-    """The device of a name that says its memory too: ``H100 80GB HBM3``, ``A100 80GB PCIe``."""
+    """Returns the device of a name with memory: ``H100 80GB HBM3``, ``A100 80GB PCIe``."""
     match = re.fullmatch(r"(.*?)[-_ ](\d+) ?gb(.*)", name.strip().lower())
     if match is None or _plain(match[3]) not in _PLAIN_ENDS:
         return None

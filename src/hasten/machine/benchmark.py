@@ -1,13 +1,13 @@
-"""Measured ceilings of a machine: how fast it multiplies matrices, moves bytes and uses its disk.
+"""Measured ceilings of a machine: rates of matrix products, memory, links and disk.
 
-  1. a probe of side 256 tells about how long a product takes
-  2. squares of growing sides and the shapes of a layer, as far as memory and the time given allow;
-     what doesn't fit is listed, not guessed
-  3. of each the best and the median of repeated products into the same output
+  1. A probe of side 256 estimates the time of a product.
+  2. Squares of growing sides and the shapes of a layer follow, as far as memory and
+     time allow. Shapes that don't fit are listed, not estimated.
+  3. For each shape: the best and the median of repeated products into the same output.
 
-Values are random: zeros cost a chip less power, so that it clocks higher than it does in training.
-The best is the ceiling (others call it MAMF, the maximum achievable matmul FLOPS): what disturbs a
-measurement only ever makes it slower.
+Values are random: with zeros a chip draws less power and clocks higher than in
+training. The best is the ceiling (others call it MAMF, the maximum achievable matmul
+FLOPS), because a disturbance only makes a measurement slower.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class CopyRate:
 
 @dataclass(frozen=True)
 class MachineRates:
-    """What was measured, on what, when; ``skipped`` says what wasn't and why."""
+    """Measured rates, with device and date; ``skipped``: what wasn't measured, and why."""
 
     device: str
     device_name: str
@@ -94,10 +94,10 @@ class MachineRates:
 
     @classmethod
     def from_dict(cls, entry: Any) -> MachineRates:
-        """What ``to_dict`` gave, also by way of JSON.
+        """Returns the object from the result of ``to_dict``, also after JSON.
 
         Raises:
-            ValueError: it is something else, or was edited into nonsense.
+            ValueError: it is something else, or was edited into invalid values.
         """
         try:
             values = {k: v for k, v in entry.items() if k != "kind"}

@@ -1,7 +1,9 @@
-"""Results that are kept for a user, one JSON file each, under a key of all that decides them.
+"""Results stored for a user, one JSON file each, under a key.
 
-A file is read if it is there and right, and written where that is possible: without a home, on a
-full disk or with a damaged file a result is only computed again.
+The key contains everything that decides a result.
+
+A file is read if it exists and is valid, and written if that is possible. Without a
+home, on a full disk or with a damaged file, a result is only computed again.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ T = TypeVar("T")
 
 
 def key_of(parts: Mapping[str, Any]) -> str:
-    """Sixteen hexadecimal digits that stand for everything that decides a result."""
+    """Returns sixteen hexadecimal digits: a hash of everything that decides a result."""
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -40,7 +42,7 @@ def source_digest(package: Path = PACKAGE, *patterns: str) -> str:
 
 
 def at_home(folder: Path) -> Path:
-    """The folder with the user's home in place of ``~``; as it is for a user who has none."""
+    """Returns the folder with the user's home instead of ``~``; unchanged without a home."""
     with contextlib.suppress(RuntimeError):
         return folder.expanduser()
     return folder

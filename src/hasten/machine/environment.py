@@ -1,6 +1,6 @@
-"""Environment variables: which rank this process is, and what it and its children are started with.
+"""Environment variables: the rank of this process, and those for it and its children.
 
-Whoever started it (torchrun, Slurm, MPI) says which rank it is:
+The launcher of a process (torchrun, Slurm, MPI) sets its rank:
 
 | launcher | rank, ranks, rank on this machine | meeting place |
 |---|---|---|
@@ -10,8 +10,8 @@ Whoever started it (torchrun, Slurm, MPI) says which rank it is:
 | MVAPICH | MV2_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK | the same |
 | MPICH, Intel MPI | PMI_RANK, PMI_SIZE, MPI_LOCALRANKID | the same |
 
-MASTER_ADDR and MASTER_PORT come first wherever they are set. What finds the rank is a function of
-the variables it is given. No other module reads ``os.environ``.
+MASTER_ADDR and MASTER_PORT have priority if they are set. The rank is a function of the
+variables that are passed in. No other module reads ``os.environ``.
 """
 
 from __future__ import annotations
@@ -84,9 +84,10 @@ def place_of(environ: Mapping[str, str]) -> RankPlace | None:
 
 
 def _is_batch_script(launcher: str, environ: Mapping[str, str]) -> bool:
-    """A script that sbatch runs has the variables of rank 0 too, though nobody started others.
+    """Returns True if this is a script that sbatch runs, without other ranks.
 
-    srun alone sets the number of a step (man srun, OUTPUT ENVIRONMENT VARIABLES).
+    Such a script has the variables of rank 0 too. srun alone sets the number of a step
+    (man srun, OUTPUT ENVIRONMENT VARIABLES).
     """
     started = "SLURM_STEP_ID" in environ or "SLURM_STEPID" in environ
     return launcher == "Slurm" and "SLURM_JOB_ID" in environ and not started
@@ -107,10 +108,10 @@ def _local_size(launcher: str, value: str | None, ranks: int) -> int | None:
 
 
 def meeting_place(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Host and port where the first rank listens.
+    """Returns host and port where the first rank listens.
 
     Raises:
-        InputError: nothing says where the first rank runs.
+        InputError: no variable names the host of the first rank.
     """
     rank_place = place_of(environ)
     port = environ.get("MASTER_PORT")
@@ -242,9 +243,10 @@ def positive_number(name: str, advice: str) -> int | None:
 
 
 def not_yet_so(wanted: Mapping[str, str]) -> dict[str, str]:
-    """Those of the variables that this process wasn't started with.
+    """Returns the variables that this process wasn't started with.
 
-    Empty in a process that was started once more for them: whatever is missing then stays so.
+    The result is empty in a process that was restarted for them: missing variables then
+    stay missing.
     """
     if STARTED_FOR_PLAN in os.environ:
         return {}
@@ -252,12 +254,12 @@ def not_yet_so(wanted: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_shown_some_gpus() -> bool:
-    """Whether a variable hides GPUs of this machine from this process."""
+    """Returns True if a variable hides GPUs of this machine from this process."""
     names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
     return any(name in os.environ for name in names)
 
 
 def ranks_here(world: World) -> int:
-    """Ranks on this machine: launchers say how many; all of them, where nobody does."""
+    """Returns the launcher's number of ranks on this machine; all ranks if it isn't set."""
     rank_place = place_of(os.environ)
     return max(1, rank_place.local_size or rank_place.size) if rank_place else world.size

@@ -28,12 +28,12 @@ class Gain:
 
     @property
     def sure(self) -> bool:
-        """Whether it is significantly faster."""
+        """Returns True if it is significantly faster."""
         return self.low > 1
 
     @property
     def lost(self) -> bool:
-        """Whether it is significantly no faster."""
+        """Returns True if it is significantly no faster."""
         return self.high <= 1
 
     def __str__(self) -> str:

@@ -1,8 +1,8 @@
-"""GPUs as NVIDIA's driver sees them: what they are, how they are linked, and how they do just now.
+"""GPUs as NVIDIA's driver reports them: their properties, links and current state.
 
-NVML is asked through NVIDIA's package `nvidia-ml-py`; what a driver or a virtual GPU doesn't tell
-is None. Utilisation is the share of the driver's last sampling period in which any kernel ran: a
-busy GPU may still do little.
+NVML is read through NVIDIA's package `nvidia-ml-py`. Values that a driver or a virtual
+GPU doesn't report are None. Utilisation is the share of the driver's last sampling
+period in which any kernel ran: a busy GPU may still do little.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ NO_LIBRARY = "libnvidia-ml.so.1: cannot open shared object file: No such file or
 
 
 class DriverError(OSError):
-    """NVIDIA's driver isn't there, or doesn't answer; the message says why."""
+    """NVIDIA's driver is missing or doesn't answer; the message contains the reason."""
 
 
 @dataclass(frozen=True)
 class GpuReading:
-    """One GPU at one moment; None: the driver doesn't say."""
+    """One GPU at one moment; None: the driver doesn't report it."""
 
     utilisation: float | None  # 0 to 1
     memory_used_bytes: int | None
@@ -33,7 +33,7 @@ class GpuReading:
 
 @dataclass(frozen=True)
 class Description:
-    """What one GPU is."""
+    """Properties of one GPU."""
 
     name: str
     uuid: str
@@ -46,7 +46,7 @@ class Description:
 
 
 def ask(function: str, *arguments: Any) -> Any:
-    """What a function of NVML answers; raises DriverError."""
+    """Returns the result of an NVML function; raises DriverError."""
     import pynvml
 
     try:
@@ -69,7 +69,7 @@ def by_index(index: int) -> Any:
 
 
 def _known(function: str, *arguments: Any) -> Any:
-    """The same; None where the driver doesn't say."""
+    """Returns the result of an NVML function; None if the driver doesn't report it."""
     try:
         return ask(function, *arguments)
     except DriverError:
@@ -103,11 +103,11 @@ class Gpus:
         return [self._reading(handle) for handle in self._handles]
 
     def descriptions(self) -> list[Description]:
-        """What the GPUs are."""
+        """Returns the properties of the GPUs."""
         return [self._description(number) for number in range(len(self))]
 
     def paths(self) -> list[list[str]]:
-        """What lies between each two GPUs, in nvidia-smi's words; empty for a single one."""
+        """Returns the path between each two GPUs, in nvidia-smi's terms; empty for one GPU."""
         if len(self) < 2:
             return []
 

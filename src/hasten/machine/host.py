@@ -1,4 +1,4 @@
-"""What this computer is: processor, memory, accelerators, and the limits of a container."""
+"""Facts about this computer: processor, memory, accelerators, limits of a container."""
 
 from __future__ import annotations
 
@@ -114,7 +114,10 @@ def memory_peak(device: str) -> int:
 
 
 def device_utilisation(device: str) -> float | None:
-    """Share of the driver's last sampling period in which a kernel ran; None where it can't say."""
+    """Returns the share of the driver's last sampling period in which a kernel ran.
+
+    None: the driver doesn't report it.
+    """
     if not device.startswith("cuda"):
         return None
     try:
@@ -124,17 +127,17 @@ def device_utilisation(device: str) -> float | None:
 
 
 def has_cuda() -> bool:
-    """Whether this process sees a GPU that NCCL can reach."""
+    """Returns True if this process can use a GPU that NCCL can reach."""
     return bool(torch.cuda.is_available())
 
 
 def pins_for(device: str | torch.device) -> bool:
-    """Whether a copy to or from this device waits for nobody, if the host's memory is pinned."""
+    """Returns True if copies to or from this device don't block with pinned host memory."""
     return bool(torch.device(device).type == "cuda")
 
 
 def accelerator_words(device: str) -> str:
-    """Name and compute capability of a GPU, as far as its library knows them."""
+    """Returns name and compute capability of a GPU, as far as its library reports them."""
     torch_device = torch.device(device)
     if torch_device.type != "cuda":
         return str(torch_device.type)
@@ -143,7 +146,7 @@ def accelerator_words(device: str) -> str:
 
 
 def accelerator_uuids(device: str, count: int) -> list[str]:
-    """Names by which the driver knows the first so many GPUs of this process; empty without one."""
+    """Returns the driver's names of this process's first ``count`` GPUs; may be empty."""
     if not device.startswith("cuda"):
         return []
     indices = range(min(count, torch.cuda.device_count()))
@@ -229,7 +232,7 @@ class NetworkCard:
 
 @dataclass(frozen=True)
 class SystemLimits:
-    """What a container or a service manager allows this process; None: no limit."""
+    """Limits of a container or a service manager for this process; None: no limit."""
 
     cpus: float | None
     memory_bytes: int | None
@@ -298,7 +301,7 @@ def cards(root: Path = Path("/")) -> list[NetworkCard]:
 
 
 def limits(root: Path = Path("/")) -> SystemLimits:
-    """What this process may use."""
+    """Returns the limits of this process."""
     return SystemLimits(
         cpus=_least([_cpus(group) for group in _groups(root, "cpu")]),
         memory_bytes=memory_limit(root),
@@ -311,7 +314,7 @@ def limits(root: Path = Path("/")) -> SystemLimits:
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:
-    """The strictest limit in bytes; None where there is none or nothing says so."""
+    """Returns the strictest limit in bytes; None if there is none or none is reported."""
     group_limits = (
         _strictest(root, "memory", f"memory.{name}") for name in ("max", "limit_in_bytes")
     )
@@ -323,11 +326,11 @@ def _strictest(root: Path, controller: str, file: str) -> int | None:
 
 
 def _groups(root: Path, controller: str) -> list[Path]:
-    """This process's control group and those above it: each limits what is below.
+    """Returns this process's control group and those above it; each limits those below.
 
-    In a container a process sees its own group as the topmost. Elsewhere, as in a job of Slurm or
-    a service of systemd, it lies deeper. In version 1 each controller has a tree of its own. A
-    path with ``..`` is of another view of the tree.
+    In a container the process's own group appears as the topmost. Elsewhere, as in a job of
+    Slurm or a service of systemd, it is deeper. In version 1 each controller has a tree of
+    its own. A path with ``..`` is of another view of the tree.
     """
     top = root / "sys/fs/cgroup"
     groups = [top, top / controller]
@@ -373,7 +376,7 @@ def _open_files() -> int | None:
 
 
 def _container(root: Path) -> str | None:
-    """By the marks that runtimes leave; a container without one isn't told."""
+    """Returns the container's runtime by the marks that it leaves; None without a mark."""
     for mark, name in ((".dockerenv", "docker"), ("run/.containerenv", "podman")):
         if (root / mark).exists():
             return name

@@ -1,9 +1,10 @@
-"""One process at a time: locks on files, which are gone the moment their holder is dead.
+"""Locks on files for one process at a time; a lock ends at once if its holder dies.
 
-Who prepares data holds a lock, and others wait; who trains refuses others. The lock is the
-kernel's, taken by `filelock`, which also takes it from a forked child. The file carries the
-holder's process id and start for the messages alone; a file that lies there without its lock
-blocks nobody. The holder removes it while it still has the lock.
+A process that prepares data holds a lock, and others wait. A process that trains
+refuses others. The lock is the kernel's, taken by `filelock`, which also removes it
+from a forked child. The file contains the holder's process id and start for the
+messages alone. A file without its lock blocks no process. The holder removes it while
+it still has the lock.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ class LockedError(Exception):
 
 
 class HeldLock:
-    """The lock file `path`, held from here on until `close`; `exists` is false without locks.
+    """The lock file `path`, locked until `close`; `exists` is False without locks.
 
     Args:
-        path: made if it isn't there; its folder must be.
-        seconds: to wait for the lock at most; None: as long as it takes.
-        start: noted for who looks at the lock.
+        path: created if it doesn't exist; its folder must exist.
+        seconds: longest wait for the lock; None: without a limit.
+        start: stored for processes that read the lock file.
 
     Raises:
-        LockedError: somebody else has it.
+        LockedError: another process has it.
         OSError: the file can't be opened.
     """
 
@@ -76,7 +77,7 @@ class HeldLock:
 
 
 def _note(path: Path) -> dict[str, Any]:
-    """What the holder wrote of itself; empty where it hasn't yet."""
+    """Returns what the holder wrote about itself; empty if it hasn't written yet."""
     with suppress(OSError, ValueError):
         note = json.loads(path.read_text())
         return note if isinstance(note, dict) else {}
@@ -136,7 +137,7 @@ def only_run_in(folder: Path, start: str = "", leads: bool = True) -> Iterator[N
 
 
 def _is_of_others(path: Path, start: str) -> bool:
-    """Whether the lock is held, and its holder's note goes on naming another start."""
+    """Returns True if the lock is taken and its holder's note keeps naming another start."""
     for _ in range(_TRIES):  # the leader may have the lock and not yet its note in it
         if not path.exists():
             return False
@@ -171,14 +172,15 @@ def alone_in(folder: Path, tell: Callable[[str], None]) -> Iterator[None]:
 def one_measurement(
     tell: Callable[[str], None], budget_seconds: float | None = None
 ) -> Iterator[None]:
-    """Measure alone on this machine: what other processes of this user measure is waited for.
+    """Measures alone on this machine: waits for other measurements of this user.
 
-    Two measurements at once would disturb each other. Within one process they may be nested. Where
-    no lock can be had, nobody waits; the background load that is measured still shows the other.
+    Two measurements at once would disturb each other. Within one process they may be
+    nested. If no lock is available, the process doesn't wait. The measured background load
+    still shows the other measurement.
 
     Args:
-        tell: is told that and for whom this process waits.
-        budget_seconds: how long it waits at most.
+        ``tell``: function for the message that this process waits, and for which one.
+        budget_seconds: longest wait.
 
     Raises:
         InputError: the other one hasn't ended within the budget.
@@ -215,9 +217,9 @@ def one_measurement(
 
 @contextmanager
 def if_free(path: Path) -> Iterator[bool]:
-    """Hold the lock file `path` if nobody has it, without waiting; tells whether it is held.
+    """Locks the file `path` if it is free, without waiting; yields True if locked.
 
-    Where there are no locks it can't be known, so the answer is no.
+    Without locks the state is unknown, so the result is False.
     """
     try:
         lock = HeldLock(path)

@@ -1,11 +1,12 @@
-"""Memory: a size that follows what is free, and how the host's allocator treats large tensors.
+"""Memory: a size that follows the free memory; allocator settings for large tensors.
 
-``Headroom`` is the size: it grows while there is room and remembers what was too much. The rule has
-two bounds. ``good`` is the largest size that stayed under the threshold, ``ceiling`` the smallest
-that went over it. Without a ceiling the size grows by a factor; with one it goes no further than
-half the way from good to ceiling, and rests once they are 5 % apart. A ceiling is never forgotten,
-so the size can't swing around it. With threshold x factor <= 1 one growth step from below the
-threshold stays within the memory.
+``Headroom`` is the size: it grows while memory is free and stores which size was too
+much. The rule has two bounds. ``good`` is the largest size that stayed under the
+threshold, ``ceiling`` the smallest that exceeded it. Without a ceiling the size grows
+by a factor. With one it grows at most half the way from good to ceiling. It rests once
+they are 5 % apart. A ceiling is never removed, so the size can't oscillate around it.
+With threshold x factor <= 1 one growth step from below the threshold stays within the
+memory.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ FILLED = 0.8  # a load below this share of the size says nothing about the size
 
 
 class Headroom:
-    """The largest size whose memory stays under a share of the limit, found while training.
+    """Finds, while training, the largest size with memory below a share of the limit.
 
     Args:
-        meter: (bytes used, bytes there are); asked once after each step.
+        meter: (bytes used, total bytes); called once after each step.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Headroom:
         self._move(max(self.size, load))
 
     def observe(self, load: int) -> None:
-        """Read the memory after a step whose largest batch had ``load`` of the size's units."""
+        """Reads the memory after a step; its largest batch had ``load`` of the size's units."""
         used, limit = self.meter()
         share = used / limit
         if share > self.memory_threshold:
@@ -125,7 +126,7 @@ def accelerator_meter(device: torch.device) -> Meter:
 
 
 def device_bytes(device: torch.device | str) -> int:
-    """All memory of an accelerator; 0 of a processor, and where the driver can't say."""
+    """Returns an accelerator's total memory; 0 for a processor or if it isn't reported."""
     torch_device = torch.device(device)
     if torch_device.type in ("cpu", "meta"):
         return 0
@@ -143,7 +144,10 @@ def host_meter() -> Meter:
 
 
 def free_bytes(device: torch.device | str) -> float:
-    """Bytes that this process could still get on a device; infinite if the device doesn't say."""
+    """Returns the bytes that this process could still get on a device.
+
+    The result is infinite if the device doesn't report it.
+    """
     torch_device = torch.device(device)
     if torch_device.type == "cpu":
         free = float(psutil.virtual_memory().available)
@@ -159,9 +163,9 @@ def free_bytes(device: torch.device | str) -> float:
 
 
 def _peaks(peak: Callable[[], int], now: Callable[[], int], limit: Callable[[], float]) -> Meter:
-    """The peak where it rose since the last reading, else what is used now.
+    """Returns a meter: the peak if it rose since the last reading, else the current use.
 
-    No peak is reset, so that nobody else's measurement is disturbed.
+    No peak is reset, so no other measurement is disturbed.
     """
     before = 0
 
@@ -175,10 +179,12 @@ def _peaks(peak: Callable[[], int], now: Callable[[], int], limit: Callable[[], 
 
 
 def memory_limit() -> int:
-    """Bytes this process may use on the host: the control group's limit, or the machine's memory.
+    """Returns the bytes that this process may use on the host.
+
+    They are the control group's limit, or the machine's memory.
 
     Raises:
-        ValueError: the system doesn't say (only Linux does); give a meter of your own.
+        ValueError: the system doesn't report it (only Linux does); pass your own meter.
     """
     total = _kilobytes("meminfo", "MemTotal")
     return min(total, host.memory_limit() or total)
@@ -197,7 +203,7 @@ def _kilobytes(file: str, field: str) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on a device or on the host."""
+    """Returns True if an error means that memory ran out, on a device or on the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     text = str(error).lower()
@@ -271,12 +277,12 @@ def library(kind: str) -> str | None:
 
 
 def is_loaded(name: str) -> bool:
-    """Whether this process has a library of that name mapped."""
+    """Returns True if this process has a library of that name mapped."""
     return any(name in Path(line.split()[-1]).name for line in _text("/proc/self/maps") if line)
 
 
 def huge_page_mode(path: str = "/sys/kernel/mm/transparent_hugepage/enabled") -> str:
-    """``always``, ``madvise`` or ``never``; ``unknown`` where the kernel doesn't say."""
+    """Returns ``always``, ``madvise`` or ``never``; ``unknown`` if it isn't reported."""
     chosen = re.search(r"\[(\w+)\]", " ".join(_text(path)))
     return chosen.group(1) if chosen else "unknown"
 

@@ -1,4 +1,4 @@
-"""``monitor_performance``: what this machine is doing, a line at a time, beside anybody's loop."""
+"""``monitor_performance``: the machine's current load, line by line, next to any loop."""
 
 from __future__ import annotations
 

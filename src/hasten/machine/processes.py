@@ -1,7 +1,8 @@
-"""What processes take and say: processor time, free memory, the load of others, a rank's heartbeat.
+"""Facts about processes: processor time, free memory, load of others, heartbeats.
 
-An experiment shares its machine with strangers. What they took while a variant had its turn is what
-the cores were busy with, less what this process and all that it started have used.
+An experiment shares its machine with processes of others. Their load during a variant's
+turn is the busy time of the cores, less the time used by this process and all that it
+started.
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ _stopped: memoryview[float] | None = None
 
 
 def count_stops(file: Path) -> None:
-    """From here on `running_time` leaves out the seconds that the file's first double says.
+    """Makes `running_time` leave out the seconds in the file's first double, from now on.
 
-    Whoever stops this process (SIGSTOP) writes there how long it was stopped, before it goes on.
+    A program that stops this process (SIGSTOP) writes the length of the stop there, before
+    this process continues.
     """
     global _stopped
     with file.open("r+b") as opened:
@@ -54,7 +56,10 @@ def count_stops(file: Path) -> None:
 
 
 def running_time() -> float:
-    """Seconds of a clock that stands still while this process is stopped (`count_stops`)."""
+    """Returns the seconds of a clock that pauses while this process is stopped.
+
+    See `count_stops`.
+    """
     return time.perf_counter() - (0.0 if _stopped is None else _stopped[0])
 
 
@@ -98,7 +103,7 @@ def available_bytes(limit_bytes: int) -> int:
 
 
 def resident_bytes() -> int:
-    """What of this process is in memory now."""
+    """Returns the bytes of this process that are in memory now."""
     return int(psutil.Process().memory_info().rss)
 
 
@@ -142,12 +147,13 @@ def read_clocks(processes: Sequence[psutil.Process] | None = None) -> Instant:
 
 
 class LoadMeter:
-    """Background load of several who take turns in short slices: each slice is one's own.
+    """Background load of several jobs that take turns in short slices, for each job.
 
-    Which processes are ours is looked up now and then, since that reads all of the machine's.
+    The list of hasten's own processes is read at intervals only, since that reads all of
+    the machine's.
 
     Args:
-        cores: that they share.
+        cores: number of cores that they share.
     """
 
     def __init__(self, cores: int) -> None:
@@ -162,7 +168,7 @@ class LoadMeter:
         self._last = read_clocks(self._tree)
 
     def lap(self, name: Hashable) -> None:
-        """The time since the last lap was this one's; None: nobody's who is asked about."""
+        """Assigns the time since the last lap to this name; None: to no job of interest."""
         now = read_clocks(self._tree)
         span, foreign = self._spans.get(name, (0.0, 0.0))
         last, self._last = self._last, now
@@ -170,7 +176,7 @@ class LoadMeter:
         self._spans[name] = span + now.wall - last.wall, foreign + others
 
     def share(self, name: Hashable) -> float:
-        """What others used during its slices, as a share (0 to 1) of what the cores could give."""
+        """Returns the load of others in its slices: a share (0 to 1) of the cores' capacity."""
         span, foreign = self._spans.get(name, (0.0, 0.0))
         if span < SHORTEST_SECONDS:
             return 0.0
@@ -193,7 +199,7 @@ BEAT = struct.Struct("<qqq")
 
 @dataclass(frozen=True)
 class HeartbeatState:
-    """What a heartbeat says: how often it was written, after which step, and whether more come."""
+    """Content of a heartbeat: how often it was written, after which step, if more come."""
 
     count: int = 0
     step: int = 0
@@ -206,7 +212,7 @@ class HeartbeatState:
 
 
 class Heartbeat:
-    """Written by the rank; for a rank that nobody supervises it writes nothing."""
+    """A heartbeat that the rank writes; without a supervisor it writes nothing."""
 
     def __init__(self, folder: Path | None, rank: int) -> None:
         self._count = 0
@@ -226,7 +232,7 @@ def heartbeat_file(folder: Path, rank: int) -> Path:
 
 
 def ended_by(code: int) -> str:
-    """What to say of a process that a signal ended, by its exit code below 0."""
+    """Returns a phrase on a process that a signal ended, by its exit code below 0."""
     names = {int(s): s.name for s in signal.Signals}
     name = names.get(-code, f"signal {-code}")
     why = ", as the kernel does where memory runs out" if code == -signal.SIGKILL else ""
@@ -238,7 +244,7 @@ def words_file(folder: Path, rank: int) -> Path:
 
 
 def read_heartbeat(folder: Path, rank: int) -> HeartbeatState:
-    """What the rank last wrote."""
+    """Returns what the rank last wrote."""
     try:
         content = heartbeat_file(folder, rank).read_bytes()
     except OSError:
@@ -255,11 +261,7 @@ def read_words(folder: Path, rank: int) -> dict[str, Any] | None:
 
 
 def attempt_folder() -> Path | None:
-    """The folder where a supervised rank writes for its supervisor; None without a supervisor.
-
-    Raises:
-        InputError: the variable names no folder.
-    """
+    """Returns the folder for files that the supervisor reads; None without a supervisor."""
     folder = environment.variable(FOLDER)
     if folder and not os.path.isdir(folder):
         raise InputError(f"{FOLDER} is {folder!r}, which is no folder; {_UNSET}")
@@ -267,7 +269,7 @@ def attempt_folder() -> Path | None:
 
 
 def started_by_hasten() -> bool:
-    """Whether this is a rank that a process of hasten's own started and waits for."""
+    """Returns True if this is a rank that hasten's own process started and waits for."""
     return environment.variable(PARENT) is not None
 
 
@@ -305,7 +307,7 @@ def _words(error: BaseException) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def reporting_errors() -> Iterator[None]:
-    """Around what a rank does: an error is told at once, before anything waits for other ranks."""
+    """Context for a rank's work that reports an error before a wait for other ranks."""
     try:
         yield
     except Exception as error:

@@ -1,17 +1,19 @@
-"""Which cores a process computes on, how its idle threads wait, and when Python looks for garbage.
+"""A process's cores, the waiting of its idle threads, and Python's garbage collection.
 
-Threads without a core of their own wait for each other at every operator. So ranks of one machine
-get disjoint cores, whole memory nodes where there are several: memory belongs to the node of the
-core that touches it first, so that a rank whose cores are one node's keeps its tensors there. The
-mask is laid on every thread of the process, and later ones inherit it. OMP_PROC_BIND would pin each
-thread to one core, but the main thread too, and with it every process that it starts.
+Threads without a core of their own wait for each other at every operator. So ranks of
+one machine get disjoint cores, and complete memory nodes if there are several. Memory
+belongs to the node of the core that touches it first. Therefore a rank on the cores of
+one node keeps its tensors there. The mask is set on every thread of the process, and
+later ones inherit it. OMP_PROC_BIND would pin each thread to one core. It would pin the
+main thread too, and with it every process that it starts.
 
-An idle OpenMP thread spins for a moment before it sleeps: the next operator often comes at once,
-and a wake-up costs. It can be told to sleep at once, for those who share its core, or to spin on.
+An idle OpenMP thread spins for a moment before it sleeps, because the next operator
+often comes at once and a wake-up costs time. It can be set to sleep at once, for
+processes that share its core, or to keep spinning.
 
-Python's collector of cyclic garbage walks all live objects whenever enough were made, most of them
-modules that stay for ever. Here they are set aside (``gc.freeze``) and it looks after every so many
-updates instead.
+Python's collector of cyclic garbage walks all live objects whenever enough were made.
+Most of them are modules that stay for ever. Here they are excluded (``gc.freeze``), and
+the collector runs after a fixed number of updates instead.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ def own_cores(
 
 
 def memory_nodes(folder: Path = NODES) -> list[frozenset[int]]:
-    """The cores of each memory node that has any; empty where the system doesn't say."""
+    """Returns the cores of each memory node that has any; empty if it isn't reported."""
     nodes = []
     for path in sorted(folder.glob("node[0-9]*/cpulist")):
         cores = cpu_list(path.read_text())

@@ -1,7 +1,8 @@
-"""Which releases of other packages hasten was tested with, and whether these are among them.
+"""Releases of other packages that hasten was tested with; checks the installed ones.
 
-``tested_versions.json`` is written by ``make test-versions``, which runs the tests of models,
-kernels and other trainers against the oldest and the newest releases that the pins allow.
+``make test-versions`` writes ``tested_versions.json``. It runs the tests of models,
+kernels and other trainers against the oldest and the newest releases that the pins
+allow.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def tested() -> Mapping[str, Any]:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Its numbers, without what stands behind them: 2.13.0+cpu is (2, 13, 0)."""
+    """Returns a version's numbers, without any suffix: 2.13.0+cpu is (2, 13, 0)."""
     plain = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(n) for n in plain[0].split(".")) if plain else ()
 
@@ -49,7 +50,10 @@ def untested(installed: Mapping[str, str] | None = None) -> str | None:
 
 
 def knows_since(model_type: str) -> str | None:
-    """The tested release of Transformers that knows a model type which the oldest doesn't."""
+    """Returns the tested release of Transformers that first supports a model type.
+
+    It is for model types that the oldest release doesn't support.
+    """
     version: str | None = tested()["model_types"].get(model_type)
     return version
 

@@ -1,1 +1,1 @@
-"""Watching runs while they go on and afterwards: a page, a terminal, figures for other tools."""
+"""Shows runs during and after training: a page, a terminal, figures for other tools."""

@@ -1,13 +1,14 @@
-"""Alerts: what somebody should be told of a run, once, by a command of their own.
+"""Alerts: events of a run that are reported once, by a command of the user.
 
-    stall      no step for long, the first one too, while the run should be training
-    nan        a step's loss or gradients weren't finite
-    slow_rank  one rank's own work takes half as long again as the others'
-    disk       little room where the run writes
-    ended      the run's process is gone and left no summary
+    stall: no step for a long time, the first one too, while the run should be training
+    nan: a step's loss or gradients weren't finite
+    slow_rank: one rank's own work takes half as long again as the others'
+    disk: little space is free where the run writes
+    ended: the run's process is gone and left no summary
 
-The command is a list of arguments; the sentence is put behind them as one more, and no shell sees
-it: a run's name can't become a command. An alert is given again only after its cause had gone.
+The command is a list of arguments. The sentence is added as the last argument, and no
+shell reads it: a run's name can't become a command. An alert is repeated only after its
+cause had disappeared.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class AlertLimits:
 
 @dataclass(frozen=True)
 class Alert:
-    """One thing to be told."""
+    """One event to report."""
 
     run: str
     kind: str
@@ -60,7 +61,7 @@ class Alerts:
         self._lock = threading.Lock()
 
     def look(self, run: Run, now: float | None = None) -> None:
-        """Compare where the run stands with the limits."""
+        """Compares the run's state with the limits."""
         now = time.time() if now is None else now
         with run.lock:
             standing, began = run.standing(now), number(run.start.get("began"))

@@ -1,7 +1,7 @@
-"""What happened to a run, in a sentence each: restarts, skipped steps, spikes, another plan.
+"""Events of a run, a sentence each: restarts, skipped steps, spikes, another plan.
 
-Sentences are made of what lies in the run's files, which anybody may have written: texts are cut,
-and whoever shows them must not take them for code.
+Sentences contain text from the run's files, which any program may have written. Texts
+are cut, and code that shows them must not run them as code.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Event:
-    """``kind`` is the file or cause it comes from; ``bad`` what somebody should look at."""
+    """An event: ``kind`` is its file or cause; ``bad`` events need a person's attention."""
 
     kind: str
     step: float | None
@@ -109,7 +109,10 @@ def of_plan(now: Any, before: Any) -> Event | None:
 
 
 def techniques(plan: Any) -> dict[str, Any]:
-    """Of a plan as files have it (``technique`` and its settings), name -> settings."""
+    """Returns name -> settings of a plan in its file form.
+
+    There each entry has ``technique`` and its settings.
+    """
     by_technique: dict[str, Any] = {}
     for entry in plan if isinstance(plan, list) else ():
         if isinstance(entry, dict) and isinstance(entry.get("technique"), str):

@@ -1,10 +1,10 @@
-"""A run as its folder shows it just now: files followed, numbers in series, and where it stands.
+"""A run as its folder shows it now: followed files, series of numbers, and its state.
 
     metrics, evaluations, machine .jsonl     -> series
     restarts, spikes, quarantined, adjustments .jsonl   -> events
-    run.json, summary.json, ranks/R.json     -> what is said once
+    run.json, summary.json, ranks/R.json     -> values that are written once
 
-Nothing is written. A folder that can't be read any more keeps what was seen of it.
+Nothing is written. If a folder can't be read any more, the values read from it stay.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _machine(line: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def _cost(run: Run, finished: bool) -> dict[str, Any]:
-    """What the steps have cost so far; of a finished run, what its summary says."""
+    """Returns the cost of the steps so far; for a finished run, the cost in its summary."""
     summary_cost = run.summary.get("cost")
     if finished and isinstance(summary_cost, dict):
         return {
@@ -149,7 +149,10 @@ def _cost(run: Run, finished: bool) -> dict[str, Any]:
 
 
 def _slowest(ranks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The rank whose own work (data, copy, forward: before it waits for others) takes longest."""
+    """Returns the rank with the slowest own work.
+
+    Own work is data, copy and forward, before it waits for others.
+    """
     times = {rank: number(line.get("own_seconds")) for rank, line in ranks.items()}
     busy_seconds = {rank: seconds for rank, seconds in times.items() if seconds and seconds > 0}
     if len(busy_seconds) < 2:
@@ -160,7 +163,10 @@ def _slowest(ranks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _communication(run: Run) -> float | None:
-    """Of recent steps; else of a finished run as a whole, where its summary can tell it."""
+    """Returns the exposed communication share of recent steps.
+
+    Without them it is the share of the finished run, if its summary contains it.
+    """
     recent = _mean_of(run.recent, "exposed_communication_share")
     parts = run.summary.get("step_parts")
     if recent is not None:
@@ -208,7 +214,10 @@ ANCHOR_BYTES = 64
 
 @dataclass
 class FollowedLines:
-    """What one look found; ``anew``: it begins at the file's first line, forget what was before."""
+    """Result of one look.
+
+    ``anew``: it begins at the file's first line; earlier lines are no longer valid.
+    """
 
     lines: list[dict[str, Any]] = field(default_factory=list)
     anew: bool = False
@@ -218,8 +227,8 @@ class FollowedLines:
 class FollowedFile:
     """One file; ``look`` returns the lines since the last look.
 
-    ``unreadable`` counts whole lines that are no JSON object; ``torn`` says that the file ends in
-    the middle of a line.
+    ``unreadable`` counts complete lines that are no JSON object. ``torn`` is True if the
+    file ends in the middle of a line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -409,7 +418,7 @@ class Run:
 
     @property
     def torn(self) -> bool:
-        """Whether a file of steps ends in the middle of a line."""
+        """Returns True if a file of steps ends in the middle of a line."""
         return any(file.follow.torn for file in self._files)
 
     @property
@@ -418,7 +427,7 @@ class Run:
         return self._files[0].follow.share if self._files[0].follow.share else 1.0
 
     def standing(self, now: float | None = None) -> dict[str, Any]:
-        """Where the run stands; the lock must be held. Every number is finite or None."""
+        """Returns the run's state; the lock must be taken."""
         now = time.time() if now is None else now
         try:
             numbers = run_numbers(self, now)
@@ -487,7 +496,7 @@ class Run:
         return changed
 
     def _is_new(self, path: Path) -> bool:
-        """Whether a file is another than at the last look; one that went away is, too."""
+        """Returns True if a file is another than at the last look, or was removed."""
         try:
             stat = path.stat()
             stamp = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
@@ -499,7 +508,7 @@ class Run:
 
 
 class _File:
-    """A followed file, what takes its lines, and what forgets them."""
+    """A followed file, the function that takes its lines, and the one that clears them."""
 
     def __init__(self, path: Path, take: Callable[[Line], None], anew: Callable[[], None]) -> None:
         self.follow, self.take, self.anew = FollowedFile(path), take, anew

@@ -1,10 +1,12 @@
-"""Numbers of millions of steps in bounded memory: buckets that know mean, lowest and highest.
+"""Numbers of millions of steps in bounded memory: buckets with mean, lowest, highest.
 
-  1. each line goes into the last bucket, until that has as many lines as a bucket holds
-  2. when there are twice as many buckets as wanted, each two become one that holds twice as many
+  1. Each line is added to the last bucket, until that has as many lines as a bucket
+     holds.
+  2. When there are twice as many buckets as wanted, each two become one that holds
+     twice as many.
 
-So one pass costs a constant time per line on average, nothing that stood out is lost (a spike of
-one step stays the highest of its bucket), and a chart of any width has enough points.
+So one pass costs a constant time per line on average. Outliers aren't lost: a spike of
+one step stays the highest of its bucket. A chart of any width has enough points.
 """
 
 from __future__ import annotations
@@ -90,12 +92,13 @@ class Series:
         self._buckets[-1].add(x, values)
 
     def since(self, generation: int, start: int) -> dict[str, Any]:
-        """What somebody lacks who has the first ``start`` buckets of a generation.
+        """Returns what a reader lacks that has the first ``start`` buckets of a generation.
 
         Returns:
-            ``generation``, ``start`` (0: replace everything), ``stride``, ``x`` (the last step of
-            each bucket) and ``columns`` (each a list of means, lowest, highest; where a bucket is
-            one line, the means alone), from ``start`` on. Columns without any number are left out.
+            ``generation``, ``start`` (0: replace everything), ``stride``, ``x`` (the last step
+            of each bucket) and ``columns``, from ``start`` on. Each column is a list of means,
+            lowest, highest; if a bucket is one line, the means alone. Columns without any
+            number are left out.
         """
         if generation != self.generation or start > len(self._buckets):
             start = 0

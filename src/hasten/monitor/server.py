@@ -1,11 +1,13 @@
-"""The monitor's web server: one page, one stream of events, one text for Prometheus, and a gate.
+"""The monitor's web server: a page, an event stream, Prometheus text, access checks.
 
-    /          the page; it stands alone and asks for nothing but the stream
-    /events    server-sent events: what the page lacks, twice a second where anything changed
-    /metrics   where runs stand, for Prometheus
+  - /: the page; it is self-contained and requests only the stream
+  - /events: server-sent events with the page's missing data, twice a second after
+    changes
+  - /metrics: the state of runs, for Prometheus
 
-A path is compared with these three and used for nothing else, so no request reaches a file. All of
-it is behind ``CheckedRequests``. Needs starlette and uvicorn, the extra ``monitor``.
+A path is compared with these three and used for nothing else, so no request reaches a
+file. All of it is behind ``CheckedRequests``. Needs starlette and uvicorn, the extra
+``monitor``.
 """
 
 from __future__ import annotations
@@ -377,7 +379,7 @@ def application(
 
 
 async def stream(watching: RunsReader, is_over: Callable[[], bool]) -> AsyncIterator[str]:
-    """What changed, as server-sent events; the first is everything."""
+    """Yields the changes, as server-sent events; the first event contains everything."""
     cursors: dict[str, Cursor] = {}
     sent: dict[str, tuple[int, str]] = {}
     quiet = 0.0

@@ -34,7 +34,7 @@ def progress(s: Standing) -> str:
 
 
 def rows(s: Standing) -> list[tuple[str, str]]:
-    """What is shown of a run, label and value, in the order of the page's tiles."""
+    """Returns label and value of everything shown of a run, in the page's order."""
     band, memory = UNKNOWN, s["peak_memory_bytes"]
     if s["tokens_per_second_median"] is not None:
         band = (
@@ -62,7 +62,7 @@ def rows(s: Standing) -> list[tuple[str, str]]:
 
 
 def eta(s: Standing) -> str:
-    """What is left, or why that isn't said."""
+    """Returns the remaining time, or why there is none."""
     if s["status"] in FINISHED:
         return f"finished in {duration(s['seconds'])} of steps"
     return UNKNOWN if s["eta_seconds"] is None else duration(s["eta_seconds"])

@@ -1,4 +1,4 @@
-"""The runs below the folders that somebody named: found, and read by a thread each."""
+"""Finds the runs below the user's folders, and reads each in a thread."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST_RUNS = 32
 
 
 def is_run(folder: Path) -> bool:
-    """Whether one of a run's files is there."""
+    """Returns True if one of a run's files exists."""
     return any((folder / name).is_file() for name in MARKS)
 
 
@@ -183,7 +183,7 @@ class RunsReader:
 
 
 def page_update(run: Run, cursor: Cursor, now: float | None = None) -> dict[str, Any]:
-    """What a page lacks of a run, and its cursor moved on: JSON-ready."""
+    """Returns the data that a page lacks of a run, and moves its cursor on: JSON-ready."""
     now = time.time() if now is None else now
     with run.lock:
         update: dict[str, Any] = {"name": run.name, "standing": run.standing(now)}

@@ -47,7 +47,10 @@ class ActivationCheckpointing(Technique):
         setup.recompute = BlockRecompute(self.segments, self.budget, self.offload)
 
     def live_settings(self, session: Session) -> tuple[LiveSetting, ...]:
-        """Whether to recompute at all, where everything that is kept then fits twice over."""
+        """Returns the setting to switch recomputation off.
+
+        It is offered if everything that is then kept fits into memory twice.
+        """
         recompute = session.setup.recompute
         if (
             not isinstance(recompute, BlockRecompute)

@@ -107,7 +107,7 @@ class HostAllocator:
         self._faults = memory.minor_faults()
 
     def proof(self, steps: int) -> EffectCheck:
-        """What is loaded, and how often the kernel still has to fill in pages."""
+        """Returns the loaded library, and how often the kernel still has to fill in pages."""
         technique, start = self._technique, started_with()
         if technique.kind == "expandable":
             stands = EXPANDABLE in (start.get(OLDER) or start.get(UNIFIED, ""))

@@ -50,7 +50,10 @@ def steps_read_ahead(session: Session) -> int:
 
 
 def fits(session: Session, more: float) -> bool:
-    """Whether every rank could use so many bytes more than ever so far; all ranks ask together."""
+    """Returns True if every rank could use this many bytes more than its maximum so far.
+
+    All ranks call it together.
+    """
     used, limit = memory_meter(session.setup.job.device)()
     on_host = session.setup.job.device.startswith("cpu")
     ranks = ranks_here(session.setup.context.world) if on_host else 1
@@ -231,13 +234,15 @@ class AdaptiveBatch(Technique):
 
 
 class AdaptiveCut:
-    """Cuts a step by the size that the memory allows, and runs it again where that was too much.
+    """Cuts a step by the available memory; repeats it if memory runs out.
 
-    A micro-batch costs its padded positions. Examples of different micro-batches are never joined.
-    Running sums that a forward pass keeps (BatchNorm) also see the passes of a failed attempt.
+    A micro-batch costs its padded positions. Examples of different micro-batches are never
+    joined. Running sums that a forward pass keeps (BatchNorm) also count the passes of a
+    failed attempt.
 
-    Of several ranks, each runs and repeats its passes for itself, and only when they are done do
-    its gradients travel. So nobody has to be told of a failure: the others wait for its gradients.
+    Of several ranks, each runs and repeats its own passes. Its gradients are communicated
+    only after all of its passes. So no message about a failure is needed: the others wait
+    for its gradients.
     """
 
     def __init__(self, setup: Setup, room: Headroom) -> None:
@@ -251,7 +256,7 @@ class AdaptiveCut:
         return cut.by_slots(examples, [_length(r) for r in examples], self.room.size)
 
     def begin_epoch(self, epoch: int) -> list[int]:
-        """How many batches each step had that this epoch has had already; it begins anew."""
+        """Returns the number of batches in each finished step of this epoch; clears the list."""
         done = self.joined if epoch == self._epoch else []
         self._epoch, self.joined = epoch, []
         return list(done)
@@ -309,7 +314,7 @@ class AdaptiveCut:
         return tuple(replace(collate(part), examples=part).to(device) for part in parts)
 
     def state_dict(self) -> dict[str, Any]:
-        """What every rank has learnt of its memory; all ranks call it together."""
+        """Returns every rank's measured memory limits; all ranks call it together."""
         world, room = self.setup.context.world, self.room
         table = torch.zeros(world.size, 3, dtype=torch.float64)
         table[world.rank] = torch.tensor([room.size, room.good, room.ceiling])

@@ -161,7 +161,7 @@ class SessionCheckpoints:
 
 @contextlib.contextmanager
 def _as_advice() -> Iterator[None]:
-    """What a part says of a folder is advice to the user."""
+    """Context that turns a part's errors about a folder into advice to the user."""
     try:
         yield
     except InputError:

@@ -134,7 +134,7 @@ class Compiled(Technique):
 
 
 class NotCompiled:
-    """Compiles nothing, and says why."""
+    """Compiles nothing, and holds the reason."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -144,7 +144,7 @@ class NotCompiled:
 
 
 class Compiling:
-    """Binds the blocks; what can't be compiled is the user's plan, and said so."""
+    """Binds the blocks; raises InputError on the plan if one can't be compiled."""
 
     def __init__(self, blocks: CompiledBlocks) -> None:
         self.blocks = blocks

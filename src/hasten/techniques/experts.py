@@ -35,13 +35,13 @@ ARCHITECTURES = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "qwen3_moe")
 
 @dataclass(frozen=True)
 class ExpertsImplementation(Technique):
-    """One of four ways through the experts of a layer, on this model instance.
+    """One of four implementations of a layer's experts, on this model instance.
 
-    ``fused`` is hasten's own, for a processor: all experts in one call of kernels that compile
-    nothing for a shape. The others are Transformers' three:
-    ``eager`` takes the experts one by one; ``grouped_mm`` sorts the tokens by expert and multiplies
-    all groups in one call, which is Transformers' own default; ``batched_mm`` copies an expert's
-    weights for every token.
+    ``fused`` is hasten's own, for a processor: all experts in one call of kernels, without
+    compilation for each shape. The others are Transformers' three. With ``eager``, experts
+    run one by one. With ``grouped_mm``, Transformers' own default, tokens are sorted by
+    expert and all groups are multiplied in one call. With ``batched_mm``, an expert's
+    weights are copied for every token.
     """
 
     slot = Slot.EXPERTS

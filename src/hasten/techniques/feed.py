@@ -17,10 +17,10 @@ from hasten.parts.data.prefetch import ReadAhead, SmartPrefetcher
 
 @dataclass(frozen=True)
 class Prefetched(Technique):
-    """Steps are read, laid out and copied in a thread while the step before them computes.
+    """Reads, lays out and copies a step in a thread while the step before it computes.
 
-    Ranks agree on a step's counts in the main thread, after the feed, so no collective moves; the
-    data position is that of the steps taken, not of those read ahead.
+    Ranks agree on a step's counts in the main thread, after the feed, so no collective
+    moves. The data position counts the steps taken, not those read ahead.
     """
 
     slot = Slot.FEED
@@ -76,7 +76,7 @@ class PrefetchedFeed:
         self._pace: dict[str, Any] = {}  # of the run that is resumed, until the prefetcher is made
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learnt of the loader's pace; the position is the session's."""
+        """Returns the measured pace of the loader; the position is stored by the session."""
         return self.prefetcher.state_dict() if self.prefetcher else dict(self._pace)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -104,7 +104,7 @@ class PrefetchedFeed:
 
 
 class _Kept:
-    """What of a micro-batch stays on the host: its counts, and the records it was made of."""
+    """The part of a micro-batch that stays on the host: its counts and its examples."""
 
     def __init__(self, micro_batch: MicroBatch) -> None:
         self.micro_batch = micro_batch

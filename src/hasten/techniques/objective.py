@@ -1,4 +1,4 @@
-"""OBJECTIVE: what is minimised beside the loss."""
+"""OBJECTIVE: terms that are minimised in addition to the loss."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ STATE_BYTES = 16  # of a weight in float32 with its gradient and AdamW's two mom
 
 @dataclass(frozen=True)
 class MultiTokenPrediction(Technique):
-    """The model learns to predict tokens further ahead too, by modules that end with training.
+    """Trains the model to predict further tokens too, with modules only for training.
 
-    DeepSeek-V3's objective: the modules lie beside the model, in checkpoints but not in what is
-    saved of the model.
+    This is DeepSeek-V3's objective. The modules are separate from the model: checkpoints
+    contain them, the saved model doesn't.
     """
 
     slot = Slot.OBJECTIVE

@@ -1,7 +1,8 @@
 """OPTIMIZER: the update rule and the format of its state.
 
-Learning rate, betas, weight decay and groups stay those of the job's AdamW, which is built as ever
-and read; it has no state before its first step, so nothing is lost with it.
+Learning rate, betas, weight decay and groups stay those of the job's AdamW. It is built
+as usual and its settings are read. It has no state before its first step, so none is
+lost.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class FusedAdamW(Technique):
 
 @dataclass(frozen=True)
 class CompactAdamW(Technique):
-    """AdamW whose moments are kept in bf16 or 8 bits between steps."""
+    """AdamW with moments that are stored in bf16 or 8 bits between steps."""
 
     slot = Slot.OPTIMIZER
     fidelity = Fidelity.LOSSY  # moments rounded step after step lead to other weights

@@ -63,14 +63,16 @@ def _slow_bf16(context: JobContext) -> tuple[str, ...]:
 
 
 def gain_here(context: JobContext) -> Gain | None:
-    """What bf16 gains on this job's device, as measured; None without products in bf16."""
+    """Returns bf16's measured gain on this job's device; None without products in bf16."""
     return None if _slow_bf16(context) else bf16_gain(context.device)
 
 
 def why_no_gain(context: JobContext) -> str:
-    """Why bf16 gains nothing on this job's processor; empty where it does, or nobody knows.
+    """Returns why bf16 gains nothing on this job's processor.
 
-    Ranks each ask for themselves, and might not agree: there it isn't measured, nor on a GPU.
+    The result is empty if bf16 has a gain or if that is unknown. Nothing is measured on a
+    GPU. With several ranks nothing is measured either, because each rank measures alone and
+    their results might differ.
     """
     if slow := _slow_bf16(context):
         return slow[0]
@@ -126,10 +128,11 @@ class BF16MasterWeights(Technique):
 
 @dataclass(frozen=True)
 class Autocast(Technique):
-    """float32 weights, with matrix products in 16 bits as ``torch.autocast`` chooses them.
+    """float32 weights, with matrix products in 16 bits by the rules of ``torch.autocast``.
 
-    fp16 is for GPUs without bf16. Its range is short, so the loss is multiplied by a dynamic scale
-    (Micikevicius et al., arXiv:1710.03740), and a step whose gradients overflow is thrown away.
+    fp16 is for GPUs without bf16. Its range is short, so the loss is multiplied by a
+    dynamic scale (Micikevicius et al., arXiv:1710.03740). A step with overflowing gradients
+    is skipped.
     """
 
     slot = Slot.PRECISION
@@ -188,10 +191,10 @@ class Autocast(Technique):
 
 @dataclass(frozen=True)
 class Float8(Technique):
-    """float8 inputs for the products of linear layers, everything else under bf16 autocast.
+    """float8 inputs for the products of linear layers, the rest under bf16 autocast.
 
-    Weights stay float32 masters. Head, embeddings, routers and routed experts stay in bf16, and so
-    do layers whose sides aren't multiples of 16.
+    Weights stay float32 masters. Head, embeddings, routers and routed experts stay in bf16.
+    Layers with sides that aren't multiples of 16 stay in bf16 too.
     """
 
     slot = Slot.PRECISION
@@ -262,12 +265,12 @@ class Float8(Technique):
 
 
 class AutocastRegion:
-    """The model as it was given, its forward pass under ``torch.autocast``.
+    """The unchanged model, with its forward pass under ``torch.autocast``.
 
-    ``layers`` are taken to float8 on top, where there are any. With ``keep_weights`` theirs are
-    rounded once for the passes of a step: from ``before_backward`` until somebody asks for the true
-    weights, whom they may serve to write to them. Where weights are dealt out, it is never called,
-    and each pass brings weights together in memory of its own.
+    If ``layers`` exist, they are also converted to float8. With ``keep_weights`` their
+    weights are rounded once for the passes of a step. This lasts from ``before_backward``
+    until other code requests the true weights, which it may write to. With sharded weights
+    it is never called, and each pass gathers weights in memory of its own.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
-"""What probes look at: operators that a pass really runs, and how examples really lie.
+"""Inputs of effect checks: operators that a pass really runs, and the data's layout.
 
-A setting proves nothing; a fused kernel may be bound to every layer and refuse every tensor. So a
-probe runs one forward pass of the finished session on a few of its examples and counts the
-operators that torch dispatches, kernels of hasten's own included (they are operators under
-``hasten::``). Compiled graphs step aside for that pass, random state and counters of the run stay
-as they were.
+A setting proves nothing: a fused kernel may be bound to every layer and refuse every
+tensor. So a check runs one forward pass of the finished session on a few of its
+examples. It counts the operators that torch dispatches. Kernels of hasten are included
+(they are operators under ``hasten::``). Compiled graphs are disabled for that pass.
+Random state and counters of the run stay unchanged.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def operators(session: Session) -> Counter[str] | None:
 
 @contextlib.contextmanager
 def _uncounted(session: Session) -> Iterator[None]:
-    """What is run inside isn't part of the run: other probes' counters don't see it."""
+    """Context for passes that aren't part of the run: other counters don't include them."""
     compiling, loss = session.setup.compile, session.loss_module
     saved: list[tuple[Any, dict[str, Any]]] = []
     if isinstance(compiling, Compiling):

@@ -144,9 +144,9 @@ class RouterBalancing:
 
 
 def _sequences(micro_batch: MicroBatch) -> Tensor:
-    """Where the examples lie; a rank that has none of its own runs filler alone.
+    """Returns the positions of the examples; a rank without any runs filler alone.
 
-    Filler may stand behind the last example of a packed row, as a document or without one.
+    Filler may follow the last example of a packed row, as a document or without one.
     """
     shape = micro_batch.inputs["input_ids"].shape
     if not micro_batch.counts.tokens:

@@ -51,7 +51,7 @@ Note = Callable[[dict[str, Any]], None]
 
 @dataclass
 class Candidate:
-    """A value that may be better than the one that stands, and what its tries gave."""
+    """A value that may be better than the current one, and the results of its tries."""
 
     switch: LiveSetting
     value: Any
@@ -64,7 +64,10 @@ class Candidate:
         return draw.gauss(*mean_and_error(self.ratios))
 
     def ratio(self, doubt: float) -> Interval:
-        """Its tokens per second over those of the value that stands, with the interval of tries."""
+        """Returns its tokens per second over those of the current value, with an interval.
+
+        The interval is that of the tries.
+        """
         speeds = [math.exp(log) for log in self.ratios]
         return paired_ratio([1.0] * len(speeds), speeds, confidence=1 - doubt)
 
@@ -94,7 +97,7 @@ class _Try:
 
 
 class LiveTuning:
-    """Tries the switches that a session's techniques offer; call ``after_step`` on every rank.
+    """Tries the switches of a session's techniques; call ``after_step`` on every rank.
 
     Args:
         session: the run.
@@ -102,7 +105,8 @@ class LiveTuning:
         note: called with a dictionary for every decision, for the log.
 
     Raises:
-        InputError: the run's ranks train apart, or its blocks are compiled for what stands.
+        InputError: the run's ranks have diverged, or its blocks are compiled for the
+            current values.
     """
 
     def __init__(self, session: Session, seed: int, note: Note) -> None:
@@ -126,7 +130,7 @@ class LiveTuning:
 
     @property
     def at_rest(self) -> bool:
-        """Whether nothing is left to try."""
+        """Returns True if nothing more can be tried."""
         return self._candidates is not None and not self._candidates
 
     @property
@@ -175,7 +179,7 @@ class LiveTuning:
         return candidates
 
     def _begin(self, step: int, waiting: int = 0) -> None:
-        """Draw the next try, or say that there is none."""
+        """Draws the next try, or reports that there is none."""
         if not self._candidates:
             self._try = None
             why = "nothing is left to try"
@@ -273,7 +277,7 @@ Tell = Callable[[str], None]
 
 
 def adjust(session: Session, recipe: Recipe, output: Path, tell: Tell) -> None:
-    """Have the session's settings tried, where the recipe says so; every rank, before it resumes.
+    """Enables live tuning if the recipe requires it; every rank, before it resumes.
 
     Raises:
         InputError: settings of this plan can't change while it trains.

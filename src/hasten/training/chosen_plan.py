@@ -1,8 +1,8 @@
-"""``plan: auto`` before a training: the choice, its proof, and whether it keeps its speed.
+"""``plan: auto`` before a training: the choice, its proof, and a check of its speed.
 
-A resumed run goes on with the plan that it has. A launcher's ranks can't race, since they are the
-job already: there the first rank decides, from what is kept of an earlier race or from a forecast,
-and all ranks get the same.
+A resumed run continues with its plan. A launcher's ranks can't run a comparison,
+because they are the job already. There the first rank decides, from a stored comparison
+or from a forecast, and all ranks get the same plan.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _LOG = logging.getLogger(__name__)
 def with_chosen_plan(
     recipe: Recipe, audience: Audience, *, fresh: bool = False, prove: bool = True
 ) -> tuple[Recipe, Choice | None]:
-    """The recipe with the plan that ``plan: auto`` stands for, and the choice; None without one.
+    """Returns the recipe with the plan for ``plan: auto``, and the choice, or None.
 
-    The choice is written into the run's folder, so that its recipe reproduces the run.
+    The choice is written into the run's folder, so its recipe reproduces the run.
 
     Args:
         recipe: as it was read.
-        audience: is told how it goes on, and in one sentence what was chosen.
-        fresh: race again, whatever was found before.
+        audience: receives the progress, and one sentence on the choice.
+        fresh: run the comparison again, even if a result is stored.
         prove: run the verification on a choice that is new.
 
     Raises:
@@ -91,7 +91,10 @@ def _with_plan(recipe: Recipe, entries: list[Any]) -> Recipe:
 
 
 def _of_the_run(recipe: Recipe) -> list[Any] | None:
-    """The plan of the checkpoint that is gone on from; None where there is none, or it is old."""
+    """Returns the plan of the checkpoint that the run resumes from.
+
+    Returns None if there is none, or if it is old.
+    """
     path = newest_checkpoint(recipe, requested_plan(recipe))
     if path is None:
         return None
@@ -104,7 +107,7 @@ def _of_the_run(recipe: Recipe) -> list[Any] | None:
 
 
 def _proven(recipe: Recipe, choice: Choice, audience: Audience) -> Choice:
-    """The choice without techniques whose proof of equal quality failed."""
+    """Returns the choice without techniques that failed their proof of equal quality."""
     settled = _with_plan(recipe, choice.entries)
     prepared = prepare_run(settled, lambda text: None, ranks=settled.nproc)
     context, plan, data = prepared.context, prepared.plan, prepared.data
@@ -159,9 +162,10 @@ class TrainingSpeed:
             self._seconds += metrics.step_seconds
 
     def shortfall(self, least: float) -> str:
-        """What to say of a speed below this share of the measured one; empty if it isn't.
+        """Returns a sentence if the speed is below this share of the measured one.
 
-        The mean over all steps decides, not the median: a few long waits are the usual case.
+        Otherwise it returns "". The mean over all steps decides, not the median: a few long
+        waits are the usual case.
         """
         rate = self._tokens / self._seconds if self._seconds else self._measured
         if rate >= least * self._measured:
@@ -177,11 +181,11 @@ class TrainingSpeed:
 
 
 class SpeedWatch:
-    """Prints once whether a run is slower than its plan was measured to be, after 50 steps.
+    """Prints once, after 50 steps, if a run is slower than the measured speed of its plan.
 
     Args:
         choice: with the measured speed; without one nothing is printed.
-        tell: prints the line.
+        ``tell``: prints the line.
         load: see `TrainingSpeed`.
     """
 

@@ -1,12 +1,13 @@
-"""``hasten check --faults``: the recipe's own job is killed, damaged and resumed, then compared.
+"""``hasten check --faults``: kills, damages, resumes and compares the recipe's job.
 
-    undisturbed   some steps with a checkpoint every second one
-    kills         the same, killed at random moments and started again until it is done
-    a flipped bit in the newest checkpoint: the one before has to be used
-    a full disk   no file may grow to the size of a checkpoint: training has to go on
+    undisturbed: some steps with a checkpoint every second one
+    kills: the same, killed at random moments and started again until it is done
+    a flipped bit: one bit in the newest checkpoint; the one before has to be used
+    a full disk: no file may grow to the size of a checkpoint; training has to continue
 
-Whatever happened, the losses and the saved model have to be those of the undisturbed run, bit for
-bit. All of it happens in ``output/faults``, which goes away if every check holds.
+After every fault, the losses and the saved model have to be those of the undisturbed
+run, bit for bit. All of it happens in ``output/faults``, which is removed if every
+check passes.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class CheckFailedError(Exception):
 
 @dataclass(frozen=True)
 class UndisturbedRun:
-    """What the undisturbed run left."""
+    """Results of the undisturbed run."""
 
     losses: list[float]
     model: dict[str, bytes]
@@ -128,7 +129,7 @@ class SelfTest:
         return f"{STEPS} steps, {seconds:.2f} s each, loss {first:.3f} to {last:.3f}"
 
     def kills(self) -> str:
-        """SIGKILL to all ranks at once, at moments nobody has prepared for."""
+        """Sends SIGKILL to all ranks at once, at moments without any preparation."""
         output, moments = self._folder("killed"), sorted(self._draw.sample(range(1, STEPS), KILLS))
         died = [self._killed_at(output, step) for step in moments]
         self._train(output)
@@ -136,7 +137,7 @@ class SelfTest:
         return f"killed after steps {', '.join(map(str, died))}, resumed, same bits at the end"
 
     def flip(self) -> str:
-        """One bit of the newest checkpoint; its hash has to tell."""
+        """Flips one bit of the newest checkpoint; its hash has to show it."""
         output = self._place / "killed"
         checkpoint_paths = checkpoints(output / "checkpoints")
         if len(checkpoint_paths) < 2:
@@ -165,7 +166,7 @@ class SelfTest:
         return f"{damaged}, byte {where}: the one before was used, same bits"
 
     def full_disk(self) -> str:
-        """A limit on the size of files stands for it: the model fits, a checkpoint doesn't."""
+        """Simulates a full disk by a limit on file size: the model fits, a checkpoint doesn't."""
         before = self._place / "undisturbed"
         least = _largest(*_model_files(before), before / "data")
         most = _largest(*checkpoints(before / "checkpoints"))
@@ -211,7 +212,7 @@ class SelfTest:
             )
 
     def _train(self, output: Path, limit: int | None = None) -> str:
-        """To the end; what it said."""
+        """Trains to the end; returns the output."""
         log = output.with_suffix(".log")
         before = log.stat().st_size if log.exists() else 0
         process = self._start(output, limit)
@@ -267,7 +268,10 @@ class SelfTest:
             raise CheckFailedError(f"the saved model differs in {wrong[0]}{self._repeats()}")
 
     def _repeats(self) -> str:
-        """Whether the job itself gives the same bits twice, asked only where bits differ."""
+        """Returns "" if the job itself gives the same bits twice, otherwise a sentence.
+
+        It is called only if bits differ.
+        """
         output = self._folder("again")
         self._train(output)
         same = [line["loss"] for line in _lines(output)] == (self._truth and self._truth.losses)

@@ -1,13 +1,15 @@
-"""The proof on the first step in hasten's own trainer: a plan computes what transformers would.
+"""The proof on the first step: a plan computes the same as plain transformers.
 
-Before the first step two short documents of the job's data run both ways: through the session as
-the plan has built it, and through the plain model of transformers with its own loss, which shares
-the session's weights. Loss and gradients are compared as in
-:mod:`hasten.measure.quality.first_step`. If they differ, the techniques that change a pass are
-taken out of the plan one at a time, and the session is built again without them.
+It runs in hasten's own trainer. Before the first step two short documents of the job's
+data run both ways. One is the session as the plan has built it. The other is the plain
+model of transformers with its own loss, which shares the session's weights. Loss and
+gradients are compared as in :mod:`hasten.measure.quality.first_step`. If they differ,
+the techniques that change a pass are removed from the plan one at a time. The session
+is built again without them.
 
-The comparison is left out where there is nothing to compare with: weights that are dealt out over
-ranks or stored in another form, an objective of its own, compiled code.
+The comparison is left out if there is no reference. This holds for weights that are
+sharded over ranks or stored in another form, an objective of its own, and compiled
+code.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The folder of a run: what moves aside for the next one, lines as they come, weights at the end.
+"""The folder of a run: archives the previous run, writes lines and final weights.
 
-A run that its supervisor starts again goes on in the same files: lines of steps that are done once
-more are taken out, so that each step has one line, and one that a killed process left half written
-goes with them.
+A run that its supervisor restarts continues in the same files. Lines of repeated steps
+are removed, so each step has one line. A line that a killed process wrote only in part
+is removed too.
 """
 
 from __future__ import annotations
@@ -38,11 +38,10 @@ MODELS = ("model", "adapter", "model_average", "adapter_average")
 
 
 def archive_previous_run(output: Path, keep_checkpoints: bool) -> str:
-    """Move an earlier run's results to ``previous/N``; its prepared data stays.
+    """Moves an earlier run's results to ``previous/N``; its prepared data stays.
 
     Returns:
-        What its owner should know: that it wasn't done and could have been gone on with, and how;
-        else nothing.
+        A message if that run wasn't done and can be resumed, and how; otherwise "".
     """
     output.mkdir(parents=True, exist_ok=True)
     names = [*RESULTS, *MODELS, "best"]
@@ -71,7 +70,7 @@ def archive_previous_run(output: Path, keep_checkpoints: bool) -> str:
 
 
 def keep_lines_until(output: Path, step: int) -> None:
-    """Of an attempt before this one, the lines up to ``step`` stay."""
+    """Keeps the lines of an earlier attempt up to ``step``."""
     for name in STEP_LINES:
         path = output / name
         if not path.exists():
@@ -131,7 +130,7 @@ class _LineFile:
 
 
 def form(session: Session) -> str:
-    """What is saved, as its folder is called: a model, or the adapter alone."""
+    """Returns what is saved, as its folder is called: a model, or the adapter alone."""
     return "adapter" if adapted_table(session.model) else "model"
 
 
@@ -153,11 +152,10 @@ def save_weights(
     formats: NumberFormats,
     rescue: bool = False,
 ) -> SavedWeights:
-    """Saves the model as it is now, or its adapter, in the form that Transformers and PEFT load.
+    """Saves the current model or adapter, in the form that Transformers and PEFT load.
 
-    An error is returned and not raised: a finished training is worth a second attempt. With
-    ``rescue`` these follow, until one succeeds: the folder of ``HASTEN_RESCUE``, then both with the
-    weights rounded to bfloat16. All ranks call it; the first one writes.
+    Returns:
+        A sentence for each further part that couldn't be written.
     """
     with session.setup.layout.gather(session.model):
         if session.setup.context.world.is_main:

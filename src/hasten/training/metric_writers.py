@@ -1,10 +1,11 @@
-"""The numbers of a run for other tools: TensorBoard, Weights & Biases, MLflow, as they happen.
+"""Writes a run's numbers for other tools: TensorBoard, Weights & Biases, MLflow.
 
-Everything but W&B's own debug log stays in the run's folder: TensorBoard has an event file there,
-W&B is told to stay offline (``wandb sync`` uploads later, if somebody wants that), MLflow gets a
-database of its own. Each takes the same names: ``train/loss`` of metrics.jsonl,
-``eval/eval_loss`` of evaluations.jsonl. Nothing these tools do may end a training: after an
-error they are left alone.
+They are written during the run. Everything but W&B's own debug log stays in the run's
+folder. TensorBoard has an event file there. W&B is set to offline (``wandb sync``
+uploads later, if the user wants that). MLflow gets a database of its own. Each takes
+the same names: ``train/loss`` of metrics.jsonl, ``eval/eval_loss`` of
+evaluations.jsonl. Errors of these tools never end a training: after an error, a tool
+isn't used any more.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class MLflow:
 
 
 def _without_telemetry() -> None:
-    """From 3.2 on MLflow tells its makers how it is used; a training tells nobody anything.
+    """Disables MLflow's telemetry: from 3.2 on it sends usage data to its makers.
 
     Source: MLflow's page "Usage Tracking".
     """
@@ -135,10 +136,10 @@ MAKERS: Mapping[str, Callable[[Path, Mapping[str, Any]], MetricWriter]] = {
 
 
 class Writers:
-    """All writers of a run, on a thread of their own: some take long for a line, MLflow 50 ms.
+    """All writers of a run, on a separate thread: some take long for a line, MLflow 50 ms.
 
-    One that fails is named once and left out from then on. Where lines come faster than they can
-    be written they are dropped, and it is said at the end how many.
+    If one fails, its name is printed once and it is left out from then on. If lines arrive
+    faster than they can be written, they are dropped. Their number is printed at the end.
     """
 
     def __init__(self, names: Sequence[str], folder: Path, start: Mapping[str, Any]) -> None:

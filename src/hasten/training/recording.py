@@ -1,4 +1,4 @@
-"""What a run tells those who watch it: its start, its machine, and its numbers for other tools."""
+"""Records a run for observers: its start, machine, and numbers for other tools."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ Steps = Sequence[Mapping[str, float]]
 
 
 class Recording:
-    """Around a run's steps, on every rank; ``step`` and ``evaluation`` are told of each.
+    """Records a run's steps, on every rank; ``step`` and ``evaluation`` receive each.
 
     Args:
         folder: the run's.
-        start: what ``run.json`` holds besides time and process.
+        start: content of ``run.json`` besides time and process.
         rank: this one's number, of ``ranks``.
         parts: seconds of each part of each step so far, as the step's clock keeps them.
         log_to: names of writers for other tools.
@@ -131,9 +131,9 @@ class Recording:
 
 
 def sample(folder: Path, gpus: Gpus | None = None) -> dict[str, float | None]:
-    """How devices, host and the folder's disk are now; None where nobody says.
+    """Returns the current state of devices, host and the folder's disk; None: unknown.
 
-    Without GPUs the device is the processor, and its power isn't known.
+    Without GPUs the device is the processor, and its power is unknown.
     """
     memory = psutil.virtual_memory()
     busy = psutil.cpu_percent() / 100
@@ -206,7 +206,7 @@ def recorded(
 
 
 def start_of(session: Session, recipe: Recipe) -> dict[str, Any]:
-    """What ``run.json`` says of a run."""
+    """Returns the content of ``run.json``."""
     setup, price = session.setup, recipe.price
     size = setup.context.world.size
     return {
@@ -221,7 +221,10 @@ def start_of(session: Session, recipe: Recipe) -> dict[str, Any]:
 
 
 def machine_facts() -> dict[str, Any]:
-    """What the machine has besides what ``hardware`` names, for the summary and ``hardware``."""
+    """Returns further facts about the machine, for the summary and ``hardware``.
+
+    They don't repeat facts that ``hardware`` has from elsewhere.
+    """
     gpus = Gpus()
     return {
         "numa": [asdict(node) for node in host.numa_nodes()],

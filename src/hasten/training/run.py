@@ -1,17 +1,24 @@
-"""The life of one training run: folder, data, model, steps, and what it leaves behind.
+"""The life of one training run: folder, data, model, steps, and its files.
 
-    output/
-      recipe.yaml       the resolved recipe          metrics.jsonl     a line per step
-      evaluations.jsonl eval loss and metrics    summary.json      the whole run in one object
-      model/ or adapter/  Hugging Face or PEFT form   data/             tokens, mapped by later runs
-      model_average/ or adapter_average/  their running mean, where the plan keeps one
-      best/             weights of the lowest eval loss, where the recipe evaluates on the way
-      quarantined.jsonl, spikes.jsonl, restarts.jsonl   what went wrong, where anything did
-      run.json, machine.jsonl, ranks/   for those who watch; tensorboard/, wandb/, mlflow/ as asked
-      rejected.jsonl    examples left out, and why     checkpoints/      where the plan writes them
-      adjustments.jsonl settings that were tried while training, where the recipe says ``auto``
+Files in ``output/``:
 
-An earlier run in the same folder is not overwritten: its results move to ``previous/1`` and so on.
+  - recipe.yaml: the resolved recipe
+  - metrics.jsonl: a line per step
+  - evaluations.jsonl: eval loss and metrics
+  - summary.json: the whole run in one object
+  - model/ or adapter/: Hugging Face or PEFT form
+  - model_average/ or adapter_average/: their running mean, if the plan has one
+  - best/: weights of the lowest eval loss, if the recipe evaluates on the way
+  - data/: tokens, mapped by later runs
+  - checkpoints/: if the plan writes them
+  - quarantined.jsonl, spikes.jsonl, restarts.jsonl: faults, if there were any
+  - rejected.jsonl: examples left out, and why
+  - adjustments.jsonl: settings tried while training, if the recipe has ``auto``
+  - run.json, machine.jsonl, ranks/: for observers
+  - tensorboard/, wandb/, mlflow/: if the recipe requires them
+
+An earlier run in the same folder is not overwritten: its results move to ``previous/1``
+and so on.
 """
 
 from __future__ import annotations
@@ -94,19 +101,19 @@ def train(
     on_step: OnStep = lambda metrics: None,
     on_evaluation: OnEvaluation = lambda evaluation: None,
 ) -> dict[str, Any]:
-    """Train as the recipe says and return what ``summary.json`` holds.
+    """Trains a recipe and returns the content of ``summary.json``.
 
     Args:
         recipe: or the path of its file. With ``plan: auto`` the plan is chosen first.
-        import_seconds: that the process took before, for the summary.
-        tell: is told what happens, a line at a time.
-        on_tokens: is told how many examples of how many are tokenised.
-        on_start: is given the session before the first step.
-        on_step: is told of each step.
-        on_evaluation: is told of each look at the eval loss.
+        import_seconds: seconds that the process spent on imports, for the summary.
+        ``tell``: receives messages, a line at a time.
+        on_tokens: receives the number of tokenised examples, and of all.
+        on_start: receives the session before the first step.
+        on_step: receives each step.
+        on_evaluation: receives each evaluation of the eval loss.
 
     Raises:
-        InputError: anything of the recipe can't be used; nothing was trained.
+        InputError: a part of the recipe can't be used; nothing was trained.
         StoppedError: a check ended the run, or a rank can't be reached.
     """
     resolved_recipe = recipe if isinstance(recipe, Recipe) else load_recipe(Path(recipe))
@@ -191,7 +198,7 @@ def _open_folder(recipe: Recipe, data: PreparedData, tell: Tell) -> None:
 
 
 def set_step_checks(session: Session, recipe: Recipe, output: Path) -> None:
-    """What the session's steps are checked for, before it resumes.
+    """Sets the checks after each step of the session, before it resumes.
 
     Raises:
         InputError: a check isn't possible in this plan.
@@ -206,7 +213,10 @@ def set_step_checks(session: Session, recipe: Recipe, output: Path) -> None:
 
 
 def watch_notices(session: Session, recipe: Recipe) -> AbstractContextManager[Any]:
-    """Leave when the recipe's file appears or its command says so; on the first rank."""
+    """Requests a stop if the recipe's file appears or its command requires it.
+
+    It runs on the first rank.
+    """
     if not session.setup.context.world.is_main or not (recipe.leave_file or recipe.leave_command):
         return nullcontext()
     file = Path(recipe.leave_file) if recipe.leave_file else None
@@ -216,7 +226,7 @@ def watch_notices(session: Session, recipe: Recipe) -> AbstractContextManager[An
 
 @dataclass(frozen=True)
 class _Run:
-    """What a run starts from."""
+    """Inputs of a run."""
 
     prepared: PreparedJob
     output: Path

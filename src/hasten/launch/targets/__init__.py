@@ -1,9 +1,12 @@
-"""Files that start a job on a cluster: for plain hosts, Slurm, Kubernetes, SkyPilot, Megatron-LM.
+"""Files that start a job on a cluster.
 
-    Launch (what, where, how long)  ->  one function per target  ->  {file name: text}  ->  write
+Targets: plain hosts, Slurm, Kubernetes, SkyPilot, Megatron-LM.
 
-Nothing is submitted and nothing that a user gave is run or pasted: texts become shell words by
-``shlex.quote``, values of YAML by its own writer, and names that a scheduler reads are checked.
+    Launch (what, where, how long) -> one function per target -> {file: text} -> write
+
+Nothing is submitted, and no user input is run or pasted. Texts become shell words by
+``shlex.quote``, and values of YAML by its own writer. Names that a scheduler reads are
+checked.
 """
 
 from hasten.launch.targets.job import TARGETS, Launch

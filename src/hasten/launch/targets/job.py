@@ -1,8 +1,9 @@
-"""What is launched, where, for how long and with which variables, with every word checked.
+"""A job to launch: its recipe, cluster, time limit and variables, with checked words.
 
-Free texts (paths) may hold anything but a zero byte and are quoted where they are written. Words
-that land in places with a syntax of their own (``#SBATCH`` lines, Kubernetes' names, host names)
-are held to that syntax here, so that no target has to escape them.
+Free texts (paths) may hold anything but a zero byte and are quoted where they are
+written. Other words are written into a syntax of their own (``#SBATCH`` lines,
+Kubernetes' names, host names). They are checked against that syntax here, so no target
+has to escape them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:]+\]")
 
 
 def script(name: str, **values: object) -> str:
-    """The shell script of that name beside this module, with a value in each place ``@key@``."""
+    """Returns this folder's shell script of that name, with a value for each ``@key@``."""
     text = Path(__file__).with_name(f"{name}.sh").read_text(encoding="utf-8")
     substitutions = {"mark": MARK, **values}
     return re.sub(r"@([a-z]+)@", lambda match: str(substitutions[match[1]]), text)
@@ -37,28 +38,29 @@ class Launch:
     """One job for a scheduler.
 
     Args:
-        recipe: text of the recipe as it is to run there; written beside the scripts.
+        recipe: text of the recipe as it is to run there; written next to the scripts.
         cloud: nodes, devices in each, topology.
         name: of the job, in lower case, digits and dashes.
-        fewest: nodes to go on with where some are lost or not to be had; as many as there are
-            if left out.
-        spot: on machines that may be taken away.
-        minutes: the longest it may run; none: the scheduler's own limit.
-        grace: seconds for saving before the machines go.
-        restarts: times that ranks, or the whole job, are started again.
-        workdir: folder in which relative paths of the recipe lie, as the nodes see it.
-        python: the interpreter that has hasten, as the nodes see it.
+        fewest: smallest number of nodes to continue with if some are lost or unavailable;
+            all of them if left out.
+        spot: True: run on machines that may be taken away.
+        minutes: the longest time that it may run; none: the scheduler's own limit.
+        grace: seconds for saving before the machines are lost.
+        restarts: number of times that ranks, or the whole job, are started again.
+        workdir: folder of the recipe's relative paths, on the nodes.
+        python: the interpreter that has hasten, on the nodes.
         port: where ranks meet on the first node.
-        hosts: names of the nodes, where no scheduler finds them.
-        interface: network interface between nodes; libraries look for one if left out.
+        hosts: names of the nodes, if no scheduler finds them.
+        interface: network interface between nodes; libraries search for one if left out.
         image: container image; volume: claim that is mounted at ``workdir`` (Kubernetes).
         accelerator: devices' name for SkyPilot (H100, A100-80GB).
         words: partition, account, qos, constraint, reservation (Slurm); namespace, rdma
             (Kubernetes).
-        config: fields of the model's Hugging Face config; layout, batch: of the plan (Megatron).
+        config: fields of the model's Hugging Face config; layout, batch: of the plan
+            (Megatron).
 
     Raises:
-        InputError: a word that its scheduler wouldn't take.
+        InputError: its scheduler wouldn't accept a word.
     """
 
     recipe: str
@@ -118,7 +120,7 @@ class Launch:
 
     @property
     def nodes(self) -> str:
-        """As torchrun takes it: 4, or 2:4."""
+        """Returns the number of nodes as torchrun takes it: 4, or 2:4."""
         most = self.cloud.nodes
         return str(most) if self.least == most else f"{self.least}:{most}"
 
@@ -161,7 +163,7 @@ class Variable:
 
 
 def variables(cloud: CloudConfig, interface: str = "", grace: int = 300) -> tuple[Variable, ...]:
-    """What to start with on this cluster."""
+    """Returns the environment variables to start with on this cluster."""
     settings = [
         Variable(
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
@@ -199,7 +201,7 @@ def variables(cloud: CloudConfig, interface: str = "", grace: int = 300) -> tupl
 
 
 def advice(cloud: CloudConfig, interface: str = "") -> tuple[str, ...]:
-    """What only somebody who knows the cluster can say, a sentence each."""
+    """Returns hints, a sentence each, on settings that need knowledge of the cluster."""
     hints = []
     if cloud.nodes > 1 and not interface:
         hints.append(

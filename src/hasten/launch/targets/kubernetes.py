@@ -1,10 +1,13 @@
-"""Kubernetes: one job as a PyTorchJob (Kubeflow Training Operator) and as a TrainJob (Trainer).
+"""Kubernetes: a job as PyTorchJob (Kubeflow Training Operator) and TrainJob (Trainer).
 
-Recipe and ``node.sh`` travel in a ConfigMap; data, results and checkpoints lie on a claim that is
-mounted at the work folder. The operators tell torchrun where to meet by PET_ variables. A pod that
-was asked to leave ends with 143, which PyTorchJob's policy ``ExitCode`` takes for worth a restart
-(128 and above), as it does a lost node; 1 to 127 end the job. Sources: kubeflow.org's pages on
-PyTorchJob (elastic training, restart policies) and TrainJob (runtimes); JobSet's failure policy.
+Recipe and ``node.sh`` are in a ConfigMap. Data, results and checkpoints are on a claim
+that is mounted at the work folder. The operators pass the meeting place to torchrun in
+PET_ variables. A pod that received a stop signal ends with 143. PyTorchJob's policy
+``ExitCode`` restarts on codes of 128 and above, and on a lost node; 1 to 127 end the
+job.
+
+Sources: kubeflow.org's pages on PyTorchJob (elastic training, restart policies) and
+TrainJob (runtimes); JobSet's failure policy.
 """
 
 from __future__ import annotations
@@ -74,7 +77,7 @@ def _config_map(launch: Launch) -> dict[str, Any]:
 
 
 def _pod(launch: Launch, container: str) -> dict[str, Any]:
-    """What a pod of the job is, in both manifests."""
+    """Returns the specification of a pod of the job, for both manifests."""
     devices = {"nvidia.com/gpu": str(launch.cloud.gpus_per_node)}
     security: dict[str, Any] = {}
     if launch.words.get("rdma"):
@@ -179,7 +182,7 @@ def _train_job(launch: Launch) -> dict[str, Any]:
 
 
 def _on_spot(launch: Launch) -> dict[str, Any]:
-    """Spot nodes are tainted where clouds make them: the pods say that they bear it."""
+    """Returns the pods' toleration of the taint that clouds put on spot nodes."""
     if not launch.spot:
         return {}
     keys = ("cloud.google.com/gke-spot", "kubernetes.azure.com/scalesetpriority")

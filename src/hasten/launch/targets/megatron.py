@@ -231,7 +231,10 @@ def _training(layout: Mapping[str, Any], batch: Mapping[str, Any]) -> Words:
 
 
 def _recompute(c: Mapping[str, Any], word: str) -> Words:
-    """What isn't kept; ``light`` by the names of Megatron Core's modules (core 0.12 and later)."""
+    """Returns Megatron's options for activations that aren't kept.
+
+    ``light`` uses the names of Megatron Core's modules (core 0.12 and later).
+    """
     some = ("--recompute-granularity", "selective")
     if word == "full":
         full = ("--recompute-granularity", "full"), ("--recompute-method", "uniform")

@@ -1,11 +1,14 @@
-"""``node.sh``, which every node runs whatever started it; and torchrun over plain hosts, by ssh.
+"""``node.sh``, which every node runs with any launcher; and torchrun over ssh.
+
+For plain hosts, torchrun is started by ssh.
 
     scheduler -> node.sh -> torchrun -> node.sh rank -> hasten train recipe.yaml
 
-A scheduler says that a node goes away by SIGTERM or SIGUSR1. The script hands it to the ranks as
-SIGUSR1, upon which all ranks of the job finish their step, save, and end with 75 (EX_TEMPFAIL).
-torchrun would take 75 for a failure and start them again on a machine that is about to go; so
-``node.sh rank`` turns it into 0 with a mark beside it, and ``node.sh`` turns the mark back into 75.
+A scheduler announces the loss of a node by SIGTERM or SIGUSR1. The script passes it to
+the ranks as SIGUSR1. Then all ranks of the job finish their step, save, and end with 75
+(EX_TEMPFAIL). If torchrun received 75, it would take it for a failure. It would restart
+the ranks on a machine that is about to be lost. So ``node.sh rank`` turns 75 into 0 and
+writes a mark, and ``node.sh`` turns the mark back into 75.
 """
 
 from __future__ import annotations
@@ -16,9 +19,10 @@ from hasten.launch.targets.job import Launch, exports, script
 
 
 def node_script(launch: Launch, meeting: str, preempted_code: int = 75) -> str:
-    """The text; ``meeting`` are torchrun's words for nodes and rendezvous, in shell.
+    """Returns the script's text; ``meeting``: torchrun's options for nodes and rendezvous.
 
-    ``preempted_code`` is the code that the scheduler is told where the job was asked to leave.
+    The options are in shell syntax. ``preempted_code`` is the code for the scheduler if the
+    job received a stop signal.
     """
     lines = [
         *exports(launch.cloud, launch.interface, launch.grace),
@@ -39,10 +43,11 @@ def node_script(launch: Launch, meeting: str, preempted_code: int = 75) -> str:
 
 
 def meeting_at(launch: Launch, nodes: str, head: str, name: str, first: str) -> str:
-    """torchrun's words for nodes that meet at ``head``; each given as shell would read it.
+    """Returns torchrun's options for nodes that meet at ``head``, each in shell syntax.
 
-    ``first`` says which node keeps the meeting's store, and the node's own address. Left alone,
-    torchrun takes the host's name for both, and waits for ever where that is of another network.
+    ``first`` contains the options for the node that keeps the meeting's store, and for the
+    node's own address. Without it, torchrun uses the host's name for both. It waits for
+    ever if that name belongs to another network.
     """
     if launch.cloud.nodes == 1:
         return "--standalone"

@@ -1,8 +1,9 @@
-"""A rehearsal: the launch's own scripts, hosts, agents and ranks on this machine, on a tiny model.
+"""A rehearsal: the launch's scripts, hosts, agents and ranks here, with a tiny model.
 
-Each host is one of a lab, with links as slow as this machine is slower than the cluster's
-devices; ``node.sh`` is the very file that the cluster would run. What comes out is whether it
-starts, meets, trains, saves and ends; not how fast the cluster will be.
+Everything runs on this machine. Each host is one of a lab. Its links are slower than
+the cluster's, by the same factor as this machine is slower than the cluster's devices.
+The file ``node.sh`` is the one that the cluster would run. The result shows if the job
+starts, meets, trains, saves and ends. It doesn't show how fast the cluster will be.
 """
 
 from __future__ import annotations

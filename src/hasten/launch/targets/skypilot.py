@@ -29,10 +29,12 @@ SETUP = "python3 -c 'import hasten' 2>/dev/null || python3 -m pip install ./hast
 
 
 def files(launch: Launch, folder: str, bucket: str = "/checkpoints") -> dict[str, str]:
-    """The task, the node's script, the recipe; ``folder`` is where they lie on this machine.
+    """Returns the task, the node's script and the recipe.
+
+    ``folder`` is their folder on this machine.
 
     Raises:
-        InputError: nobody said which accelerators.
+        InputError: the accelerators aren't set.
     """
     if not launch.accelerator:
         raise InputError("--gpu: SkyPilot looks for machines by their devices: --gpu H100")

@@ -1,11 +1,15 @@
-"""Slurm: ``job.sbatch`` takes the nodes, runs ``node.sh`` on each, and is queued again when asked.
+"""Slurm: ``job.sbatch`` allocates nodes, runs ``node.sh`` on each, can be requeued.
 
-    --signal=B:USR1@GRACE -> the batch shell -> srun -> node.sh -> ranks save and end with 75
-    75 after such a signal -> scontrol requeue -> the same job goes on from its checkpoint
+    --signal=B:USR1@GRACE -> batch shell -> srun -> node.sh -> ranks save, end with 75
 
-Lost nodes and preempted jobs are queued again by Slurm itself (``--requeue``). Directives hold only
-words that were checked; paths stand in the body, quoted. Source: the manual pages of sbatch, srun
-(SIGNALS AND ESCAPE SEQUENCES) and scontrol.
+After such a signal, the batch shell handles the code 75:
+
+    scontrol requeue -> the job resumes from its checkpoint
+
+Slurm itself requeues lost nodes and preempted jobs (``--requeue``). Directives hold
+only words that were checked; paths are in the body, quoted.
+
+Source: the manual pages of sbatch, srun (SIGNALS AND ESCAPE SEQUENCES) and scontrol.
 """
 
 from __future__ import annotations

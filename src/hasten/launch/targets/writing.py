@@ -14,10 +14,10 @@ from hasten.launch.targets.job import MARK, TARGETS, Launch
 
 
 def files(target: str, launch: Launch, folder: Path) -> dict[str, str]:
-    """The texts by file name; ``folder`` is where they will lie.
+    """Returns the texts by file name; ``folder`` is their later folder.
 
     Raises:
-        InputError: an unknown target, or something that it needs wasn't said.
+        InputError: an unknown target, or a setting that it needs is missing.
     """
     absolute_folder = folder.absolute()
     if target == "torchrun":
@@ -60,10 +60,11 @@ LOOKED_AT = 4096  # bytes at the head of a file in which the mark stands
 
 
 def write(files: Mapping[str, str], folder: Path) -> list[Path]:
-    """Write them into ``folder``, made if it isn't there; the paths.
+    """Writes the files into ``folder``, creates it if needed, and returns the paths.
 
     Raises:
-        InputError: a file of that name is somebody else's, or the folder takes no files.
+        InputError: a file of that name wasn't written by hasten, or the folder can't be
+            written.
     """
     paths = [folder / name for name in files]
     for path in paths:

@@ -1,4 +1,4 @@
-"""COMMUNICATION: what travels between ranks in the place of full gradients."""
+"""COMMUNICATION: smaller data that ranks send to each other instead of full gradients."""
 
 from __future__ import annotations
 

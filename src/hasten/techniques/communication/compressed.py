@@ -1,7 +1,7 @@
-"""What the techniques that compress gradients share: a run's compressor in the slot COMMUNICATION.
+"""Base of the techniques that compress gradients: a compressor in slot COMMUNICATION.
 
-Its memory is in checkpoints, its proof counts the bytes, and what a technique of that kind has to
-say of itself is its ``method``.
+Its memory is stored in checkpoints, and its proof counts the bytes. A technique of this
+kind describes itself in its ``method``.
 """
 
 from __future__ import annotations
@@ -52,14 +52,15 @@ def exchange_for(
     settings: CompressionSettings | None,
     scale: Callable[[], float],
 ) -> Exchange:
-    """What is to be attached to the sharded module; the module has no axis of copies then, where
-    they exchange.
+    """Returns the exchange to attach to the sharded module.
+
+    If copies of the shards exchange gradients, the module then has no axis of copies.
 
     Args:
         settings: the communication method's, if it compresses gradients.
 
     Raises:
-        InputError: this communication method can't enter this layout.
+        InputError: this layout doesn't support this communication method.
     """
     reason = _reason(layout, sizes, communication, settings)
     if reason:
@@ -119,7 +120,7 @@ def _reason(
 
 
 def proof_of(exchange: Exchange, session: Session, note: str) -> EffectCheck:
-    """Whether gradients were compressed, and in how many bytes."""
+    """Returns a check that gradients were compressed, with the number of bytes."""
     between = "to other copies in a step" if isinstance(exchange, CopiedShards) else "in a pass"
     sent = exchange.predicted()
     effective = exchange.compresses and session.progress.step > 0 and exchange.sent_bytes > 0
@@ -186,13 +187,13 @@ class CompressesGradients(Technique):
 
 
 class Compressed:
-    """A run's compressor: a step counts when its weights move, and weights are compared at times.
+    """A run's compressor: counts steps that move weights, and compares weights at times.
 
-    Where a layout deals weights out, an exchange between shards takes the compressor's place.
+    If a layout shards weights, an exchange between shards replaces the compressor.
 
-    A checkpoint has the memory of every rank. With another number of ranks each goes on with the
-    mean, so that nothing of what is owed is lost; where only hosts exchange compressed gradients,
-    memory begins anew.
+    A checkpoint has the memory of every rank. With another number of ranks each continues
+    with the mean, so no part of the omitted gradients is lost. If only hosts exchange
+    compressed gradients, memory begins empty.
     """
 
     def __init__(self, setup: Setup, kind: str, settings: dict[str, Any], check_every: int) -> None:
@@ -231,7 +232,7 @@ class Compressed:
             (self.shards or self.compressor).check(parameters)
 
     def state_dict(self) -> dict[str, Any]:
-        """Of all ranks, on the first; every rank calls it."""
+        """Returns the state of all ranks, on the first; every rank calls it."""
         local_state = self.compressor.state_dict()
         if self.shards is not None:
             local_state["travel"] = self.shards.state()
@@ -267,7 +268,7 @@ class Compressed:
             raise InputError(f"{self.kind}: {error}; resume with the plan that wrote it") from error
 
     def proof(self, session: Session) -> EffectCheck:
-        """Whether gradients were compressed, and in how many bytes."""
+        """Returns a check that gradients were compressed, with the number of bytes."""
         merged = f"; memory is the mean of {self.merged_from} ranks'" if self.merged_from else ""
         if self.lost_from:
             merged = f"; the memory of {self.lost_from} ranks was left behind"
@@ -334,7 +335,10 @@ def _of_ranks(value: Any, communication: Compressed) -> list[Any]:
 
 
 def _mean(values: Sequence[Any]) -> Any:
-    """The mean of nested states: what is owed stays the same for any number of ranks."""
+    """Returns the mean of nested states.
+
+    The omitted gradients stay the same for any number of ranks.
+    """
     first = values[0]
     if isinstance(first, Tensor):
         return torch.stack(list(values)).mean(0)
@@ -344,7 +348,7 @@ def _mean(values: Sequence[Any]) -> Any:
 
 
 def _same_sizes(values: Sequence[Any]) -> bool:
-    """Whether nested states hold tensors of the same names and shapes."""
+    """Returns True if nested states hold tensors of the same names and shapes."""
     first = values[0]
     if isinstance(first, Tensor):
         return all(v.shape == first.shape for v in values)

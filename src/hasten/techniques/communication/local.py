@@ -128,7 +128,7 @@ class Stream(TrainsApart):
 
 
 class Apart(Communication):
-    """A run's communication, and its agreement: a step goes by what this rank knows."""
+    """A run's communication and rank sync: each step uses only this rank's values."""
 
     diverged = True
 
@@ -151,7 +151,7 @@ class Apart(Communication):
         self._done(0)
 
     def counts(self, local_counts: WorkCounts, stop: bool) -> tuple[WorkCounts, bool]:
-        """What this rank has, times the ranks; whether an exchange has told of a wish to stop."""
+        """Returns this rank's counts times the ranks; True if an exchange had a stop request."""
         part = self._running()
         self._tokens, self._stop = local_counts.trained_tokens, stop
         size = self.setup.layout.size
@@ -170,11 +170,11 @@ class Apart(Communication):
             self._traffic.begin()  # what was waited for now is no step's
 
     def traffic(self) -> CommTiming | None:
-        """What the step's exchange took; None before the first."""
+        """Returns the timing of the step's exchange; None before the first."""
         return None if self._traffic is None else self._traffic.traffic()
 
     def gather_states(self, state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-        """Tensor by tensor, so that a rank beside the first holds no more than its own."""
+        """Gathers the states tensor by tensor; only the first rank holds more than its own."""
         size, first = self.setup.layout.size, self.setup.context.world.rank == 0
         states: list[dict[str, Tensor]] = [{} for _ in range(size - 1)] if first else []
         for name, tensor in state.items():

@@ -67,7 +67,10 @@ class Hierarchical(Technique):
         return no_torch_distributed() if context.world.size > 1 else ()
 
     def forecast(self, context: JobContext) -> Forecast:
-        """Of what a host with one rank sends; with more ranks less than a flat ring does."""
+        """Returns the forecast for a host with one rank.
+
+        With more ranks a host sends less than with a flat ring.
+        """
         if context.world.size == 1:
             return Forecast()
         return Forecast(comm_bytes=codec(self.between).message_bytes(NUMBERS) / (4 * NUMBERS))

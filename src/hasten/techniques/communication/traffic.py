@@ -1,4 +1,4 @@
-"""What a step's exchange took, told from what the parts count: replicas' gradients, or weights."""
+"""Timing of a step's exchange from the parts' counts: replicas' gradients or weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hasten.parts.distributed.ddp import ring_bytes, under_way, watch_reducer
 
 @runtime_checkable
 class CountsBytes(Protocol):
-    """A communication method that knows how many bytes this rank has sent so far."""
+    """A communication method that counts the bytes that this rank has sent so far."""
 
     @property
     def sent_bytes(self) -> int: ...
@@ -35,7 +35,7 @@ class ReplicaTraffic:
         self._known = watch_reducer(module)
 
     def traffic(self) -> CommTiming | None:
-        """Of the step that has just run; None where the reducer's clock can't be asked."""
+        """Returns the timing of the last step; None if the reducer has no clock."""
         timing = under_way(self._module) if self._known else None
         late, self.late, sent = self.late, False, self._sent()
         if timing is None:
@@ -67,7 +67,7 @@ class WeightTraffic:
         self.begin()
 
     def begin(self) -> None:
-        """What was counted up to here belongs to no step."""
+        """Begins a step; earlier counts belong to no step."""
         self._waited = self._part.waited_seconds
         self._hidden, self._sent = self._part.hidden_seconds, self._part.sent_bytes
 

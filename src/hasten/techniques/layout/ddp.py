@@ -118,7 +118,7 @@ class Replicas:
         return wrapped
 
     def traffic(self) -> CommTiming | None:
-        """What the step's gradients, or the weights in their place, took on their way."""
+        """Returns the timing of the step's communication: gradients, or weights instead."""
         holder = self._watched or self._communication
         return holder.traffic() if isinstance(holder, MeasuresExchange) else None
 

@@ -54,7 +54,7 @@ DTYPES = ("float32", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class DeepSpeed(Technique):
-    """ZeRO-1, 2 or 3 of DeepSpeed, which is installed beside hasten, from a config of its own."""
+    """ZeRO-1, 2 or 3 of DeepSpeed, which is a separate package, from a config of its own."""
 
     slot = Slot.LAYOUT
     config: str = setting("", "a ds_config.json; without one, ZeRO at this stage")
@@ -156,7 +156,10 @@ class DeepSpeed(Technique):
         return Forecast(comm_bytes=1.5 if stage == 3 else 1.0, resident_bytes=-gone)
 
     def _stage(self) -> int:
-        """The config's, or this one's where none can be read (``apply`` says why it can't)."""
+        """Returns the config's stage; this object's if no config can be read.
+
+        ``apply`` then reports why it can't be read.
+        """
         if not self.config:
             return self.stage
         try:

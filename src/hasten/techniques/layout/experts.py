@@ -128,7 +128,7 @@ def forecast(context: JobContext, ranks: int, shards: int = 1) -> Forecast:
 
 
 def proof(shared: SharedExperts, more: str = "") -> EffectCheck:
-    """What became of the experts, and how far tokens went."""
+    """Returns a check with the experts per rank, and the rows sent to other ranks."""
     layers, sent = list(shared.layers.values()), shared.traffic
     gone = sent.rows / ((sent.rows + sent.kept) or 1)
     return EffectCheck(
@@ -228,7 +228,10 @@ def shared_out(
 def norm_with_experts(
     dense_norm: Tensor, parameters: Sequence[Tensor], shared: SharedExperts
 ) -> Tensor:
-    """Of the whole gradient: ``dense_norm`` is that of all but the experts, on every rank."""
+    """Returns the norm of the full gradient.
+
+    ``dense_norm`` is the norm without the experts, on every rank.
+    """
     parts = [p for p in parameters if holds_part(p) and p.grad is not None]
     if not parts:
         return dense_norm
@@ -238,7 +241,9 @@ def norm_with_experts(
 
 
 def full_tensor(weight: Tensor, value: Tensor) -> Tensor:
-    """What belongs to a weight, of all experts where it holds some; all ranks call it.
+    """Returns the full value of a weight, with all experts if it holds some.
+
+    All ranks call it.
 
     Raises:
         InputError: the value isn't laid out like its weight.

@@ -21,7 +21,10 @@ from hasten.techniques.layout.tensor import cut, forecast, no_plan, proof
 
 @dataclass(frozen=True)
 class Hybrid(Technique):
-    """Copies, shards and pieces of layers, pipelines of these, or shared experts beside shards."""
+    """Replicas, shards, tensor and pipeline parallelism, or shared experts with shards.
+
+    Pipelines may consist of the first three.
+    """
 
     slot = Slot.LAYOUT
     dp: int = setting(1, "copies that average their gradients")
@@ -64,7 +67,10 @@ class Hybrid(Technique):
         return MeshSizes(self.dp, self.shard, self.tp)
 
     def _other(self) -> Technique | None:
-        """What holds stages or experts; by itself it makes copies of the ranks that are left."""
+        """Returns the technique for stages or experts.
+
+        By itself it makes copies for the remaining ranks.
+        """
         if self.pp > 1:
             return Pipeline(stages=self.pp)
         return ExpertParallel(size=self.ep) if self.ep > 1 else None

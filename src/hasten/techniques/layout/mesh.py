@@ -35,7 +35,9 @@ from hasten.techniques.communication.compressed import Compressed, Exchange, exc
 def full_tensor(
     name: str, weights: LocalShards, weight: Tensor, value: Tensor, keeps: bool
 ) -> Tensor:
-    """What belongs to a weight, whole where ``keeps``; all ranks of its mesh call it.
+    """Returns the value of a weight, as a full tensor if ``keeps``.
+
+    All ranks of its mesh call it.
 
     Raises:
         InputError: the value isn't laid out like its weight, under the layout of that name.
@@ -68,13 +70,13 @@ Split = Callable[[nn.Module, DeviceMesh], nn.Module]  # cut layers over a mesh's
 
 @dataclass(frozen=True)
 class LayoutOptions:
-    """What a technique says of its layout beside the sizes.
+    """Options of a technique's layout, without the sizes.
 
     Args:
         name: of the technique, for messages.
-        whole_gradients: between the micro-batches of a step each rank keeps whole gradients.
+        whole_gradients: between the micro-batches of a step each rank keeps full gradients.
         cut: how layers are split over the ``tp`` axis; None: they aren't.
-        once: one rank of a host builds the model, if the job knows its skeleton.
+        once: one rank of a host builds the model, if the job has a skeleton of it.
     """
 
     name: str
@@ -150,8 +152,9 @@ class MeshLayout:
         return module
 
     def _entered(self, communication: Communication) -> Exchange:
-        """What makes gradients small on their way; it knows the mesh, and the communication method
-        its settings.
+        """Returns the exchange that compresses gradients.
+
+        It uses this mesh, and the settings of the communication method.
         """
         compressed = communication if isinstance(communication, Compressed) else None
         settings = (

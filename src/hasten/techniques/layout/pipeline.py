@@ -98,7 +98,7 @@ class PipelineEngine(PlainEngine):
 
 
 class _StagePass(nn.Module):
-    """A stage's pass in the shape of a loss module, whose own share of the loss is nothing."""
+    """A stage's pass in the form of a loss module; its own share of the loss is zero."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -51,11 +51,11 @@ from hasten.techniques.layout.tensor import refuse_other_code
 
 
 class Cut:
-    """What this rank, ``stage`` of its pipeline, holds of the model; all of it before ``split``.
+    """The part of the model on this rank, ``stage`` of its pipeline; all before ``split``.
 
     Args:
-        stage: this rank's place among those of its pipeline, which ``group`` opens.
-        first: this rank's pipeline is the one that states and saved models come from.
+        stage: this rank's index among those of its pipeline, which ``group`` opens.
+        first: this rank's pipeline is the source of states and saved models.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Cut:
         return {i: self.model.stage(spans[i]) for i, home in homes if home == self._stage}
 
     def start(self, seams: PassHooks) -> RanksRunner:
-        """What runs this rank's stages."""
+        """Returns the runner of this rank's stages."""
         language_model, work = self.model, PipelineWork(self.settings, seams, self._device)
         shape = hidden_shape(language_model.causal.config.hidden_size, lambda: language_model.dtype)
         self.runner = RanksRunner(self.stages, work, self.group, self._device, shape)
@@ -156,7 +156,7 @@ class Cut:
         return order_of(self.setup.optimizer, self._trained)
 
     def all_gather_object(self, local_object: Any) -> list[Any]:
-        """What each rank of the pipeline says."""
+        """Returns the object of each rank of the pipeline."""
         gathered: list[Any] = [None] * self.settings.ranks
         dist.all_gather_object(gathered, local_object, group=self.group)
         return gathered
@@ -223,10 +223,11 @@ class StageWeightsSplit:
 
 
 class Stages(StageWeightsSplit):
-    """``data_size`` pipelines side by side; neighbouring ranks make up one of them.
+    """``data_size`` parallel pipelines; neighbouring ranks make up one of them.
 
-    Stages that several pipelines have are copies: their gradients are averaged when all passes of a
-    step are done, in DistributedDataParallel's buckets and by the communication method's codec.
+    Stages that several pipelines have are copies. Their gradients are averaged when all
+    passes of a step are done. DistributedDataParallel's buckets and the communication
+    method's codec do it.
     """
 
     replicated = False
@@ -284,7 +285,7 @@ class Stages(StageWeightsSplit):
         return self.all_reduce_world(values) / self.settings.ranks
 
     def of_layers(self, values: Tensor) -> Tensor:
-        """The sum over data ranks of what each rank knows of its own layers, 0 of the others'."""
+        """Returns the sum over data ranks of each rank's values for its layers, 0 elsewhere."""
         return self.all_reduce_world(values)
 
     def all_reduce_world(self, values: Tensor) -> Tensor:
@@ -424,7 +425,7 @@ class StagesInPieces(StageWeightsSplit):
         return self.all_reduce_world(values) / (self.settings.ranks * self.sizes.tp)
 
     def of_layers(self, values: Tensor) -> Tensor:
-        """The sum over data ranks of what each rank knows of its own layers, 0 of the others'."""
+        """Returns the sum over data ranks of each rank's values for its layers, 0 elsewhere."""
         return self.all_reduce_world(values) / self.sizes.tp
 
     def all_reduce_world(self, values: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ def cut(
 
 
 def refuse_other_code(setup: Setup, name: str) -> None:
-    """What reads a layer's weight by itself would see a piece of it."""
+    """Refuses code that reads a layer's weight by itself: it would get only a shard."""
     precision = setup.precision
     taken = {
         "float8": isinstance(precision, AutocastRegion) and precision.layers is not None,
