@@ -49,7 +49,7 @@ def main(target: Path) -> None:
         _hasten(here, "train", "recipe.yaml")
         short = ("--no-verify", "--rounds", "3", "--steps", "2", "--warmup", "1")
         asked = ("output=measured", "plan=[packed]", "eval_every=0")
-        files = ("--json", "report.json", "--bundle", "bundle.zip")
+        files = ("-o", "measured", "--bundle", "bundle")
         _hasten(here, "speedup", "recipe.yaml", *asked, *short, *files)
         _hasten(
             here,
@@ -62,9 +62,12 @@ def main(target: Path) -> None:
             "--budget",
             "3m",
         )
-        shutil.rmtree(target, ignore_errors=True)
-        for kept in ("recipe.yaml", "records.jsonl", "model", "report.json", "bundle.zip"):
+        for old in ("model", "run"):
+            shutil.rmtree(target / old, ignore_errors=True)
+        for kept in ("recipe.yaml", "records.jsonl", "model"):
             _keep(here / kept, target / kept)
+        _keep(here / "measured/report.json", target / "report.json")
+        _keep(here / "bundle/bundle.json", target / "bundle.json")
         _keep(here / "run", target / "run", LEFT_OUT)
         _without_this_machine(target / "run")
         [example] = (here / "measured").glob("experiments/*/record.jsonl")
