@@ -16,7 +16,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from hasten.models.adapters import add_lora, merged
+from hasten.models.adapters import add_lora, merge, with_adapter
 from hasten.models.load import load_model
 from hasten.models.presets import PRESETS, build_config
 from hasten.models.save import save_adapter, save_model
@@ -88,7 +88,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> dict[tupl
                     weight.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(5))
             adapter = place.parent / f"{name}-adapter"
             save_adapter(adapted, tokenizer, adapter)
-            model = merged(base(name, kind, place.parent), adapter)
+            model = merge(with_adapter(base(name, kind, place.parent), adapter))
         assert save_model(model, tokenizer, place, formats) == []
         for weight in model.parameters():
             weight.data = weight.data.to(formats.of("", weight))
