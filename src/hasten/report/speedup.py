@@ -157,7 +157,7 @@ def ablate(
 
     Args:
         recipe: a recipe, or the path of one.
-        variants: which plans are compared, see docs/speedup.md.
+        variants: which plans are compared, see docs/tutorials/which-technique-pays.md.
         only: techniques by name: variants that single out others are left out.
         design: how; eight rounds of four steps, and a second baseline, if left out.
         title: of the report.
