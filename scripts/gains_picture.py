@@ -1,19 +1,19 @@
 """Draw the demo's table as docs/images/gains.svg, with the drawings of the report.
 
-    python scripts/gains_picture.py PAGE    # the page that has the demo's table
+    python scripts/gains_picture.py
 
-The table is the one between the markers ``<!-- demo table -->`` of the page.
+The table is the one between the markers ``<!-- demo table -->`` of benchmarks/results/demo.md.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 from hasten.report.svg import Bar, bar_chart
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "benchmarks" / "results" / "demo.md"
 PICTURE = ROOT / "docs" / "images" / "gains.svg"
 WIDTH = 800  # CSS pixels
 STYLE = """
@@ -50,4 +50,4 @@ def drawing_of(page: str) -> str:
 
 
 if __name__ == "__main__":
-    PICTURE.write_text(drawing_of(Path(sys.argv[1]).read_text(encoding="utf-8")), encoding="utf-8")
+    PICTURE.write_text(drawing_of(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
