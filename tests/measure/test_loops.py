@@ -102,8 +102,3 @@ def test_the_example_compares_its_own_functions() -> None:
     assert done.returncode == 0, done.stderr
     assert "verdict:" in done.stdout
     assert "tokens/s" in done.stdout
-
-
-def test_the_page_shows_the_example_as_it_is() -> None:
-    page = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8")
-    assert (ROOT / "examples" / "compare_loops.py").read_text(encoding="utf-8") in page

@@ -26,12 +26,12 @@ class CommandHelp(NamedTuple):
 HELP: dict[str, CommandHelp] = {
     "demo": CommandHelp(
         "Start",
-        "docs/quickstart.md",
+        "docs/tutorials/first-run.md",
         ("demo", "demo -o /tmp/demo", "report runs/demo"),
     ),
     "init": CommandHelp(
         "Start",
-        "docs/quickstart.md",
+        "docs/tutorials/first-run.md",
         (
             "init deepseek-llm-tiny stdlib",
             "init deepseek-ai/deepseek-llm-7b-base data/train.jsonl",
@@ -140,7 +140,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "speedup": CommandHelp(
         "Measure",
-        "docs/speedup.md",
+        "docs/tutorials/which-technique-pays.md",
         (
             "speedup recipe.yaml --budget 20m",
             "speedup recipe.yaml --design leave-one-out --write",
@@ -167,7 +167,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "profile": CommandHelp(
         "Measure",
-        "docs/profile.md",
+        "docs/tutorials/which-technique-pays.md",
         (
             "profile recipe.yaml",
             "profile recipe.yaml --simulate h100",
@@ -176,7 +176,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "report": CommandHelp(
         "Look",
-        "docs/compare.md",
+        "docs/tutorials/which-technique-pays.md",
         (
             "report runs/sft",
             "report runs/a runs/b",

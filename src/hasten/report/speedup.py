@@ -160,7 +160,7 @@ def ablate(
 
     Args:
         recipe: a recipe, or the path of one.
-        variants: the plans to compare, see docs/speedup.md.
+        variants: the plans to compare, see docs/tutorials/which-technique-pays.md.
         only: names of techniques; variants that single out others are left out.
         design: settings; default: eight rounds of four steps, and a second baseline.
         title: title of the report.
