@@ -28,7 +28,7 @@ def imported(folder: Path, given: dict[str, Any]) -> ImportedRecipe:
 
 
 def rows(found: ImportedRecipe) -> dict[str, tuple[str, str]]:
-    return {row.key: (row.fate, row.words) for row in found.rows}
+    return {row.key: (row.fate, row.explanation) for row in found.rows}
 
 
 @pytest.mark.parametrize(

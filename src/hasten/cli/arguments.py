@@ -116,17 +116,17 @@ class WriteBack:
 
     Args:
         recipe: file of the recipe.
-        asked: ``--write``.
+        requested: ``--write``.
         target: ``--write-to``: another file, which doesn't have to exist yet.
     """
 
     recipe: Path
-    asked: bool = False
+    requested: bool = False
     target: Path | None = None
 
     def check(self) -> None:
         """Before anything is measured. Raises InputError for a place that can't be written."""
-        if not (self.asked or self.target):
+        if not (self.requested or self.target):
             return
         if self.target is not None and self.target.exists():
             raise InputError(f"--write-to: {self.target} is there already; name a new file")
@@ -138,7 +138,7 @@ class WriteBack:
             write_back,  # planning, which loads this, needs no torch
         )
 
-        if not (self.asked or self.target):
+        if not (self.requested or self.target):
             print(f"to put this into the recipe: {command_line()} --write")
             return
         difference = write_back(self.recipe, changes, self.target)

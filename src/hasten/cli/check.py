@@ -323,7 +323,7 @@ def show_ds_config(file: Path, recipe: Path | None, overrides: Sequence[str]) ->
     for fate in (HONOURED, IGNORED, REFUSED):
         for row in meaning.rows:
             if row.fate == fate:
-                print(f"{fate:<9} {row.key:<{width}}  {row.words}")
+                print(f"{fate:<9} {row.key:<{width}}  {row.explanation}")
     ranks = world_of(values)
     print(f"\nto a recipe, for {ranks} rank(s):")
     if ranks == 1:

@@ -96,6 +96,6 @@ def show(imported: ImportedRecipe, path: Path) -> None:
     for name in ("", "key", "value", "what becomes of it"):
         table.add_column(name, overflow="fold", no_wrap=name == "key")
     for row in sorted(imported.rows, key=lambda row: ORDER[row.fate]):
-        table.add_row(TITLES[row.fate], row.key, row.value, row.words)
+        table.add_row(TITLES[row.fate], row.key, row.value, row.explanation)
     console = Console(highlight=False, width=None if Console().is_terminal else 120)
     console.print(table, markup=False)

@@ -248,7 +248,7 @@ def _write_best(report: dict[str, Any], back: WriteBack) -> None:
     if fastest_entries is None or not recipe_entries:
         print("nothing is put into the recipe: no plan was shown to be faster at equal quality")
         return
-    if fastest_entries != recipe_entries or back.asked or back.target:
+    if fastest_entries != recipe_entries or back.requested or back.target:
         print(
             f"the fastest plan of equal quality: "
             f"{', '.join(map(name_of, fastest_entries)) or 'none'}"

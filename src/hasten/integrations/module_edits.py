@@ -37,23 +37,25 @@ class Edit:
     """
 
     owner: Any
-    place: MutableMapping[str, Any] | None  # None: the owner's class
+    namespace: MutableMapping[str, Any] | None  # None: the owner's class
     key: str
     before: Any
     after: Any
 
     def current(self) -> Any:
         """Returns the current value."""
-        return type(self.owner) if self.place is None else self.place.get(self.key, _MISSING)
+        return (
+            type(self.owner) if self.namespace is None else self.namespace.get(self.key, _MISSING)
+        )
 
     def set(self, value: Any) -> None:
         """Write ``value`` into the place."""
-        if self.place is None:
+        if self.namespace is None:
             self.owner.__class__ = value
         elif value is _MISSING:
-            self.place.pop(self.key, None)
+            self.namespace.pop(self.key, None)
         else:
-            self.place[self.key] = value
+            self.namespace[self.key] = value
 
 
 class ModuleEdits:
@@ -72,7 +74,7 @@ class ModuleEdits:
             self._undo()
         # A forward of the instance would cover that of another class.
         self._forwards = [
-            (e.owner, vars(e.owner).get("forward")) for e in self.edits if e.place is None
+            (e.owner, vars(e.owner).get("forward")) for e in self.edits if e.namespace is None
         ]
 
     @property

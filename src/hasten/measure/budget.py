@@ -221,7 +221,7 @@ class BudgetTracker:
         if design.partial:
             self._fewest, self._worth = 1, WORTH_IN_PART
 
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Seconds until the experiment must end, grace time included."""
         budget = self._design.budget_seconds
         if budget is None:
@@ -279,7 +279,7 @@ class BudgetTracker:
         short = replace(costs, turns=tuple(turn / self.steps for turn in costs.turns))
         every = short.of(variants, rounds=1, looks=0, to_start=variants - 2)
         budget = self._design.budget_seconds or 0.0
-        if self._record.spent + two > budget and every > self.left():
+        if self._record.spent + two > budget and every > self.seconds_left():
             took = rounded_up(two)
             text = f"two rounds of the baseline and the whole plan take about {took} more"
             self._record.append("dropped", text=text, variants=[])
@@ -327,10 +327,10 @@ class BudgetTracker:
             costs = replace(costs, finish=0.0)
         round_seconds = costs.of(len(variants), rounds=1, looks=1, to_start=0)
         self._round_seconds = round_seconds
-        if done < self._fewest and self.left() > 0:
+        if done < self._fewest and self.seconds_left() > 0:
             return self.over
         if self.every_variant and not self._is_first:  # as many rounds as the first cohort has
-            self.over = self.over or round_seconds > self.left()
+            self.over = self.over or round_seconds > self.seconds_left()
             return self.over
         if self._record.spent + round_seconds <= min(budget, self._until):
             return self.over

@@ -161,7 +161,7 @@ class Experiment:
             for name in [name for name in self.plans if name in self.alive]:
                 if self._rounds().complete(name):  # known even if no further build has its time
                     self._finish(name)
-            if self.time.left() <= 0:
+            if self.time.seconds_left() <= 0:
                 for variant in self.alive.values():
                     variant.worker.close(kill=True)  # nobody waits until they have left
 
@@ -221,7 +221,7 @@ class Experiment:
         stack.callback(worker.close)
         note = partial(self.record.append, cohort=number, variant=name)
         self.alive[name] = ArmProcess(
-            worker, self.time.left, note, self.context.patience, self.context.clock
+            worker, self.time.seconds_left, note, self.context.patience, self.context.clock
         )
         least = self.design.warmup
         most, look = self.design.longest_warmup, evaluate_first and self.design.evaluations > 0
@@ -314,7 +314,7 @@ class Experiment:
         draw, variants = random.Random(self.design.seed * 1_000_003 + number), list[ArmProcess]()
         for name in draw.sample(names, len(names)):
             self.alive = {}
-            if name in self.time.dropped or self.time.left() <= 0:
+            if name in self.time.dropped or self.time.seconds_left() <= 0:
                 continue
             with contextlib.ExitStack() as stack:
                 unseen = self._unseen(name)

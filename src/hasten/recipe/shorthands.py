@@ -163,7 +163,7 @@ def with_deepspeed(values: Mapping[str, Any], plan: list[Any]) -> dict[str, Any]
     mapped_config = meaning_of(config, values, plan)
     if mapped_config.refused:
         row = mapped_config.refused[0]
-        raise ValueError(f"{file}: {row.key}: {row.words}")
+        raise ValueError(f"{file}: {row.key}: {row.explanation}")
     merged = _merged(values, mapped_config, file)
     more = [entry for entry in techniques_of(mapped_config, values) if entry not in plan]
     names = {name_of(entry) for entry in plan}

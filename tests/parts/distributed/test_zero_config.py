@@ -143,7 +143,7 @@ def test_sizes_of_a_width_that_is_not_known_are_not_zero() -> None:
 def test_bf16_under_its_old_name_is_read_alike(on: bool, words: str) -> None:
     found = read_settings({"bfloat16": {"enabled": on}}, TrainerSettings())
     assert found.precision == ("bf16" if on else None)
-    assert [row.words for row in found.rows] == [words]
+    assert [row.explanation for row in found.rows] == [words]
     with pytest.raises(ValueError, match="bfloat16: unknown key 'enabld'"):
         check_keys({"bfloat16": {"enabld": True}})
 

@@ -181,7 +181,7 @@ class _Trial:
     """The difference that is left without one technique."""
 
     without: Technique
-    rest: list[Technique]
+    remaining: list[Technique]
     difference: Difference | None
     differs: bool
 
@@ -324,7 +324,7 @@ class FirstStepProof:
             if best.differs:  # each rank must choose the same one, and sizes differ between ranks
                 best = trials[0] if _ranks() > 1 else min(trials, key=lambda t: t.size)
             self.removals.append(Removal(best.without, reason))
-            self.techniques, now, differs = best.rest, best.difference, best.differs
+            self.techniques, now, differs = best.remaining, best.difference, best.differs
         self.was_complete = not differs
         return example
 

@@ -93,7 +93,7 @@ class QualityRunner:
         return ordered_replies
 
     @property
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Seconds of the budget that are left."""
         return self._end - time.monotonic()
 
@@ -108,7 +108,7 @@ class QualityRunner:
         spec = WorkerSpec(self._job, self._given, self._environ(first.start), ranks)
         replies: list[Reply] = []
         while len(replies) < len(requests):
-            if self.left <= 0:
+            if self.seconds_left <= 0:
                 self.broken = True
                 return replies + [self._no_time()] * (len(requests) - len(replies))
             self._count += 1
@@ -131,12 +131,12 @@ class QualityRunner:
         return replies
 
     def _patience(self) -> float:
-        return min(self._timeout, max(self.left, 0.0))
+        return min(self._timeout, max(self.seconds_left, 0.0))
 
     def _failed(self, worker: Worker, error: WorkerError) -> Reply:
         self.broken = True
         worker.close(kill=True)
-        return {"failed": str(error)} if self.left > 0 else self._no_time()
+        return {"failed": str(error)} if self.seconds_left > 0 else self._no_time()
 
     def _no_time(self) -> Reply:
         return {"failed": f"no time: the budget of {duration(self._budget)} is used up"}

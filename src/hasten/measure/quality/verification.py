@@ -148,7 +148,7 @@ def verified(
     perform = QualityRunner(resolved, folder, environ, ranks=recipe.nproc, budget_seconds=budget)
     try:
         report = verification_report(
-            plan, perform, design, tell, recipe.nproc, lambda: perform.left
+            plan, perform, design, tell, recipe.nproc, lambda: perform.seconds_left
         )
         if not perform.broken:
             write_atomic(report_path, json.dumps(report, indent=1))

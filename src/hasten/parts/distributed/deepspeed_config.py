@@ -277,7 +277,7 @@ class DeepSpeedKey:
 
     key: str
     fate: str  # honoured, ignored, refused
-    words: str
+    explanation: str
 
 
 @dataclass(frozen=True)

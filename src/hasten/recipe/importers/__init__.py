@@ -111,7 +111,8 @@ class ImportedRecipe:
         unsupported_rows = [row for row in self.rows if row.fate in ("unmapped", "contradicts")]
         lines += [""] if unsupported_rows else []
         lines += [
-            f"# not taken over, {one_line(f'{row.key}: {row.words}')}" for row in unsupported_rows
+            f"# not taken over, {one_line(f'{row.key}: {row.explanation}')}"
+            for row in unsupported_rows
         ]
         return check_keys("\n".join(lines) + "\n", list(self.values))
 
@@ -222,7 +223,7 @@ def _beside_deepspeed(draft: RecipeDraft, ranks: int) -> None:
     try:
         batch = {"global_batch_size": draft.values.get("global_batch_size")}
         mapped_config = meaning_of(settings, {"nproc": ranks, **batch}, [])
-        problems = [f"{row.key}: {row.words}" for row in mapped_config.refused]
+        problems = [f"{row.key}: {row.explanation}" for row in mapped_config.refused]
     except ValueError as error:
         problems, mapped_config, settings = [str(error)], MappedConfig(), {}
     if problems:
@@ -256,10 +257,10 @@ def _one_format(draft: RecipeDraft, number_format: str | None, name: str, key: s
     draft.values["on_obstacle"] = "skip"  # as beside a plan: see _finished
     plan_format = entry["autocast"]["dtype"] if entry else "bf16"
     for index, row in enumerate(draft.rows):
-        if row.words.startswith(("plan: autocast", "plan: bf16_master_weights")):
-            same = replace(row, words=f"in {name}")
+        if row.explanation.startswith(("plan: autocast", "plan: bf16_master_weights")):
+            same = replace(row, explanation=f"in {name}")
             other = replace(
-                row, fate="contradicts", words=f"{name} says {number_format}, which is kept"
+                row, fate="contradicts", explanation=f"{name} says {number_format}, which is kept"
             )
             draft.rows[index] = (
                 same if plan_format == number_format or row.value == LEFT_OUT else other

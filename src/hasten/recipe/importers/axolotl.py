@@ -498,7 +498,7 @@ KEYS: dict[str, Handler] = (
         "mlflow_tracking_uri": implied("log_to", ["mlflow"]),
         "use_tensorboard": implied("log_to", ["tensorboard"]),
         "tokenizer_config": named("tokenizer"),
-        "fsdp": sharding.words,
+        "fsdp": sharding.fsdp_options,
         "fsdp_config": sharding.config(lambda settings: True),
     }
 )

@@ -35,7 +35,7 @@ class ImportedKey:
     key: str
     value: str
     fate: Fate
-    words: str
+    explanation: str
 
 
 @dataclass
@@ -99,7 +99,7 @@ class RecipeDraft:
         del self.values[name]
         key, _, default = self.why.pop(name).partition(": ")
         changed = [
-            replace(r, fate=fate, words=explanation) if r.key == key else r for r in self.rows
+            replace(r, fate=fate, explanation=explanation) if r.key == key else r for r in self.rows
         ]
         self.rows = [r for r in self.rows if r.key != key] if default else changed
 

@@ -273,7 +273,7 @@ KEYS: dict[str, Handler] = (
         "enable_thinking": thinking,
         "train_on_prompt": implied("loss_on", "everything"),
         "mask_history": implied("loss_on", "last_answer"),
-        "fsdp": sharding.words,
+        "fsdp": sharding.fsdp_options,
         "fsdp_config": sharding.config(lambda settings: bool(settings.get("fsdp"))),
     }
 )

@@ -110,10 +110,10 @@ def adapter(draft: RecipeDraft, key: str, value: Any) -> None:
     draft.say(key, "lora_targets", "all-linear" if "all" in names else names)
     draft.say(key, "lora_rslora", bool(settings.pop("use_rslora", False)))
     draft.say(key, "lora_dora", bool(settings.pop("use_dora", False)))
-    rest(draft, key, settings)
+    other_settings(draft, key, settings)
 
 
-def rest(draft: RecipeDraft, key: str, settings: Mapping[str, Any]) -> None:
+def other_settings(draft: RecipeDraft, key: str, settings: Mapping[str, Any]) -> None:
     """A row for each setting that isn't followed."""
     for name, item in settings.items():
         if not is_off(item):
@@ -128,7 +128,7 @@ def layout(draft: RecipeDraft, key: str, value: Any) -> None:
         sharding.config(lambda source: True)(draft, key, settings)
     elif name == "deepspeed":
         deepspeed(draft, key, settings.pop("config_file", None))
-        rest(draft, key, settings)
+        other_settings(draft, key, settings)
     elif name is not None:
         draft.note(key, "unmapped", f"there is no layout {name!r}: say layout in the recipe")
 
@@ -163,7 +163,9 @@ def optimizer(draft: RecipeDraft, key: str, value: Any) -> None:
     if betas is not None:
         draft.values["adam_betas"] = [float(b) for b in betas]
         draft.why["adam_betas"] = key
-    rest(draft, key, {k: v for k, v in settings.items() if not (k.endswith("eps") and v == 1e-8)})
+    other_settings(
+        draft, key, {k: v for k, v in settings.items() if not (k.endswith("eps") and v == 1e-8)}
+    )
 
 
 def scheduler(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -174,7 +176,7 @@ def scheduler(draft: RecipeDraft, key: str, value: Any) -> None:
     )
     if steps:
         TRAINING["warmup_steps"](draft, key, steps)
-    rest(draft, key, settings)
+    other_settings(draft, key, settings)
 
 
 def activation_checkpointing(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -218,7 +220,7 @@ def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
         if fields.pop("source", "hf_hub") == "hf_hub" and split not in ("train", None):
             source["path"] += f":{split}"
         fields.pop("converter", None)
-        rest(draft, f"{key}.{name}", fields)
+        other_settings(draft, f"{key}.{name}", fields)
         sources.append(source if len(source) > 1 else source["path"])
     draft.say(key, "dataset", sources)
 

@@ -253,6 +253,6 @@ KEYS: dict[str, Handler] = (
         "lr_decay_style": TRAINING["lr_scheduler_type"],
         "recompute_granularity": recomputed,
         "use_liger_kernel": TRAINING["use_liger_kernel"],
-        "fsdp": sharding.words,
+        "fsdp": sharding.fsdp_options,
     }
 )

@@ -45,7 +45,7 @@ NEEDLESS = {
 }
 
 
-def words(draft: RecipeDraft, key: str, value: Any) -> None:
+def fsdp_options(draft: RecipeDraft, key: str, value: Any) -> None:
     """``fsdp: "shard_grad_op offload auto_wrap"``, as text or list; true: full shards."""
     if value in (True, "true"):
         value = FULL

@@ -265,7 +265,7 @@ KEYS: dict[str, Handler] = (
         "use_rslora": named("lora_rslora", bool),
         "use_dora": named("lora_dora", bool),
         "shuffle_dataset": stopped_shuffle,
-        "fsdp": sharding.words,
+        "fsdp": sharding.fsdp_options,
         "fsdp_config": sharding.config(lambda settings: bool(settings.get("fsdp"))),
     }
 )
