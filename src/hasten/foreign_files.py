@@ -67,8 +67,8 @@ def read_bounded(path: Path, limit: int, what: str) -> bytes:
     return data
 
 
-def parse_json(data: bytes | str, place: str) -> Any:
-    """The value of a JSON text; ``place`` names its origin in messages.
+def parse_json(data: bytes | str, origin: str) -> Any:
+    """The value of a JSON text; ``origin`` names its origin in messages.
 
     Raises:
         InputError: the text isn't UTF-8 or JSON, has a key twice or an integer beyond 64 bits, or
@@ -78,13 +78,13 @@ def parse_json(data: bytes | str, place: str) -> Any:
         text = data.decode("utf-8-sig") if isinstance(data, bytes) else data
         return json.loads(text, object_pairs_hook=unique_keys, parse_int=bounded_integer)
     except UnicodeDecodeError as error:
-        raise InputError(f"{place} is not UTF-8 text: {error.reason}; save it as UTF-8") from error
+        raise InputError(f"{origin} is not UTF-8 text: {error.reason}; save it as UTF-8") from error
     except json.JSONDecodeError as error:
-        raise InputError(f"{place}:{error.lineno} is not JSON: {error.msg}; correct it") from error
+        raise InputError(f"{origin}:{error.lineno} is not JSON: {error.msg}; correct it") from error
     except RecursionError as error:
-        raise InputError(f"{place} is not JSON that can be read: nested too deeply") from error
+        raise InputError(f"{origin} is not JSON that can be read: nested too deeply") from error
     except ValueError as error:
-        raise InputError(f"{place} is ambiguous: {error}; correct it") from error
+        raise InputError(f"{origin} is ambiguous: {error}; correct it") from error
 
 
 def read_json_object(path: Path, what: str, limit: int = LARGEST_JSON) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def bounded_integer(digits: str) -> int:
     raise ValueError(f"the integer {digits[:20]}... is beyond 64 bits")
 
 
-def path_inside(folder: Path, name: object, place: str, *, follow_links: bool = False) -> Path:
+def path_inside(folder: Path, name: object, origin: str, *, follow_links: bool = False) -> Path:
     """The path of a name that a foreign file gives for a file in ``folder``.
 
     With ``follow_links`` the file itself may be a link, as in the hub's cache; the name may not
@@ -144,13 +144,13 @@ def path_inside(folder: Path, name: object, place: str, *, follow_links: bool = 
         InputError: the name isn't a text or leads out of the folder.
     """
     if not isinstance(name, str) or not name or _UNWRITABLE.search(name):
-        raise InputError(f"{place}: {str(name)[:60]!r} is no file name; name a file in {folder}")
+        raise InputError(f"{origin}: {str(name)[:60]!r} is no file name; name a file in {folder}")
     parts = PurePath(name.replace("\\", "/"))
     leads_out = parts.is_absolute() or ".." in parts.parts
     if not leads_out and not follow_links:
         leads_out = not (folder / name).resolve().is_relative_to(folder.resolve())
     if leads_out:
-        raise InputError(f"{place}: {name!r} leads out of {folder}; name a file in it")
+        raise InputError(f"{origin}: {name!r} leads out of {folder}; name a file in it")
     return folder / name
 
 

@@ -116,14 +116,14 @@ class _Conversation:
         from hasten.data.conversation import Message
         from hasten.release.trained_model import answer
 
-        asked = [[*turns, Message("user", question)] for turns in self._turns]
+        prompts = [[*turns, Message("user", question)] for turns in self._turns]
         with _Display(_names(self._models), printed) as display:
             answers = [
                 answer(model, turns, self._sampling, display.writer(number))
-                for number, (model, turns) in enumerate(zip(self._models, asked, strict=True))
+                for number, (model, turns) in enumerate(zip(self._models, prompts, strict=True))
             ]
         replies = [Message("assistant", text) for text in answers]
-        self._turns = [[*turns, reply] for turns, reply in zip(asked, replies, strict=True)]
+        self._turns = [[*turns, reply] for turns, reply in zip(prompts, replies, strict=True)]
         return answers
 
 

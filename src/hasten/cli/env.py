@@ -235,12 +235,12 @@ def _shape(product: ProductRate) -> str:
     return f"{product.m}x{product.k} by {product.k}x{product.n}"
 
 
-def _on(device: str, here: JobContext) -> JobContext:
+def _on(device: str, context: JobContext) -> JobContext:
     if device not in ("auto", "cpu", "cuda"):
         raise InputError(f"--device is {device!r}; give auto, cpu or cuda")
-    if device == "cuda" and not here.hardware.accelerators:
+    if device == "cuda" and not context.hardware.accelerators:
         raise InputError("--device: this machine has no CUDA device; give auto or cpu")
-    return replace(here, device="cpu") if device == "cpu" else here
+    return replace(context, device="cpu") if device == "cpu" else context
 
 
 def check_hardware() -> dict[str, Any]:
@@ -249,14 +249,14 @@ def check_hardware() -> dict[str, Any]:
     from hasten.parts.kernels import registry
     from hasten.training.recording import machine_facts
 
-    here, machine, speed = facts.seen_at_start(), machine_facts(), "not measured"
-    kernels = registry.kept_figures(here.device)
-    _print_lines(here, machine, speed, None, kernels)
-    return _as_data(here, machine, speed, None, kernels)
+    job_context, machine, speed = facts.seen_at_start(), machine_facts(), "not measured"
+    kernels = registry.kept_figures(job_context.device)
+    _print_lines(job_context, machine, speed, None, kernels)
+    return _as_data(job_context, machine, speed, None, kernels)
 
 
 def _as_data(
-    here: JobContext,
+    context: JobContext,
     machine: dict[str, Any],
     speed: DiskSpeed | str,
     rates: MachineRates | None,
@@ -265,7 +265,7 @@ def _as_data(
     from hasten.machine import host
     from hasten.machine.benchmark import DiskSpeed
 
-    data = {**asdict(here.hardware), **machine, "versions": host.versions()}
+    data = {**asdict(context.hardware), **machine, "versions": host.versions()}
     data["disk_speed"] = asdict(speed) if isinstance(speed, DiskSpeed) else None
     data["kernels"] = None if kernels is None else asdict(kernels)
     if rates is not None:
@@ -274,13 +274,13 @@ def _as_data(
 
 
 def _print_lines(
-    here: JobContext,
+    context: JobContext,
     machine: dict[str, Any],
     speed: DiskSpeed | str,
     rates: MachineRates | None,
     kernels: DeviceFigures | None,
 ) -> None:
-    for name, text in _lines(here, machine, speed, rates):
+    for name, text in _lines(context, machine, speed, rates):
         print(f"{name:<{WIDTH}} {text}")
     if kernels is None:
         print(f"{'kernels':<{WIDTH}} not measured: run hasten env --bench")
@@ -301,36 +301,36 @@ def _speed(folder: Path | None) -> DiskSpeed | str:
 
 
 def _lines(
-    here: JobContext, machine: dict[str, Any], speed: DiskSpeed | str, rates: MachineRates | None
+    context: JobContext, machine: dict[str, Any], speed: DiskSpeed | str, rates: MachineRates | None
 ) -> Iterator[tuple[str, str]]:
     from hasten.machine import host
 
-    known = here.hardware
-    yield "CPU", known.cpu
-    yield "cores", f"{known.usable_cores} usable, {known.physical_cores} physical"
-    sets = ", ".join(known.instruction_sets) or "none of those that matter"
+    hardware = context.hardware
+    yield "CPU", hardware.cpu
+    yield "cores", f"{hardware.usable_cores} usable, {hardware.physical_cores} physical"
+    sets = ", ".join(hardware.instruction_sets) or "none of those that matter"
     yield "instruction sets", sets
     for node in machine["numa"] if len(machine["numa"]) > 1 else ():
         distances = " ".join(map(str, node["distances"]))
         memory = "" if node["memory_bytes"] is None else f"{size(node['memory_bytes'])}, "
         yield f"NUMA node {node['number']}", f"cores {node['cpus']}, {memory}distances {distances}"
-    yield "memory", f"{size(known.memory_bytes)}, limit {size(known.memory_limit_bytes)}"
+    yield "memory", f"{size(hardware.memory_bytes)}, limit {size(hardware.memory_limit_bytes)}"
     yield from _limits(machine["limits"])
-    yield "system", known.system
-    yield from _gpus(here, machine, rates)
+    yield "system", hardware.system
+    yield from _gpus(context, machine, rates)
     yield from _disks(machine["disks"], speed)
     yield from _network(machine["network"])
     if rates is not None:
         for line in conclusions(rates):
-            name, _, rest = line.partition(" ")
-            yield name, rest.strip()
+            name, _, text = line.partition(" ")
+            yield name, text.strip()
         for copy in rates.copies:
             yield copy.way, f"{copy.best / 1e9:.4g} GB/s"
     yield from host.versions().items()
 
 
 def _limits(limits: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    words = {
+    labels = {
         "cpus": f"{limits['cpus'] or 0:g} processors",
         "memory_bytes": f"{size(limits['memory_bytes'] or 0)} of memory",
         "swap_bytes": f"{size(limits['swap_bytes'] or 0)} of swap",
@@ -338,36 +338,36 @@ def _limits(limits: dict[str, Any]) -> Iterator[tuple[str, str]]:
         "shared_memory_bytes": f"{size(limits['shared_memory_bytes'] or 0)} of /dev/shm",
         "open_files": f"{limits['open_files']} open files",
     }
-    text = ", ".join(text for name, text in words.items() if limits[name] is not None)
+    text = ", ".join(text for name, text in labels.items() if limits[name] is not None)
     yield "limits", text or "none that can be read"
     if limits["container"] is not None:
         yield "container", limits["container"]
 
 
 def _gpus(
-    here: JobContext, machine: dict[str, Any], rates: MachineRates | None
+    context: JobContext, machine: dict[str, Any], rates: MachineRates | None
 ) -> Iterator[tuple[str, str]]:
     """As PyTorch counts them, which may see fewer than the driver; links as the driver does."""
     from hasten.machine.accelerators import datasheet
 
-    accelerators = here.hardware.accelerators
+    accelerators = context.hardware.accelerators
     for index, gpu in enumerate(accelerators):
         yield f"accelerator {index}", f"{gpu.name}, {size(gpu.memory_bytes)}, {gpu.capability}"
         row = datasheet(gpu.name)
         if row is not None and rates is None:
             yield "datasheet", f"{row.bf16 / 1e12:.4g} TFLOP/s in bf16 ({row.source})"
     if not accelerators:
-        seen = len(machine["gpus"])
-        yield "GPUs", f"none for PyTorch, {seen} for the driver" if seen else "none"
+        count = len(machine["gpus"])
+        yield "GPUs", f"none for PyTorch, {count} for the driver" if count else "none"
     if machine["driver"] is not None:
         yield "driver", machine["driver"]
     for index, gpu in enumerate(machine["gpus"]):
-        words = [gpu["pcie"], f"{gpu['nvlinks']} NVLinks up" if gpu["nvlinks"] else None]
+        details = [gpu["pcie"], f"{gpu['nvlinks']} NVLinks up" if gpu["nvlinks"] else None]
         if gpu["power_limit_watts"] is not None:
-            words.append(f"at most {gpu['power_limit_watts']:.0f} W")
+            details.append(f"at most {gpu['power_limit_watts']:.0f} W")
         if gpu["mig"]:
-            words.append("split by MIG")
-        yield f"GPU {index}", ", ".join(word for word in words if word)
+            details.append("split by MIG")
+        yield f"GPU {index}", ", ".join(word for word in details if word)
     for index, row in enumerate(machine["gpu_paths"]):
         yield f"GPU {index} to", " ".join(row)
 
@@ -393,9 +393,9 @@ def _disks(disks: list[dict[str, Any]], speed: DiskSpeed | str) -> Iterator[tupl
 def _network(cards: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
     for card in cards:
         rate = card["bits_per_second"]
-        words = [card["kind"], f"{rate / 1e9:g} Gbit/s" if rate else "rate not said"]
+        details = [card["kind"], f"{rate / 1e9:g} Gbit/s" if rate else "rate not said"]
         if card["driver"]:
-            words.append(card["driver"])
+            details.append(card["driver"])
         if card["numa_node"] is not None:
-            words.append(f"NUMA node {card['numa_node']}")
-        yield f"network {card['name']}"[:WIDTH], ", ".join(words)
+            details.append(f"NUMA node {card['numa_node']}")
+        yield f"network {card['name']}"[:WIDTH], ", ".join(details)

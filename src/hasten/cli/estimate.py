@@ -118,8 +118,13 @@ def estimate(
     from hasten.planner.inputs import PlanOptions
 
     writable("--output", output)
-    given = {**locals(), "calibrate": calibrate or [], "why": why or [], "what_if": what_if or []}
-    options = PlanOptions(**{f.name: given[f.name] for f in dataclasses.fields(PlanOptions)})
+    arguments = {
+        **locals(),
+        "calibrate": calibrate or [],
+        "why": why or [],
+        "what_if": what_if or [],
+    }
+    options = PlanOptions(**{f.name: arguments[f.name] for f in dataclasses.fields(PlanOptions)})
     clustered(model, overrides or [], options, output, as_json)
 
 
@@ -166,7 +171,7 @@ def clustered(
     price = price_from(options.price) or (recipe.price if recipe else None)
     calibration, stack = calibration_of(options, cluster)
     began = time.perf_counter()
-    found = search(
+    cluster_plan = search(
         *(model, cluster, job),
         space=space_of(options, cluster),
         top=options.top,
@@ -174,62 +179,68 @@ def clustered(
         stack=stack,
     )
     seconds = time.perf_counter() - began
-    best = found.best[0]
-    changes = [*advice.sensitivity(found), *advice.switches(found)]
-    nearest = advice.rejected(found, NEAREST)
+    best = cluster_plan.best[0]
+    changes = [*advice.sensitivity(cluster_plan), *advice.switches(cluster_plan)]
+    nearest = advice.rejected(cluster_plan, NEAREST)
     width = shutil.get_terminal_size((text.WIDTH, 24)).columns
     lora = job.task == "lora"
     blocks = [
-        text.heading(found, seconds, assumed),
-        text.layouts_table(found.best, job, price, width),
+        text.heading(cluster_plan, seconds, assumed),
+        text.layouts_table(cluster_plan.best, job, price, width),
         text.waterfalls(best),
         text.spent(spending(best, job, price), best),
-        text.front(found.pareto, job, price, width),
-        text.rejections(nearest, advice.refusals(found)),
+        text.front(cluster_plan.pareto, job, price, width),
+        text.rejections(nearest, advice.refusals(cluster_plan)),
         text.changes_table(changes, width),
         beyond_trainer(best.layout, lora)
         or f"in a recipe:\n{indent(recipe_lines(best.layout), '  ')}",
     ]
     if options.check_simulation:
-        blocks.append(f"\n{simulated_counted(found, recipe)}")
-    blocks += [f"\n{block}" for block in extras(found, options)]
+        blocks.append(f"\n{simulated_counted(cluster_plan, recipe)}")
+    blocks += [f"\n{block}" for block in extras(cluster_plan, options)]
     if output is not None:
-        write(output, page(found, price, nearest, changes))
+        write(output, page(cluster_plan, price, nearest, changes))
     with text_to_stderr(as_json):
         for block in blocks:
             print(wrapped(block, width))
         if output is not None:
             print(f"page: {output}")
     if as_json:
-        print(json.dumps(to_dict(found, price), indent=1, allow_nan=False))
+        print(json.dumps(to_dict(cluster_plan, price), indent=1, allow_nan=False))
 
 
-def extras(found: ClusterPlan, options: PlanOptions) -> list[str]:
+def extras(cluster_plan: ClusterPlan, options: PlanOptions) -> list[str]:
     """The blocks that were asked for by name."""
     from hasten.planner import advice, text
 
     blocks = []
-    for asked in options.why:
-        layout = advice.read_layout([asked], found.best[0].layout)
-        possible = not advice.impossibilities(found.model, found.cluster, found.job, layout)
-        one = advice.predicted(found, layout) if possible else None
-        blocks.append(text.why_text(layout, advice.why_not(found, layout), one))
+    for layout_text in options.why:
+        layout = advice.read_layout([layout_text], cluster_plan.best[0].layout)
+        possible = not advice.impossibilities(
+            cluster_plan.model, cluster_plan.cluster, cluster_plan.job, layout
+        )
+        one = advice.predicted(cluster_plan, layout) if possible else None
+        blocks.append(text.why_text(layout, advice.why_not(cluster_plan, layout), one))
     for change in options.what_if:
-        blocks.append(text.what_if_text(change, found, advice.what_if(found, change)[1]))
+        blocks.append(
+            text.what_if_text(change, cluster_plan, advice.what_if(cluster_plan, change)[1])
+        )
     if options.gpus:
-        blocks.append(text.devices_table(advice.devices(found), found.job))
+        blocks.append(text.devices_table(advice.devices(cluster_plan), cluster_plan.job))
     if options.shapes:
-        blocks.append(text.shapes_text(advice.shape_advice(found), found.model))
+        blocks.append(text.shapes_text(advice.shape_advice(cluster_plan), cluster_plan.model))
     if options.measured is not None:
-        blocks.append(against(found, options.measured))
+        blocks.append(against(cluster_plan, options.measured))
     return blocks
 
 
-def against(found: ClusterPlan, folder: Path) -> str:
+def against(cluster_plan: ClusterPlan, folder: Path) -> str:
     """What is predicted of a finished run as it ran, beside what it measured."""
     from hasten.planner.inputs import predicted_and_measured
 
-    return predicted_and_measured(folder, found.cluster, found.calibration, found.stack)
+    return predicted_and_measured(
+        folder, cluster_plan.cluster, cluster_plan.calibration, cluster_plan.stack
+    )
 
 
 def of_a_run(folder: Path, overrides: Sequence[str], options: PlanOptions) -> str:
@@ -242,7 +253,7 @@ def of_a_run(folder: Path, overrides: Sequence[str], options: PlanOptions) -> st
     return predicted_and_measured(folder, cluster, *calibration_of(options, cluster))
 
 
-def simulated_counted(found: ClusterPlan, recipe: Recipe | None) -> str:
+def simulated_counted(cluster_plan: ClusterPlan, recipe: Recipe | None) -> str:
     """The best layouts' memory as their steps are counted by simulation, beside what is
     predicted.
     """
@@ -250,25 +261,25 @@ def simulated_counted(found: ClusterPlan, recipe: Recipe | None) -> str:
     from hasten.planner.candidate import words as layout_words
 
     assert recipe is not None
-    kept = [one for one in found.best if not untraceable(one)]
-    recipes = [recipe_with(recipe, one, found.job) for one in kept]
-    counted = iter(traces(recipes, found.cluster.device.name))
+    traceable = [one for one in cluster_plan.best if not untraceable(one)]
+    recipes = [recipe_with(recipe, one, cluster_plan.job) for one in traceable]
+    counted = iter(traces(recipes, cluster_plan.cluster.device.name))
     rows = [["", "layout", "predicted GB", "by simulation GB", ""]]
     first = None
-    for place, one in enumerate(found.best, start=1):
+    for rank_number, one in enumerate(cluster_plan.best, start=1):
         why, peak = untraceable(one), ""
         trace = None if why else next(counted)
         if isinstance(trace, InputError):
             why = str(trace)
         elif trace is not None:
-            held = max(r.peak_bytes for r in trace.ranks) + one.memory_parts["overhead"]
-            fits = held <= found.cluster.device.memory_bytes
-            why, peak = "fits" if fits else "doesn't fit", f"{held / 1e9:.1f}"
-            first = place if fits and first is None else first
+            peak_bytes = max(r.peak_bytes for r in trace.ranks) + one.memory_parts["overhead"]
+            fits = peak_bytes <= cluster_plan.cluster.device.memory_bytes
+            why, peak = "fits" if fits else "doesn't fit", f"{peak_bytes / 1e9:.1f}"
+            first = rank_number if fits and first is None else first
         predicted = one.memory_bytes
         low, middle, high = (b / 1e9 for b in (predicted.low, predicted.middle, predicted.high))
         span = f"{middle:.1f} [{low:.1f}, {high:.1f}]"
-        rows.append([str(place), layout_words(one.layout), span, peak, why])
+        rows.append([str(rank_number), layout_words(one.layout), span, peak, why])
     taken = f"take layout {first}" if first else "none of them was seen to fit"
     return (
         f"memory of the fullest rank, counted by simulation without a GPU, what the driver takes "
@@ -292,13 +303,13 @@ def recipe_with(recipe: Recipe, one: PlanCandidate, job: PlannedJob) -> Recipe:
     from hasten.planner.candidate import recipe_lines
     from hasten.recipe.schema import recipe_from
 
-    asked = yaml.safe_load(recipe_lines(one.layout)) or {}
-    slots = {_slot(entry) for entry in asked.get("plan", [])}
-    own = recipe.plan if recipe.auto_plan is None else USUAL
+    layout_recipe = yaml.safe_load(recipe_lines(one.layout)) or {}
+    slots = {_slot(entry) for entry in layout_recipe.get("plan", [])}
+    entries = recipe.plan if recipe.auto_plan is None else USUAL
     values = {
         **recipe.model_dump(mode="json"),
-        "plan": [e for e in own if _slot(e) not in slots] + asked.get("plan", []),
-        "layout": asked.get("layout"),
+        "plan": [e for e in entries if _slot(e) not in slots] + layout_recipe.get("plan", []),
+        "layout": layout_recipe.get("layout"),
         "auto_plan": None,
         "nproc": one.devices,
         "cutoff_len": job.sequence,
@@ -315,32 +326,36 @@ def _slot(entry: Any) -> Any:
     return next((kind.slot for kind in catalogue() if kind.name() == name), name)
 
 
-def to_dict(found: ClusterPlan, price: Price | None) -> dict[str, Any]:
+def to_dict(cluster_plan: ClusterPlan, price: Price | None) -> dict[str, Any]:
     """The plan as plain values, for files and other programs."""
     from hasten.planner import advice, text
     from hasten.planner.candidate import spending
 
-    job = found.job
+    job = cluster_plan.job
 
     def entry(one: Any) -> dict[str, Any]:
         return {**one.to_dict(), "spending": spending(one, job, price).to_dict()}
 
-    here = found.cluster
+    cluster = cluster_plan.cluster
     return {
         "kind": "hasten estimate",
-        "model": {"name": found.model.name, "parameters": found.model.parameters()}
-        | {"active_parameters": found.model.active_parameters()},
-        "cluster": {"device": here.device.name, "nodes": here.nodes, "per_node": here.per_node}
-        | {"topology": here.topology, "source": here.device.source},
+        "model": {"name": cluster_plan.model.name, "parameters": cluster_plan.model.parameters()}
+        | {"active_parameters": cluster_plan.model.active_parameters()},
+        "cluster": {
+            "device": cluster.device.name,
+            "nodes": cluster.nodes,
+            "per_node": cluster.per_node,
+        }
+        | {"topology": cluster.topology, "source": cluster.device.source},
         "job": dataclasses.asdict(job),
-        "layouts": found.layouts,
-        "best": [entry(one) for one in found.best],
-        "pareto": [entry(one) for one in found.pareto],
+        "layouts": cluster_plan.layouts,
+        "best": [entry(one) for one in cluster_plan.best],
+        "pareto": [entry(one) for one in cluster_plan.pareto],
         "rejected": [
             {"layout": dataclasses.asdict(r.layout), "reason": r.reason, "fits": r.fits}
-            for r in advice.rejected(found, LISTED)
+            for r in advice.rejected(cluster_plan, LISTED)
         ],
-        "refused": advice.refusals(found),
+        "refused": advice.refusals(cluster_plan),
         "interval": "P10-P90 of held-out measurements",
-        "calibration": text.provenance(found),
+        "calibration": text.provenance(cluster_plan),
     }

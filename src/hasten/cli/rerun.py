@@ -117,11 +117,11 @@ def differences(bundle: Bundle) -> list[str]:
     from hasten.machine import host
     from hasten.report.runs import MACHINE
 
-    here = host.versions()
+    versions = host.versions()
     moved = [
-        f"{name} {bundle.versions.get(name)} -> {here.get(name)}"
-        for name in sorted({*bundle.versions, *here})
-        if bundle.versions.get(name) != here.get(name)
+        f"{name} {bundle.versions.get(name)} -> {versions.get(name)}"
+        for name in sorted({*bundle.versions, *versions})
+        if bundle.versions.get(name) != versions.get(name)
     ]
     lines = [f"since then: {', '.join(moved)}" if moved else "since then: the same versions"]
     machine = asdict(host.hardware())
@@ -131,21 +131,21 @@ def differences(bundle: Bundle) -> list[str]:
     return lines
 
 
-def conclusion(found: Sequence[ArmChange], margin: float) -> str:
+def conclusion(changes: Sequence[ArmChange], margin: float) -> str:
     """Who lost; where nobody did, whether that is shown of all."""
     from hasten.report.bundle import lost
 
-    if worse := lost(found):
+    if worse := lost(changes):
         return f"lost: {', '.join(worse)}"
-    unknown = [c.name for c in found if c.verdict in ("undecided", "not measured")]
-    rest = f"; not known of {', '.join(unknown)}" if unknown else ""
-    return f"nothing lost by more than {100 * margin:g}%{rest}"
+    unknown = [c.name for c in changes if c.verdict in ("undecided", "not measured")]
+    suffix = f"; not known of {', '.join(unknown)}" if unknown else ""
+    return f"nothing lost by more than {100 * margin:g}%{suffix}"
 
 
-def table(found: Sequence[ArmChange]) -> str:
+def table(changes: Sequence[ArmChange]) -> str:
     """A row per variant: its ratio to the baseline then and now, and now over then."""
     rows = [["variant", "then [95 %]", "now [95 %]", "now/then [95 %]", ""]]
-    for change in found:
+    for change in changes:
         spans = (_span(i) for i in (change.before, change.now, change.ratio))
         word = f"{change.verdict}: {change.reason}" if change.reason else change.verdict
         rows.append([change.name, *spans, word])
@@ -157,11 +157,11 @@ def _bundled_recipe(bundle: Bundle, overrides: Sequence[str], path: Path, output
     from hasten.recipe.schema import recipe_from
     from hasten.recipe.yaml_reader import read_overrides
 
-    given = read_overrides(overrides)
-    for key in given:
+    changes = read_overrides(overrides)
+    for key in changes:
         if key not in MAY_CHANGE:
             raise InputError(f"{key}: of a stored experiment only {', '.join(MAY_CHANGE)} change")
-    values: dict[Any, Any] = {**bundle.recipe, **given, "output": str(output)}
+    values: dict[Any, Any] = {**bundle.recipe, **changes, "output": str(output)}
     return recipe_from(values, str(path))
 
 

@@ -98,11 +98,11 @@ def _eval_parts(setup: Setup, eval_data: Indexed) -> list[list[Any]]:
     if job.batch.tokens:
         examples = job.batch.tokens // max(job.lengths, default=1)
     at_once = min(max(examples // layout.data_size, 1), EXAMPLES_AT_ONCE)
-    mine = range(len(eval_data))[layout.data_rank :: layout.data_size]
+    indices = range(len(eval_data))[layout.data_rank :: layout.data_size]
     parts: list[list[Any]] = []
-    for start in range(0, len(mine), at_once):
-        piece = [eval_data[i] for i in mine[start : start + at_once]]
-        parts += setup.split_micro_batches(piece)
+    for start in range(0, len(indices), at_once):
+        portion = [eval_data[i] for i in indices[start : start + at_once]]
+        parts += setup.split_micro_batches(portion)
     return parts
 
 

@@ -74,7 +74,7 @@ def changes_since(meta: Mapping[str, Any], setup: Setup) -> list[str]:
 
 
 def extended(
-    saved: Mapping[str, Any], here: Mapping[str, Any], schedule: Schedule, step: int
+    saved: Mapping[str, Any], new_settings: Mapping[str, Any], schedule: Schedule, step: int
 ) -> Schedule:
     """The schedule of a run that resumes after ``step``, perhaps with another end.
 
@@ -87,7 +87,7 @@ def extended(
     if schedule.extend == "stretch" or not step:
         return schedule
     old = _schedule(saved)
-    if old.constant_from is None and not _other_end(saved, here):
+    if old.constant_from is None and not _other_end(saved, new_settings):
         return schedule
     longer = replace(
         schedule,
@@ -202,20 +202,24 @@ def _schedule(record: Mapping[str, Any]) -> Schedule:
     return Schedule(**{field: record[key] for key, field in SCHEDULE.items() if key in record})
 
 
-def _other_end(saved: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
-    return any(key in saved and saved[key] != here[key] for key in ENDS)
+def _other_end(saved: Mapping[str, Any], new_settings: Mapping[str, Any]) -> bool:
+    return any(key in saved and saved[key] != new_settings[key] for key in ENDS)
 
 
-def _is_stretched(key: str, saved: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+def _is_stretched(key: str, saved: Mapping[str, Any], new_settings: Mapping[str, Any]) -> bool:
     """True if the schedule covers another number of steps only since the run has another end.
 
     A warm-up that is the same share of all steps is stretched with it.
     """
-    if not _other_end(saved, here) or _schedule(saved).constant_from or here["constant_from"]:
+    if (
+        not _other_end(saved, new_settings)
+        or _schedule(saved).constant_from
+        or new_settings["constant_from"]
+    ):
         return False
     if key != "warmup_steps":
         return key == "total_steps"
-    pairs = [(record[key], record["total_steps"]) for record in (saved, here)]
+    pairs = [(record[key], record["total_steps"]) for record in (saved, new_settings)]
     # ceil(share * total) steps: the shares that give so many are in (low, high].
     low, high = (max((w - 1) / t for w, t in pairs), min(w / t for w, t in pairs))
     return bool(low < high)

@@ -394,9 +394,11 @@ def _check_same_update(
             "resume with the plan that wrote it, or choose another folder"
         )
 
-    held = [p for group in session.optimizer.param_groups for p in group["params"]]
+    weights = [p for group in session.optimizer.param_groups for p in group["params"]]
     for index, values in state.items():
-        problem = check_moments(held[index], values) if index < len(held) else "is of no weight"
+        problem = (
+            check_moments(weights[index], values) if index < len(weights) else "is of no weight"
+        )
         if problem:
             raise InputError(
                 f"the checkpoint is damaged: the optimizer's state of weight {index} {problem}; "

@@ -210,8 +210,8 @@ class ContentHashes:
         self._path = path
         self._hashes: dict[str, str] = {}
         with contextlib.suppress(InputError):  # absent or damaged: computed again
-            known = read_json_object(path, "list of hashes")
-            self._hashes = {k: v for k, v in known.items() if isinstance(v, str)}
+            stored = read_json_object(path, "list of hashes")
+            self._hashes = {k: v for k, v in stored.items() if isinstance(v, str)}
         self._current: dict[str, str] = {}
 
     def of(self, path: Path) -> str | None:

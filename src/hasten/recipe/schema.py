@@ -501,13 +501,13 @@ def recipe_from(values: dict[Any, Any], origin: str) -> Recipe:
         raise InputError(f"{origin}: {first_complaint(error)}") from error
 
 
-def check_texts(value: Any, place: str) -> None:
+def check_texts(value: Any, origin: str) -> None:
     """Raises InputError if a text in a nested value can't be a path or be written as UTF-8."""
     values = [value]
     while values:
         value = values.pop()
         if isinstance(value, str) and (character := unwritable_character(value)):
-            raise InputError(f"{place} has {character} in {value[:60]!r}; remove it")
+            raise InputError(f"{origin} has {character} in {value[:60]!r}; remove it")
         if isinstance(value, dict):
             values += [*value, *value.values()]
         elif isinstance(value, list | tuple):

@@ -308,10 +308,10 @@ def _trained_of(request: Export) -> _Trained:
         raise InputError(f"{run} trained all weights, so it has no adapter: leave --adapter out")
     if request.weights == "checkpoint":
         saving = next((t for t in plan if isinstance(t, Checkpoints)), None)
-        place = Path(saving.folder) if saving and saving.folder else run / "checkpoints"
-        source = next(reversed(checkpoints(place)), None)
+        folder = Path(saving.folder) if saving and saving.folder else run / "checkpoints"
+        source = next(reversed(checkpoints(folder)), None)
         if source is None:
-            raise InputError(f"{place} has no checkpoint: choose --weights final")
+            raise InputError(f"{folder} has no checkpoint: choose --weights final")
     else:
         kind = "adapter" if lora is not None else "model"
         suffix = "_average" if request.weights == "average" else ""
@@ -364,10 +364,10 @@ def _check_room(request: Export, skeleton: Any, trained: _Trained) -> None:
     needed = size * sum(p.numel() for p in skeleton.parameters())
     if request.form == "adapter":
         needed = sum(file.stat().st_size for file in trained.source.iterdir() if file.is_file())
-    place = request.output.absolute()
-    while not place.is_dir():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    folder = request.output.absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
     if free < needed + ROOM:
         raise InputError(
             f"-o {request.output} needs about {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are "

@@ -169,24 +169,24 @@ def _save(
     any_model: Any = model
     adapter = bool(adapted_table(model))
     second = rescue_path(folder) if rescue else None
-    attempts = [(place, formats) for place in (folder, second) if place is not None]
+    attempts = [(target, formats) for target in (folder, second) if target is not None]
     if rescue and not adapter and formats.most is not torch.bfloat16:
-        attempts += [(place, NumberFormats(torch.bfloat16)) for place, _ in attempts]
+        attempts += [(target, NumberFormats(torch.bfloat16)) for target, _ in attempts]
     problems: list[str] = []
-    for place, these in attempts:
+    for target, these in attempts:
         try:
             if adapter:
-                rest = save_adapter(any_model, data.tokenizer, place)
+                unsaved_parts = save_adapter(any_model, data.tokenizer, target)
             else:
-                rest = save_model(any_model, data.tokenizer, place, these)
+                unsaved_parts = save_model(any_model, data.tokenizer, target, these)
         except Exception as error:  # safetensors has an error of its own for a full disk
             rounded = "" if these is formats else " rounded to bfloat16"
-            problems.append(f"the weights{rounded} couldn't be written to {place}: {_line(error)}")
+            problems.append(f"the weights{rounded} couldn't be written to {target}: {_line(error)}")
             continue
         if problems:
             rounded = "" if these is formats else ", rounded to bfloat16"
-            problems.append(f"the weights are in {place}{rounded}")
-        return SavedWeights(place, [*problems, *rest])
+            problems.append(f"the weights are in {target}{rounded}")
+        return SavedWeights(target, [*problems, *unsaved_parts])
     return SavedWeights(None, problems)
 
 
@@ -253,14 +253,14 @@ def write_summary(path: Path, summary: dict[str, Any]) -> Path | None:
         Its path; None if it couldn't be written, which ``summary["unsaved"]`` then lists.
     """
     second = rescue_path(path)
-    for place in (path, second):
-        if place is None:
+    for target in (path, second):
+        if target is None:
             continue
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(place, json.dumps(summary, indent=1))
-            return place
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(target, json.dumps(summary, indent=1))
+            return target
         except OSError as error:
             reason = error.strerror or error
-            summary["unsaved"].append(f"{place} couldn't be written: {reason}")
+            summary["unsaved"].append(f"{target} couldn't be written: {reason}")
     return None
