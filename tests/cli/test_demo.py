@@ -301,7 +301,7 @@ def test_the_whole_demo_chooses_on_a_made_up_machine_as_the_table_says() -> None
 
 def test_a_training_is_asked_to_stop_once_its_time_has_come_and_says_why() -> None:
     told: list[Any] = []
-    session: Any = SimpleNamespace(leaving=False, stop_requested=False)
+    session: Any = SimpleNamespace(preempted=False, stop_requested=False)
     now = iter((1.0, 71.9, 72.0, 80.0))
     stop = module.TimedStop(72.0, told.append, told.append, lambda: next(now))
     stop.start(session)

@@ -86,15 +86,15 @@ def test_a_machine_without_a_compiler_says_so(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     said = complaint(recipe, "--simulate", "h100")
-    assert said.startswith("a step can't be traced by simulation: no C++ compiler was found (c++")
+    assert said.startswith("a step can't be simulated: no C++ compiler was found (c++")
 
 
 def test_a_torch_that_has_a_driver_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hasten.measure.gpu_simulation import simulated
+    from hasten.measure.gpu_simulation import simulated_device
 
-    monkeypatch.setattr(simulated.runpy, "run_path", lambda path: {"cuda": "13.0", "hip": None})
+    monkeypatch.setattr(simulated_device.runpy, "run_path", lambda path: {"cuda": "13.0", "hip": None})
     with pytest.raises(InputError, match="with the CPU build of torch, and this is a build for"):
-        simulated._check_build()
+        simulated_device._check_build()
 
 
 def with_paper(

@@ -24,7 +24,7 @@ def report(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Show a run's results, or compare several; rewrite report.html of an experiment."""
+    """Show a run's results, or compare several runs."""
     from hasten.planner.inputs import predicted_lines, predicted_section
     from hasten.report.page import render_markdown, write_report
     from hasten.report.runs import compare_runs, read_object, read_runs, render, section, studies_of
