@@ -4,7 +4,7 @@
     python scripts/write_docs.py --check   # only name the pages that differ; exit code 1
 
 A generated part lies between ``<!-- generated: NAME -->`` and ``<!-- end: NAME -->``. The rest of
-a page is written by hand. ``scripts/docs_data.yaml`` has the meaning of fields that carry none in code.
+a page is written by hand. ``scripts/docs_data.yaml`` has meanings of fields that have none in code.
 """
 
 from __future__ import annotations

@@ -267,7 +267,7 @@ def test_the_peer_gets_labels_for_tokens_alone() -> None:
 def test_the_page_shows_what_the_files_say_and_else_not_measured(tmp_path: Path) -> None:
     empty = results.table([])
     assert empty.count("not measured") == len(rows.NAMES) - 1  # smoke isn't on the page
-    page = (ROOT / "docs/measurements/gpu.md").read_text()
+    page = (ROOT / "benchmarks/results/gpu.md").read_text()
     (tmp_path / "notes.json").write_text("[1]")
     assert results.table(results.read(tmp_path)) == empty
     for row in ROWS:

@@ -58,7 +58,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "train": CommandHelp(
         "Train",
-        "docs/recipe.md",
+        "docs/reference/recipe.md",
         (
             "train recipe.yaml",
             "train recipe.yaml max_steps=100 plan=auto",
@@ -67,7 +67,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "merge": CommandHelp(
         "Train",
-        "docs/recipe.md",
+        "docs/how-to/use-the-model.md",
         (
             "merge runs/lora",
             "merge runs/lora --to models/merged",
@@ -76,7 +76,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "card": CommandHelp(
         "Train",
-        "docs/recipe.md",
+        "docs/how-to/use-the-model.md",
         (
             "card runs/sft",
             "card runs/sft --report runs/sft/report.json",
@@ -85,7 +85,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "checkpoint": CommandHelp(
         "Train",
-        "docs/cards/checkpoints.md",
+        "docs/reference/techniques/checkpoints.md",
         (
             "checkpoint ls runs/sft",
             "checkpoint verify runs/sft",
@@ -94,7 +94,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "checkpoint ls": CommandHelp(
         "Train",
-        "docs/cards/checkpoints.md",
+        "docs/reference/techniques/checkpoints.md",
         (
             "checkpoint ls runs/sft",
             "checkpoint ls runs/sft/checkpoints",
@@ -103,7 +103,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "checkpoint verify": CommandHelp(
         "Train",
-        "docs/cards/checkpoints.md",
+        "docs/reference/techniques/checkpoints.md",
         (
             "checkpoint verify runs/sft",
             "checkpoint verify runs/sft/checkpoints/step-100",
@@ -112,7 +112,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "checkpoint export": CommandHelp(
         "Train",
-        "docs/cards/checkpoints.md",
+        "docs/how-to/use-the-model.md",
         (
             "checkpoint export runs/sft --to model.safetensors",
             "checkpoint export runs/sft/checkpoints/step-100 --to model.safetensors",
@@ -121,7 +121,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "checkpoint diff": CommandHelp(
         "Train",
-        "docs/cards/checkpoints.md",
+        "docs/reference/techniques/checkpoints.md",
         (
             "checkpoint diff runs/a runs/b",
             "checkpoint diff runs/a/checkpoints/step-50 runs/a/checkpoints/step-100",
@@ -130,7 +130,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "checkpoint convert": CommandHelp(
         "Train",
-        "docs/cards/checkpoints.md",
+        "docs/reference/techniques/checkpoints.md",
         (
             "checkpoint convert models/old -o models/new",
             "checkpoint convert pytorch_model.bin -o models/new",
@@ -148,7 +148,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "verify": CommandHelp(
         "Measure",
-        "docs/verify.md",
+        "docs/explanation/measuring.md",
         (
             "verify recipe.yaml",
             "verify recipe.yaml --seeds 3 --budget 1h",
@@ -193,7 +193,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "data": CommandHelp(
         "Look",
-        "docs/recipe.md",
+        "docs/how-to/data.md",
         (
             "data inspect recipe.yaml",
             "data stats recipe.yaml",
@@ -202,7 +202,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "data inspect": CommandHelp(
         "Look",
-        "docs/recipe.md",
+        "docs/how-to/data.md",
         (
             "data inspect recipe.yaml",
             "data inspect recipe.yaml --count 10",
@@ -211,7 +211,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "data stats": CommandHelp(
         "Look",
-        "docs/recipe.md",
+        "docs/how-to/data.md",
         (
             "data stats recipe.yaml",
             "data stats recipe.yaml -o stats.html",
@@ -220,7 +220,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "data pack": CommandHelp(
         "Look",
-        "docs/recipe.md",
+        "docs/how-to/data.md",
         (
             "data pack recipe.yaml",
             "data pack recipe.yaml -o rows.arrow",
@@ -229,7 +229,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "data convert": CommandHelp(
         "Look",
-        "docs/recipe.md",
+        "docs/how-to/data.md",
         (
             "data convert data/train.parquet -o train.jsonl",
             "data convert a.json b.csv -o all.jsonl",
@@ -238,12 +238,12 @@ HELP: dict[str, CommandHelp] = {
     ),
     "env": CommandHelp(
         "Look",
-        "docs/env.md",
+        "docs/reference/models.md",
         ("env", "env --no-measure --json", "env --bench -o rates.json"),
     ),
     "keys": CommandHelp(
         "Look",
-        "docs/recipe.md",
+        "docs/reference/recipe.md",
         ("keys", "keys learning_rate", "keys gradient_accumulation --json"),
     ),
     "estimate": CommandHelp(

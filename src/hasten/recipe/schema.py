@@ -474,7 +474,7 @@ def recipe_from(values: dict[Any, Any], place: str) -> Recipe:
     """A recipe out of a dictionary; ``place`` names its origin in messages."""
     for key in values:
         if key not in Recipe.model_fields:
-            words = f"{did_you_mean(str(key), Recipe.model_fields)}; docs/recipe.md lists all keys"
+            words = f"{did_you_mean(str(key), Recipe.model_fields)}; `hasten keys` lists all keys"
             if foreign := foreign_words(str(key)):
                 words = (
                     f": {foreign}; `hasten import FILE` translates whole files of other trainers"

@@ -1,6 +1,6 @@
 """The report: one measured job as report.json, as a page that stands alone, and as a small table.
 
-The input is plain data, described key by key in docs/report-schema.md.
+The input is plain data, described key by key in docs/reference/metrics.md.
 
 1. schema.py makes it JSON and checks it against its shapes.
 2. judgement.py derives what several variants say, formatting.py says numbers, svg.py draws them.
@@ -455,7 +455,7 @@ def render_markdown(report: Mapping[str, Any]) -> str:
     """The variants as a Markdown table with notes below.
 
     A verdict with a reason stands in full below the table, and so does MFU. Raises InputError where
-    `report` departs from docs/report-schema.md.
+    `report` departs from docs/reference/metrics.md.
     """
     read = read_report(report)
     table = table_of(read)
@@ -531,8 +531,8 @@ def _money(read: Mapping[str, Any]) -> Iterator[str]:
 def write_report(report: Mapping[str, Any], folder: Path) -> Path:
     """Write report.json and report.html into `folder` (made if missing); the path of the page.
 
-    Raises InputError where `report` departs from docs/report-schema.md, with no file changed, or
-    where the folder can't be written.
+    Raises InputError where `report` departs from docs/reference/metrics.md, with no file changed,
+    or where the folder can't be written.
     """
     plain, read = as_json(report, "report"), read_report(report)
     page = page_of(plain, read)

@@ -1,4 +1,4 @@
-"""The report's shapes, key by key as docs/report-schema.md says them, and the reader that checks.
+"""The report's shapes, key by key as in docs/reference/metrics.md, and the reader that checks.
 
 float is a number or null, bool a truth value or null, object a number, text, truth value or null,
 dict any object; [x] is a list of x and [x, y] a pair; a key that ends with ? may be missing or
@@ -153,7 +153,7 @@ def read_report(report: Mapping[str, Any]) -> dict[str, Any]:
     """The report with every optional key present and every text made visible.
 
     What wasn't measured is None. Raises InputError, with the place, where `report` departs from
-    docs/report-schema.md.
+    docs/reference/metrics.md.
     """
     read = _checked(as_json(report, "report", visible))
     try:
@@ -208,7 +208,7 @@ def _read(value: Any, shape: Any, place: str) -> Any:
         return value
     kind = type(shape) if isinstance(shape, dict | list) else shape
     wanted = "a pair" if isinstance(shape, list) and len(shape) == 2 else _LEAVES[kind][0]
-    raise InputError(f"{place} must be {wanted}, not {value!r:.60}: see docs/report-schema.md.")
+    raise InputError(f"{place} must be {wanted}, not {value!r:.60}: see docs/reference/metrics.md.")
 
 
 def _entry(value: Mapping[str, Any], key: str, shape: Any, place: str) -> Any:
@@ -216,7 +216,7 @@ def _entry(value: Mapping[str, Any], key: str, shape: Any, place: str) -> Any:
     if name in value and (value[name] is not None or name == key):
         return _read(value[name], shape, f"{place}.{name}")
     if name == key:
-        raise InputError(f"{place} lacks the key '{name}': see docs/report-schema.md.")
+        raise InputError(f"{place} lacks the key '{name}': see docs/reference/metrics.md.")
     if isinstance(shape, dict) and all(inner.endswith("?") for inner in shape):
         return _read({}, shape, place)
     return [] if isinstance(shape, list) else None

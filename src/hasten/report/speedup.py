@@ -153,7 +153,7 @@ def ablate(
     audience: Audience | None = None,
     also: Callable[[ExperimentSubject], Mapping[str, Any]] = lambda subject: {},
 ) -> dict[str, Any]:
-    """Measure a recipe's techniques on its own job; the report (docs/report-schema.md).
+    """Measure a recipe's techniques on its own job; the report (docs/reference/metrics.md).
 
     Args:
         recipe: a recipe, or the path of one.

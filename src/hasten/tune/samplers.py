@@ -11,7 +11,7 @@ A proposer never proposes a point twice, nor one that the space refuses. `auto` 
 Why this one isn't Optuna's Gaussian process: that process has no forecast as its mean and no
 constraint on a predicted peak. On the recorded grid, whose forecast says little, it needs 5 trials
 until within 3 % of the best, and this one 8. Where half of a space is out of memory it gets there
-in a quarter of the studies of 40 trials, and this one in all, after 6: docs/measurements.md,
+in a quarter of the studies of 40 trials, and this one in all, after 6: benchmarks/results/tuner.md,
 "Trials until the best settings".
 """
 

@@ -11,7 +11,7 @@ dealt to ranks, changed neighbours in a row must leave loss and gradient what th
 plan fails, techniques are left out one at a time until it is known which of them is to blame.
 
 Each proof is an order to a process apart (`hasten.measure.quality`); this module decides which are
-needed and what the answers mean. What a proof doesn't show stands in ``docs/verify.md``.
+needed and what the answers mean. Limits: ``docs/explanation/why.md``.
 """
 
 from __future__ import annotations
