@@ -29,23 +29,19 @@ import hasten
 from hasten.cli.help import HELP
 from hasten.cli.keys import type_text
 from hasten.cli.main import app
+from hasten.core.health import SpikePolicy
 from hasten.core.slot import Slot
-from hasten.core.technique import Fidelity, Knob, Technique
+from hasten.core.technique import Knob, Technique
 from hasten.core.timing import StepMetrics
 from hasten.data.prompt_formats import PROMPT_FORMATS
 from hasten.models.presets import PRESETS, preset
-from hasten.recipe.schema import AutoPlan, DataSource, Price, Recipe, SpikePolicy
+from hasten.recipe.schema import AutoPlan, DataSource, Price, Recipe
 from hasten.report.schema import REPORT
 from hasten.techniques import CATALOGUE
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "reference"
-NESTED = {"dataset": DataSource, "price": Price, "auto_plan": AutoPlan}
-FIDELITY = {
-    Fidelity.EXACT: "exact: losses have the same bits with and without it",
-    Fidelity.ROUNDING: "rounding: the same mathematics, gradients agree within a tolerance",
-    Fidelity.LOSSY: "lossy: other mathematics, the eval loss is compared",
-}
+NESTED: dict[str, type[BaseModel]] = {"dataset": DataSource, "price": Price, "auto_plan": AutoPlan}
 AUTO = {
     "usual": "in the initial plan",
     "try": "used if a measurement shows a gain",
@@ -197,7 +193,7 @@ def technique_head(kind: type[Technique]) -> str:
     lines = [first_paragraph(kind), ""]
     rows = [
         ["slot", f"{kind.slot.name}: {kind.slot.value}"],
-        ["fidelity", FIDELITY[instance.fidelity]],
+        ["[fidelity](index.md)", instance.fidelity.name.lower()],
         ["`plan: auto`", AUTO[kind.auto]],
     ]
     for claim in instance.claims:
@@ -283,7 +279,8 @@ def signature(thing: Any) -> str:
         text = str(inspect.signature(thing))
     except (TypeError, ValueError):
         return ""
-    return ADDRESS.sub("", text)
+    text = re.sub(r"(: | -> )'([^']*)'", r"\1\2", text.removesuffix(" -> 'None'"))
+    return ADDRESS.sub("", text.removesuffix(" -> None"))
 
 
 def api() -> str:
@@ -301,7 +298,7 @@ def api() -> str:
         summary = text.partition("\n\n")[0]
         start = re.search(r"^(Args|Returns|Raises|Yields):$", text, re.MULTILINE)
         details = text[start.start() :] if start else ""
-        chunk = f"### {name}\n\n{' '.join(summary.split())} Module: `{module}`.\n\n"
+        chunk = f"### {name}\n\n{' '.join(summary.split())}\n\n"
         chunk += f"```text\n{shown}\n"
         chunk += f"\n{details}\n" if details else ""
         chunk += "```"
