@@ -153,7 +153,7 @@ class Technique(ABC):
         """Put yourself into your slot; nothing runs yet."""
 
     def environment(self, context: JobContext) -> Mapping[str, str]:
-        """Variables that must stand before the process starts; whoever starts it sets them."""
+        """Variables to set before the process starts."""
         return {}
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:

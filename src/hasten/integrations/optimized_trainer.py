@@ -170,7 +170,7 @@ class OptimizedTrainer:
             return self._train(self._prepared(job, plan, context, folder, loader), loader, resume)
 
     def session(self, train_loader: Iterable[Any], context: JobContext, epochs: int) -> Session:
-        """A training that somebody else steps; in the process group, where there are ranks.
+        """A training for an external loop; with several ranks, in their process group.
 
         Every rank trains all that its loader gives.
         """

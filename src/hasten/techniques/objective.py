@@ -1,4 +1,4 @@
-"""OBJECTIVE: what is minimised beside the loss."""
+"""OBJECTIVE: what is minimised in addition to the loss."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class FusedAdamW(Technique):
 
 @dataclass(frozen=True)
 class CompactAdamW(Technique):
-    """AdamW whose moments are kept in bf16 or 8 bits between steps."""
+    """AdamW with moments in bf16 or 8 bits between steps."""
 
     slot = Slot.OPTIMIZER
     fidelity = Fidelity.LOSSY  # moments rounded step after step lead to other weights

@@ -95,7 +95,7 @@ def train(
     on_step: OnStep = lambda metrics: None,
     on_evaluation: OnEvaluation = lambda evaluation: None,
 ) -> dict[str, Any]:
-    """Train as the recipe says and return what ``summary.json`` holds.
+    """Trains by the recipe and returns the content of ``summary.json``.
 
     Args:
         recipe: or the path of its file. With ``plan: auto`` the plan is chosen first.

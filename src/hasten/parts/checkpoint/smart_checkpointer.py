@@ -243,7 +243,7 @@ class SmartCheckpointer:
         return True
 
     def due(self, step: int) -> bool:
-        """Whether to save after ``step``, the same on every rank; sees the last save's error."""
+        """Decides on all ranks alike to save after ``step``; raises the last save's error."""
         if not self._opened:
             self.open()
         self.saver.look()
@@ -334,7 +334,7 @@ class SmartCheckpointer:
         return found
 
     def list(self) -> list[Path]:
-        """The checkpoints in the folder, oldest first; sees the last save's error."""
+        """The checkpoints in the folder, oldest first; raises the last save's error."""
         self.saver.look()
         return checkpoints(self.saver.folder)
 

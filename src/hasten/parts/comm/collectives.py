@@ -148,7 +148,7 @@ class TopoAwareCollective:
         return self._all_reduce(tensor, op, route, memory, name)
 
     def wait_all(self) -> None:
-        """Wait for all works that were started; an error of a work nobody waited for is raised."""
+        """Waits for all works that were started; raises errors of earlier works."""
         self._queue.wait_all()
 
     def _all_reduce(

@@ -362,7 +362,7 @@ class DynamicBatchSampler(Sampler[list[int]]):
         self._ended = True
 
     def state_dict(self, batches_done: int | None = None) -> dict[str, Any]:
-        """Where the epoch stands.
+        """The position in the epoch.
 
         Worker processes fetch ahead of the training loop; with them, give ``batches_done``, the
         batches of this epoch that were trained.
@@ -371,7 +371,7 @@ class DynamicBatchSampler(Sampler[list[int]]):
         return {"epoch": self.epoch, "batches_done": done, "plan": self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next iteration goes on after the batches that were done.
+        """The next iteration continues after the finished batches.
 
         Raises:
             ValueError: the state is of other examples, settings or another number of ranks.

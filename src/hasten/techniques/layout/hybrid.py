@@ -21,14 +21,14 @@ from hasten.techniques.layout.tensor import cut, forecast, no_plan, proof
 
 @dataclass(frozen=True)
 class Hybrid(Technique):
-    """Copies, shards and pieces of layers, pipelines of these, or shared experts beside shards."""
+    """Copies, shards and pieces of layers, pipelines of these, or shared experts with shards."""
 
     slot = Slot.LAYOUT
     dp: int = setting(1, "copies that average their gradients")
     shard: int = setting(1, "pieces of each weight, brought together for a block's pass (FSDP2)")
     tp: int = setting(1, "pieces of each layer (tensor parallel)")
     pp: int = setting(1, "pipeline stages, each on ranks of its own")
-    ep: int = setting(1, "ranks that share the experts, a divisor of dp x shard; not beside tp, pp")
+    ep: int = setting(1, "ranks that share the experts, a divisor of dp x shard; not with tp, pp")
     reshard: bool = knob(
         True, "let a block's weights go between its two passes", choices=(True, False)
     )
