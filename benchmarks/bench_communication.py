@@ -6,7 +6,7 @@
     loss.jsonl --minutes 60 python benchmarks/bench_communication.py table --minutes 25 --json
     table.json
 
-Two hosts of a lab (docs/netlab.md) with a rank each on a core of its own, a Llama of 10.8 M
+Two hosts of a lab (tools/netlab/README.md) with a rank each on a core of its own, a Llama of 10.8 M
 parameters over bytes, 3 x 256 per rank and step (``--rows``), AdamW, bf16 autocast, layers and
 attention fused.
 

@@ -2,8 +2,8 @@
 
     python benchmarks/bench_full_duplex.py [--hosts 2,3] [--rates 100mbit,1gbit,none]
 
-Each host of a lab (docs/netlab.md) has one rank. All ways take turns, barrier to barrier; shown is
-the median time as a share of what the link could do at best if both directions were full.
+Each host of a lab (tools/netlab/README.md) has one rank. All ways take turns, barrier to barrier;
+shown is the median time as a share of what the link could do at best if both directions were full.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@
     python benchmarks/bench_layouts.py --table --json layouts.json        # of what is there already
 
 On 2 and 4 processes of this machine, and on two hosts of a lab with 1 Gbit/s and 100 Mbit/s between
-them (docs/netlab.md) where one can be made. Every process has one thread on a core of its own (or
-shares one, where there are more processes than cores) and four examples of 128 tokens a step, of a
-Llama of 7 M parameters or a DeepSeek-V3 of about as many; a step's examples are dealt out as the
-layout does it, so that all layouts train on the same. All variants are built in the same processes
-and take turns, barrier to barrier, in another order each round. Ratios are within rounds:
+them (tools/netlab/README.md) where one can be made. Every process has one thread on a core of its
+own (or shares one, where there are more processes than cores) and four examples of 128 tokens a
+step, of a Llama of 7 M parameters or a DeepSeek-V3 of about as many; a step's examples are dealt
+out as the layout does it, so that all layouts train on the same. All variants are built in the same
+processes and take turns, barrier to barrier, in another order each round. Ratios are within rounds:
 
     alone    one process trains by itself, the others sleep: a layout's throughput divided by the
              number of processes, as a share of this

@@ -8,7 +8,7 @@
      change, and for the newest end when the index has a newer release; and one of readers, with a
      transformers of before 5 and the torch of this environment, for tests/models/test_readers.py
   2. the tests in each end, one after the other
-  3. ``docs/versions.md`` gets the table, between its markers, and
+  3. ``docs/reference/models.md`` gets the table, between its markers, and
      ``src/hasten/machine/tested_versions.json`` the range, from which ``hasten.speed_up`` says that
      a release is outside it; both only if every usual test was run
 
@@ -36,7 +36,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = Path.home() / ".cache" / "hasten" / "test-environments"
 RANGE = ROOT / "src" / "hasten" / "machine" / "tested_versions.json"
-PAGE = ROOT / "docs" / "versions.md"
+PAGE = ROOT / "docs" / "reference" / "models.md"
 BEGIN, END = "<!-- table of make test-versions -->", "<!-- end of the table -->"
 ENDS = ("oldest", "newest")
 PACKAGES = ("torch", "transformers", "peft", "trl", "lightning")

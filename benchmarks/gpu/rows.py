@@ -1,4 +1,4 @@
-"""The rows of docs/measurements/gpu.md as data: shape, load, the ways to fit it, and the goal.
+"""The rows of benchmarks/results/gpu.md as data: shape, load, the ways to fit it, and the goal.
 
 Shapes repeat the published ``config.json`` of each model; the weights are random. A row lists its
 choices in the order in which they are tried: the first that fits the device's memory by simulation

@@ -1,4 +1,4 @@
-"""The figures of docs/measurements/gpu.md: all of them in one go, or one row.
+"""The figures of benchmarks/results/gpu.md: all of them in one go, or one row.
 
     python benchmarks/gpu/run.py --all --out FOLDER [--minutes 9]
     python benchmarks/gpu/run.py --row full-8b-bf16 [--json FILE] [--minutes 3]

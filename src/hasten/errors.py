@@ -25,7 +25,7 @@ def pip_install(extra: str) -> str:
     return f"pip install {EXTRAS[extra]}"
 
 
-# Exit codes of the command line beside 0, 1 and 2 (docs/metrics.md).
+# Exit codes of the command line beside 0, 1 and 2 (docs/reference/metrics.md).
 UNSAVED = 1  # weights are saved, and something beside them couldn't be
 FAILED = 4
 LEFT = 75  # EX_TEMPFAIL of sysexits.h: to be gone on with

@@ -92,7 +92,9 @@ def test_a_machine_without_a_compiler_says_so(
 def test_a_torch_that_has_a_driver_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from hasten.measure.gpu_simulation import simulated_device
 
-    monkeypatch.setattr(simulated_device.runpy, "run_path", lambda path: {"cuda": "13.0", "hip": None})
+    monkeypatch.setattr(
+        simulated_device.runpy, "run_path", lambda path: {"cuda": "13.0", "hip": None}
+    )
     with pytest.raises(InputError, match="with the CPU build of torch, and this is a build for"):
         simulated_device._check_build()
 

@@ -1,7 +1,7 @@
 """Recipes that are traced by simulation, and what a step of each may take.
 
 A bound is what the code took when it was last lowered, never to be raised without a reason in
-docs/log.md; a goal is what the design allows. Both are of one rank.
+benchmarks/log.md; a goal is what the design allows. Both are of one rank.
 """
 
 from __future__ import annotations

@@ -1,133 +1,81 @@
-"""The reference pages against the code: recipe keys, cards, slots, fields of the metrics files."""
+"""The reference pages against the code: generated parts and one page per technique."""
 
 from __future__ import annotations
 
-import dataclasses
+import importlib.util
 import re
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import pytest
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
-from hasten.core.slot import Slot
 from hasten.core.technique import Technique
-from hasten.core.timing import StepMetrics
-from hasten.models.presets import PRESETS
-from hasten.recipe.schema import Price, Recipe
 from hasten.techniques import CATALOGUE
 
-DOCS = Path(__file__).parents[2] / "docs"
-SECTIONS = ("Settings", "Fidelity and proof", "Claim and measurement", "Alone", "Source")
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+TECHNIQUES = DOCS / "reference" / "techniques"
+SECTIONS = ["Use it when", "Avoid it when", "Needs", "Example"]
+MOST_WORDS = 260  # of a technique's page without its generated part
 kinds = pytest.mark.parametrize("kind", CATALOGUE, ids=lambda k: k.name())
 
 
-def page(name: str) -> str:
-    return (DOCS / name).read_text(encoding="utf-8")
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("write_docs", ROOT / "scripts/write_docs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def default_of(field: FieldInfo) -> str:
-    """A recipe key's default as the page writes it."""
-    if field.is_required():
-        return "required"
-    value = field.get_default(call_default_factory=True)
-    if value is None:
-        return "none"
-    value = list(value) if isinstance(value, tuple) else value  # as YAML has it
-    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+docs = generator()
+PARTS: dict[Path, dict[str, str]] = docs.parts()
 
 
-@pytest.mark.parametrize(
-    ("model", "name"),
-    [(model, name) for model in (Recipe, Price) for name in model.model_fields],
-    ids=lambda v: v if isinstance(v, str) else v.__name__,
-)
-def test_the_recipe_page_has_each_key_with_default_and_meaning(
-    model: type[BaseModel], name: str
-) -> None:
-    field = model.model_fields[name]
-    assert f"| `{name}` | {default_of(field)} | {field.description} |" in page("recipe.md")
+def by_hand(text: str) -> str:
+    """A page without its generated parts and code."""
+    text = re.sub(r"<!-- generated: (.*?) -->.*?<!-- end: \1 -->", "", text, flags=re.DOTALL)
+    return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
-def test_the_recipe_page_has_no_key_that_does_not_exist() -> None:
-    tables = re.findall(r"\| key \| default \|.*?\n\n", page("recipe.md"), re.DOTALL)
-    named = set(re.findall(r"^\| `(\w+)` \|", "".join(tables), re.MULTILINE))
-    assert named == {*Recipe.model_fields, *Price.model_fields}
+@pytest.mark.parametrize("path", PARTS, ids=lambda p: p.stem)
+def test_generated_parts_are_those_of_the_code(path: Path) -> None:
+    """`python scripts/write_docs.py` writes them."""
+    text = path.read_text(encoding="utf-8")
+    assert docs.filled(text, PARTS[path], path.name) == text
 
 
-def test_the_recipe_page_names_every_preset() -> None:
-    text = page("recipe.md")
-    assert [name for name in PRESETS if f"`{name}`" not in text] == []
+def test_a_changed_part_and_a_missing_marker_are_noticed() -> None:
+    text = "a\n<!-- generated: x -->\nold\n<!-- end: x -->\nb\n"
+    assert docs.filled(text, {"x": "new"}, "p") == text.replace("old", "new")
+    with pytest.raises(SystemExit, match="p: markers"):
+        docs.filled(text, {"y": "new"}, "p")
+    with pytest.raises(SystemExit, match="is missing"):
+        docs.filled(text.replace("end: x", "end: z"), {"x": "new"}, "p")
 
 
-@kinds
-def test_every_technique_has_a_card_with_all_its_sections(kind: type[Technique]) -> None:
-    card = page(f"cards/{kind.name()}.md")
-    assert card.startswith(f"# {kind.name()}\n")
-    assert f"Slot: {kind.slot.name}." in card.replace("\n", " ")
-    for lead in ("What it does", "When it helps", "When it harms", "Obstacles"):
-        assert f"**{lead}.**" in card
-    assert re.findall(r"^## (.*)$", card, re.MULTILINE) == list(SECTIONS)
+def test_a_cell_with_a_pipe_stays_one_cell() -> None:
+    assert docs.table(["a"], [["x | y"]]).splitlines()[-1] == "| x \\| y |"
 
 
 @kinds
-def test_a_card_lists_every_setting_and_no_other(kind: type[Technique]) -> None:
-    settings = page(f"cards/{kind.name()}.md").split("## Settings")[1].split("\n## ")[0]
-    fields: Any = dataclasses.fields(kind)  # type: ignore[arg-type]
-    rows = re.findall(r"^\| `(\w+)` \| `(.*?)` \| (.*?) \|", settings, re.MULTILINE)
-    assert rows == [(f.name, str(f.default), f.metadata["doc"]) for f in fields]
-    if not fields:
-        assert settings.strip() == "None."
+def test_every_technique_has_a_page_with_all_its_sections(kind: type[Technique]) -> None:
+    text = (TECHNIQUES / f"{kind.name()}.md").read_text(encoding="utf-8")
+    assert text.startswith(f"# {kind.name()}\n")
+    assert re.findall(r"^## (.*)$", text, re.MULTILINE) == SECTIONS
+    assert "Source: " in text
+    assert len(by_hand(text).split()) <= MOST_WORDS
+    example = text.split("## Example")[1]
+    assert re.search(rf"^```yaml\n.*\b{kind.name()}\b.*?^```$", example, re.DOTALL | re.MULTILINE)
 
 
-@kinds
-def test_a_card_shows_what_a_tuner_may_try(kind: type[Technique]) -> None:
-    card = page(f"cards/{kind.name()}.md")
-    for name, knob in kind.knobs().items():
-        tries = ", ".join(map(str, knob.choices))
-        if knob.low is not None:
-            tries = f"{knob.low} to {knob.high}"
-        assert re.search(rf"^\| `{name}` \| .* \| {re.escape(tries)} ?\|$", card, re.MULTILINE)
+def test_every_page_belongs_to_a_technique() -> None:
+    pages = {path.stem for path in TECHNIQUES.glob("*.md")} - {"index"}
+    assert pages == {kind.name() for kind in CATALOGUE}
 
 
-@kinds
-def test_a_card_names_the_fidelity_and_every_claim(kind: type[Technique]) -> None:
-    card = page(f"cards/{kind.name()}.md")
-    proof = card.split("## Fidelity and proof\n\n")[1]
-    assert proof.lower().startswith(kind().fidelity.name.lower())
-    claims = card.split("## Claim and measurement\n\n")[1].split("\n## ")[0]
-    for claim in kind().claims:
-        assert f"| {claim.ratio:.2f}× " in claims
-    assert claims.startswith("No claim.") == (not kind().claims)
-    assert "not measured" in claims or "`hasten demo`, 20" in claims
-
-
-def test_every_card_belongs_to_a_technique() -> None:
-    cards = {path.stem for path in (DOCS / "cards").glob("*.md")}
-    assert cards == {kind.name() for kind in CATALOGUE}
-
-
-def test_the_slots_table_has_every_slot_its_decision_and_its_techniques() -> None:
-    text = page("how-it-works.md")
-    rows = {found[1]: found[0] for found in re.finditer(r"^\| ([A-Z]+) \| .*$", text, re.MULTILINE)}
-    assert list(rows) == [slot.name for slot in Slot]
-    for slot in Slot:
-        assert slot.value in rows[slot.name]
-        linked = set(re.findall(r"\(cards/(\w+)\.md\)", rows[slot.name]))
-        assert linked == {kind.name() for kind in CATALOGUE if kind.slot is slot}
-
-
-def test_the_metrics_page_has_each_field_of_a_step_in_order() -> None:
-    section = page("metrics.md").split("## metrics.jsonl")[1].split("\n## ")[0]
-    named = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
-    assert named == [field.name for field in dataclasses.fields(StepMetrics)]
-
-
-def test_the_security_page_names_tests_that_exist() -> None:
-    text = page("security.md")
-    rows = [line for line in text.splitlines() if line.startswith("| ")][1:]
-    for row in rows:
-        paths = re.findall(r"\]\(\.\./(tests/[^)]+)\)", row)
-        assert paths, row
-        assert all((DOCS.parent / path).is_file() for path in paths), row
+@pytest.mark.parametrize("path", sorted((DOCS / "explanation").glob("*.md")), ids=lambda p: p.stem)
+def test_links_to_results_lead_to_a_table(path: Path) -> None:
+    names = re.findall(r"benchmarks/results/(\w+)\.md\)", path.read_text(encoding="utf-8"))
+    assert [n for n in names if not (ROOT / f"benchmarks/results/{n}.md").is_file()] == []

@@ -41,19 +41,29 @@ def nav() -> list[Any]:
     return found
 
 
-def test_every_page_of_the_nav_is_published() -> None:
-    pages = set(site.published().values())
-    named = site.listed(site.nav_with_cards(nav(), site.card_order(), []))
-    assert named <= pages
-    assert {f"cards/{path.stem}.md" for path in (ROOT / "docs/cards").glob("*.md")} <= named
+def test_the_nav_has_every_page_and_no_other() -> None:
+    full = site.full_nav(nav(), site.technique_pages())
+    assert site.unlisted(full) == []
+    assert site.listed(full) <= set(site.published().values())
 
 
-def test_cards_stand_in_the_order_of_the_readme_and_none_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "docs/cards").mkdir(parents=True)
-    for name in ("one", "two", "three"):
-        (tmp_path / f"docs/cards/{name}.md").write_text("")
-    (tmp_path / "README.md").write_text("| [two](docs/cards/two.md) | x |\n")
-    assert site.card_order(tmp_path) == ["two", "one", "three"]
+def test_a_page_outside_the_nav_ends_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(site, "published", lambda root=ROOT: {"docs/new.md": "new.md"})
+    with pytest.raises(ValueError, match="nav lacks new"):
+        site.on_config({"nav": nav()})
+
+
+def test_technique_pages_have_the_order_of_the_index(tmp_path: Path) -> None:
+    folder = tmp_path / "docs/reference/techniques"
+    folder.mkdir(parents=True)
+    for name in ("one", "two"):
+        (folder / f"{name}.md").write_text("")
+    (folder / "index.md").write_text("| [two](two.md), [one](one.md) |\n")
+    names = [path.rpartition("/")[2] for path in site.technique_pages(tmp_path)]
+    assert names == ["index.md", "two.md", "one.md"]
+    (folder / "three.md").write_text("")
+    with pytest.raises(ValueError, match="lacks three"):
+        site.technique_pages(tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -73,17 +83,16 @@ def test_links_lead_somewhere_on_the_site_too(page: str) -> None:
 @pytest.mark.parametrize(
     ("link", "expected"),
     [
-        ("[a](../README.md#b)", "[a](README.md#b)"),
-        ("[a](cards/packed.md)", "[a](cards/packed.md)"),
+        ("[a](../../README.md#b)", "[a](../README.md#b)"),
+        ("[a](../reference/techniques/packed.md)", "[a](../reference/techniques/packed.md)"),
         ("[a](https://x.org/y)", "[a](https://x.org/y)"),
         ("[a](#here)", "[a](#here)"),
-        ("[a](../src/hasten/training/run.py)", "a (`src/hasten/training/run.py`)"),
-        ("[`a`](../src/hasten/training/run.py)", "`a`"),
-        ("[a](cards)", "[a](how-it-works.md#techniques-and-slots)"),
+        ("[a](../../src/hasten/training/run.py)", "a (`src/hasten/training/run.py`)"),
+        ("[`a`](../../src/hasten/training/run.py)", "`a`"),
     ],
 )
 def test_links_are_rewritten_for_the_site(link: str, expected: str) -> None:
-    assert site.rewritten(link, "docs/why.md", site.published()) == expected
+    assert site.rewritten(link, "docs/explanation/why.md", site.published()) == expected
 
 
 def bash_blocks() -> Iterator[tuple[str, str]]:

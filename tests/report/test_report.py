@@ -15,7 +15,7 @@ from hasten.formatting import span
 from hasten.report.page import render_markdown, write_report
 from report.report_pages import Page, Report, full_report
 
-SCHEMA_DOC = Path(__file__).parents[2] / "docs" / "report-schema.md"
+SCHEMA_DOC = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 
 
 def written(report: Report, folder: Path) -> Page:

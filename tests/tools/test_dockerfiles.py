@@ -106,7 +106,7 @@ def test_what_is_wrong_is_found(old: str, new: str, said: str, context: Path) ->
         ("src/hasten/core", False),
         ("src/hasten/__pycache__", True),
         ("docs", True),
-        ("docs/cards/ddp.md", True),
+        ("docs/reference/techniques/ddp.md", True),
         ("pyproject.toml", True),
     ],
 )

@@ -75,7 +75,7 @@ def test_a_model_type_of_a_later_release_names_it(monkeypatch: pytest.MonkeyPatc
 
 def test_the_table_and_the_range_are_of_one_run() -> None:
     """``make test-versions`` writes both."""
-    page = (ROOT / "docs" / "versions.md").read_text()
+    page = (ROOT / "docs" / "reference" / "models.md").read_text()
     table = page.partition("<!-- table of make test-versions -->")[2].partition("<!-- end")[0]
     rows = {line.split("|")[1].strip(): line for line in table.splitlines() if line.startswith("|")}
     if not rows:

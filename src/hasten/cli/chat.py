@@ -59,7 +59,7 @@ def chat(
 
       cat questions.txt | hasten chat runs/first --json
 
-    Docs: docs/use-the-model.md
+    Docs: docs/how-to/use-the-model.md
     """
     import torch
 

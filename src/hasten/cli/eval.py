@@ -47,7 +47,7 @@ def eval_(
 
       hasten eval runs/first --tasks task.yaml --compare runs/second
 
-    Docs: docs/use-the-model.md
+    Docs: docs/how-to/use-the-model.md
     """
     from hasten.machine.cache import HOME, at_home
     from hasten.release import evaluation

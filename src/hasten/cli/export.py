@@ -64,7 +64,7 @@ def export(
     hasten export runs/first -o first-adapter --adapter --push me/first
 
     Exit code 4: the written files don't give the logits of the trained model.
-    Documentation: docs/use-the-model.md
+    Documentation: docs/how-to/use-the-model.md
     """
     from hasten.cli.train import warn_of_unsaved
     from hasten.models.gguf_format import GGUFType

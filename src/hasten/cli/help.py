@@ -40,7 +40,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "import": CommandHelp(
         "Start",
-        "docs/import.md",
+        "docs/how-to/import.md",
         (
             "import sft.yaml -o recipe.yaml",
             "import axolotl.yml output=runs/sft",
@@ -49,7 +49,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "check": CommandHelp(
         "Start",
-        "docs/faults.md",
+        "docs/how-to/resume.md",
         (
             "check recipe.yaml",
             "check recipe.yaml nproc=4 --faults",
@@ -58,7 +58,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "train": CommandHelp(
         "Train",
-        "docs/recipe.md",
+        "docs/reference/recipe.md",
         (
             "train recipe.yaml",
             "train recipe.yaml max_steps=100 plan=auto",
@@ -67,7 +67,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "export": CommandHelp(
         "Train",
-        "docs/use-the-model.md",
+        "docs/how-to/use-the-model.md",
         (
             "export runs/sft -o exported",
             "export runs/sft -o gguf --to gguf --gguf-type q8_0",
@@ -76,17 +76,17 @@ HELP: dict[str, CommandHelp] = {
     ),
     "chat": CommandHelp(
         "Train",
-        "docs/use-the-model.md",
+        "docs/how-to/use-the-model.md",
         ("chat runs/sft", "chat runs/sft --compare base", "chat runs/sft --weights best"),
     ),
     "serve": CommandHelp(
         "Train",
-        "docs/use-the-model.md",
+        "docs/how-to/use-the-model.md",
         ("serve runs/sft", "serve runs/sft --port 8001", "serve runs/sft --host 0.0.0.0"),
     ),
     "eval": CommandHelp(
         "Train",
-        "docs/use-the-model.md",
+        "docs/how-to/use-the-model.md",
         (
             "eval runs/sft",
             "eval runs/sft --tasks questions.jsonl --limit 100",
@@ -95,7 +95,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "checkpoint": CommandHelp(
         "Train",
-        "docs/cards/checkpoints.md",
+        "docs/reference/techniques/checkpoints.md",
         (
             "checkpoint ls runs/sft",
             "checkpoint verify runs/sft",
@@ -104,7 +104,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "checkpoint ls": CommandHelp(
         "Train",
-        "docs/cards/checkpoints.md",
+        "docs/reference/techniques/checkpoints.md",
         (
             "checkpoint ls runs/sft",
             "checkpoint ls runs/sft/checkpoints",
@@ -113,7 +113,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "checkpoint verify": CommandHelp(
         "Train",
-        "docs/cards/checkpoints.md",
+        "docs/reference/techniques/checkpoints.md",
         (
             "checkpoint verify runs/sft",
             "checkpoint verify runs/sft/checkpoints/step-100",
@@ -122,7 +122,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "checkpoint diff": CommandHelp(
         "Train",
-        "docs/cards/checkpoints.md",
+        "docs/reference/techniques/checkpoints.md",
         (
             "checkpoint diff runs/a runs/b",
             "checkpoint diff runs/a/checkpoints/step-50 runs/a/checkpoints/step-100",
@@ -131,7 +131,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "checkpoint convert": CommandHelp(
         "Train",
-        "docs/cards/checkpoints.md",
+        "docs/reference/techniques/checkpoints.md",
         (
             "checkpoint convert models/old -o models/new",
             "checkpoint convert pytorch_model.bin -o models/new",
@@ -149,7 +149,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "verify": CommandHelp(
         "Measure",
-        "docs/verify.md",
+        "docs/explanation/measuring.md",
         (
             "verify recipe.yaml",
             "verify recipe.yaml --seeds 3 --budget 1h",
@@ -158,7 +158,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "tune": CommandHelp(
         "Measure",
-        "docs/tune.md",
+        "docs/how-to/tune.md",
         (
             "tune recipe.yaml --budget 10m",
             "tune recipe.yaml --study learning --budget 1h",
@@ -185,7 +185,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "monitor": CommandHelp(
         "Look",
-        "docs/monitor.md",
+        "docs/how-to/monitor.md",
         (
             "monitor runs/sft",
             "monitor runs --terminal",
@@ -194,7 +194,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "data": CommandHelp(
         "Look",
-        "docs/recipe.md",
+        "docs/how-to/data.md",
         (
             "data inspect recipe.yaml",
             "data stats recipe.yaml",
@@ -203,7 +203,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "data inspect": CommandHelp(
         "Look",
-        "docs/recipe.md",
+        "docs/how-to/data.md",
         (
             "data inspect recipe.yaml",
             "data inspect recipe.yaml --count 10",
@@ -212,7 +212,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "data stats": CommandHelp(
         "Look",
-        "docs/recipe.md",
+        "docs/how-to/data.md",
         (
             "data stats recipe.yaml",
             "data stats recipe.yaml -o stats.html",
@@ -221,7 +221,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "data pack": CommandHelp(
         "Look",
-        "docs/recipe.md",
+        "docs/how-to/data.md",
         (
             "data pack recipe.yaml",
             "data pack recipe.yaml -o rows.arrow",
@@ -230,7 +230,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "data convert": CommandHelp(
         "Look",
-        "docs/recipe.md",
+        "docs/how-to/data.md",
         (
             "data convert data/train.parquet -o train.jsonl",
             "data convert a.json b.csv -o all.jsonl",
@@ -239,17 +239,17 @@ HELP: dict[str, CommandHelp] = {
     ),
     "env": CommandHelp(
         "Look",
-        "docs/env.md",
+        "docs/reference/models.md",
         ("env", "env --no-measure --json", "env --bench -o rates.json"),
     ),
     "keys": CommandHelp(
         "Look",
-        "docs/recipe.md",
+        "docs/reference/recipe.md",
         ("keys", "keys learning_rate", "keys gradient_accumulation --json"),
     ),
     "estimate": CommandHelp(
         "Cluster",
-        "docs/planner.md",
+        "docs/how-to/estimate.md",
         (
             "estimate deepseek-llm-7b --cluster dgx_h100 --nodes 4",
             "estimate recipe.yaml --gpu a100 --gpus-per-node 4",
@@ -258,7 +258,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "launch": CommandHelp(
         "Cluster",
-        "docs/launch.md",
+        "docs/how-to/several-gpus.md",
         (
             "launch recipe.yaml --nodes 2 --hosts a,b",
             "launch recipe.yaml --target slurm --nodes 4 --time 24h",

@@ -3,7 +3,7 @@
 A command returns its exit code, or None. Its file declares it and imports what it needs in its
 body: nothing that ``hasten --help`` imports loads torch, so that it answers at once.
 
-Exit codes are listed in docs/metrics.md; 2 is the user's to mend, 5 to 7, 75 and 130 are a run's.
+Exit codes are listed in docs/reference/metrics.md.
 """
 
 from __future__ import annotations

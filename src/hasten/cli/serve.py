@@ -44,7 +44,7 @@ def serve(
 
       hasten serve runs/first --host 0.0.0.0 --token "$TOKEN"
 
-    Docs: docs/use-the-model.md
+    Docs: docs/how-to/use-the-model.md
     """
     check_token(token)
     missing = [n for n in ("starlette", "uvicorn") if importlib.util.find_spec(n) is None]

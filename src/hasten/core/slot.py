@@ -24,7 +24,7 @@ class Slot(Enum):
     ATTENTION = "how attention is computed and documents are kept apart"
     LAYERS = "which code computes norm, rotary embedding, activation, linear layers"
     LOSS = "how head and loss are computed"
-    OBJECTIVE = "what is minimised beside the loss"
+    OBJECTIVE = "what is minimised in addition to the loss"
     RECOMPUTE = "which activations are kept for the backward pass"
     COMPILE = "which graph runs"
     PRECISION = "in which number format the step runs"

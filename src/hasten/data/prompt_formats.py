@@ -108,7 +108,7 @@ def template_file(path: Path) -> str:
         close = difflib.get_close_matches(str(path), PROMPT_FORMATS, n=3) or ["chatml", "llama3"]
         raise InputError(
             f"chat_template: there is no {str(path)!r}: use {', '.join(close)}, another name of "
-            "docs/recipe.md, auto, or a .jinja file"
+            "docs/reference/recipe.md, auto, or a .jinja file"
         )
     try:
         text = read_bounded(path, _LARGEST_FILE, "template").decode("utf-8")

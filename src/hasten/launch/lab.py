@@ -697,7 +697,7 @@ class Lab:
             if not complaint:
                 return self
             tried.append(f"{mode}: {complaint}")
-        raise InputError(f"no lab can be made here ({'; '.join(tried)}): see docs/netlab.md")
+        raise InputError(f"no lab works here ({'; '.join(tried)}): see tools/netlab/README.md")
 
     def attempt(self, mode: Mode, stay: bool = False) -> str:
         """Build it in one mode; the complaint if it can't be."""

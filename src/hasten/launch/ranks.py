@@ -237,7 +237,7 @@ def _short(value: Any) -> str:
 
 GRACE_SECONDS = 10.0  # for the others to end by themselves once a rank has failed or rank 0 is done
 TIMEOUT = datetime.timedelta(minutes=10)
-ADVICE = 2  # exit code of what the user has to mend (docs/metrics.md)
+ADVICE = 2  # exit code of what the user has to mend (docs/reference/metrics.md)
 
 
 @contextlib.contextmanager

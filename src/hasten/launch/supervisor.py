@@ -336,7 +336,7 @@ def _is_stopped(pid: int) -> bool:
 
 # The supervisor.
 
-FINAL = {0, 2, 3, 4, 5, 6, 75, 130}  # exit codes that a restart can't better (docs/metrics.md)
+FINAL = {0, 2, 3, 4, 5, 6, 75, 130}  # not restarted (docs/reference/metrics.md)
 LEFT = 75  # EX_TEMPFAIL of sysexits.h: saved, go on later
 WORN_OUT = 7
 LONGEST_PAUSE = 30.0  # seconds before a restart, where attempts end before their first step

@@ -41,7 +41,7 @@ class DataSource(BaseModel):
 
     path: str = Field(min_length=1, description="a file, a folder, or dataset_info.json:NAME")
     weight: float = Field(
-        1.0, gt=0, le=1000, description="how many times one epoch sees each of its examples"
+        1.0, gt=0, le=1000, description="how often an epoch contains each of its examples"
     )
     columns: dict[str, str] | None = Field(
         None, description="as the recipe's columns, for this source alone"
@@ -152,14 +152,14 @@ class Recipe(BaseModel):
         0.0, ge=0, le=1, description="weight of the squared logsumexp of the logits; 1e-4 in PaLM"
     )
     # torch takes 64 bits, and ranks and passes add to the seed.
-    seed: int = Field(0, ge=0, lt=2**63, description="of weights, data order and dropout")
+    seed: int = Field(0, ge=0, lt=2**63, description="seed of weights, data order and dropout")
 
     # Looking
     eval_every: int | float = Field(
         0, ge=0, description="steps between evaluations; below 1: a share of all; 0: at the end"
     )
     metrics: list[Literal["token_accuracy"]] = Field(
-        default_factory=list, description="of eval examples, beside the loss: token_accuracy"
+        default_factory=list, description="further metrics of eval examples: token_accuracy"
     )
     patience: int = Field(0, ge=0, description="evaluations without gain before stopping; 0: off")
     best_metric: Literal["eval_loss", "token_accuracy"] = Field(
@@ -169,7 +169,7 @@ class Recipe(BaseModel):
         default_factory=list, description="write the numbers for these tools too"
     )
     price: Price | None = Field(
-        None, description="what a device costs, or a YAML file that says so; for the cost"
+        None, description="price of a device, or a YAML file with it; for the cost"
     )
 
     ceiling: str = Field(
@@ -196,7 +196,8 @@ class Recipe(BaseModel):
         None, description="where checkpoints are kept; output/checkpoints if left out"
     )
     resume: str = Field(
-        "never", description="auto: go on from the newest checkpoint; or the folder of one; never"
+        "never",
+        description="auto: continue from the newest checkpoint; a checkpoint's folder; never",
     )
 
     # When something goes wrong
@@ -205,7 +206,7 @@ class Recipe(BaseModel):
     start_seconds: float = Field(1800, gt=0, description="the same before its first step")
     link_seconds: float = Field(600, gt=0, le=1e8, description="a rank waits so long for others")
     min_nproc: int | None = Field(
-        None, ge=1, description="ranks to go on with where one fails twice in a row; none: nproc"
+        None, ge=1, description="fewest ranks to continue with if one fails twice; none: nproc"
     )
     warm_restarts: bool = Field(
         False, description="keep a process ready for each rank: faster restarts, more memory"
@@ -231,7 +232,7 @@ class Recipe(BaseModel):
     )
     auto_plan: AutoPlan | None = Field(
         None,
-        description="techniques are chosen beside those of the plan; plan: auto stands for this",
+        description="techniques are chosen in addition to the plan; set by plan: auto",
     )
     auto_budget: float | None = Field(
         None,
@@ -248,7 +249,7 @@ class Recipe(BaseModel):
         False, description="try safe settings while training; keep the faster"
     )
     on_obstacle: Literal["stop", "skip"] = Field(
-        "stop", description="when a technique can't work here: stop, or go on without it"
+        "stop", description="if a technique is unsupported: stop, or skip it"
     )
     require_effect: bool = Field(
         False, description="end with exit code 4 where a technique of the plan had no effect"
@@ -489,7 +490,9 @@ def recipe_from(values: dict[Any, Any], origin: str) -> Recipe:
     for key in values:
         if key not in Recipe.model_fields:
             key = str(key)[:60]
-            hint = f"{did_you_mean(key, Recipe.model_fields)}; docs/recipe.md lists all keys"
+            hint = (
+                f"{did_you_mean(key, Recipe.model_fields)}; docs/reference/recipe.md lists all keys"
+            )
             if foreign := foreign_words(key):
                 hint = f": {foreign}; `hasten import FILE` translates whole files of other trainers"
             raise InputError(f"{origin}: unknown key {key!r}{hint}")

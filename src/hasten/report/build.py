@@ -1,7 +1,7 @@
 """Builds the report as a dictionary: variants, verification, ledger and prices.
 
 Verdicts and ratios come from ``judgement``, claims from ``claims``. This module
-arranges them under the keys that docs/report-schema.md describes. `experiment_report`
+arranges them under the keys that docs/reference/metrics.md describes. `experiment_report`
 adds the cost, the claims of a published plan, and the bundle.
 """
 
@@ -56,7 +56,7 @@ def report_of(
     verification: Verification | None = None,
     cost: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The report as ``docs/report-schema.md`` describes it; the first variant is the baseline.
+    """The report as ``docs/reference/metrics.md`` describes it; the first variant is the baseline.
 
     Args:
         variants: as measured; the last one is the result that the head of the page names.

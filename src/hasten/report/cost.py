@@ -78,7 +78,7 @@ def cost_of_experiment(
     source: str = "not measured",
     earlier_seconds: float = 0.0,
 ) -> dict[str, Any] | None:
-    """A report's ``cost``, as docs/report-schema.md has it; None without a price.
+    """A report's ``cost``, as docs/reference/metrics.md has it; None without a price.
 
     Args:
         report: with ``variants``, and as far as they're known ``design.seconds`` and ``quality``.

@@ -1,6 +1,6 @@
 """The report: one measured job as report.json, as a standalone page, and as a table.
 
-The input is plain data, described key by key in docs/report-schema.md.
+The input is plain data, described key by key in docs/reference/metrics.md.
 
 1. The module schema.py makes it JSON and checks it against its shapes.
 2. The module judgement.py derives the verdicts, formatting.py formats numbers, svg.py
@@ -469,7 +469,7 @@ def render_markdown(report: Mapping[str, Any]) -> str:
     """The variants as a Markdown table with notes below.
 
     The full text of a verdict with a reason is below the table, and so is MFU. Raises
-    InputError if `report` departs from docs/report-schema.md.
+    InputError if `report` departs from docs/reference/metrics.md.
     """
     read = read_report(report)
     table = table_of(read)
@@ -545,8 +545,8 @@ def _money(read: Mapping[str, Any]) -> Iterator[str]:
 def write_report(report: Mapping[str, Any], folder: Path) -> Path:
     """Write report.json and report.html into `folder` (made if missing); the path of the page.
 
-    Raises InputError where `report` departs from docs/report-schema.md, with no file changed, or
-    where the folder can't be written.
+    Raises InputError where `report` departs from docs/reference/metrics.md, with no file changed,
+    or where the folder can't be written.
     """
     plain, read = as_json(report, "report"), read_report(report)
     page = page_of(plain, read)

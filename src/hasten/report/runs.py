@@ -261,7 +261,7 @@ def _variants(path: Path, report: Mapping[str, Any]) -> list[RunFacts]:
         or not variants
         or not all(isinstance(variant, dict) for variant in variants)
     ):
-        raise InputError(f"{path} is not a report: it lists no variants; see docs/report-schema.md")
+        raise InputError(f"{path} is not a report: it lists no variants")
     label = path.parent.name if path.is_file() else path.name
     return [
         _variant(label, variant, report)

@@ -1,4 +1,4 @@
-"""The report's shapes, key by key as in docs/report-schema.md, and a checking reader.
+"""The report's shapes, key by key as in docs/reference/metrics.md, and a checking reader.
 
 - float: A number or null.
 - bool: A truth value or null.
@@ -158,7 +158,7 @@ def read_report(report: Mapping[str, Any]) -> dict[str, Any]:
     """The report with every optional key present and every text made visible.
 
     What wasn't measured is None. Raises InputError, with the place, where `report` departs from
-    docs/report-schema.md.
+    docs/reference/metrics.md.
     """
     read = _checked(as_json(report, "report", visible))
     try:
@@ -215,7 +215,9 @@ def _read(value: Any, shape: Any, location: str) -> Any:
         return value
     kind = type(shape) if isinstance(shape, dict | list) else shape
     wanted = "a pair" if isinstance(shape, list) and len(shape) == 2 else _LEAVES[kind][0]
-    raise InputError(f"{location} must be {wanted}, not {value!r:.60}: see docs/report-schema.md.")
+    raise InputError(
+        f"{location} must be {wanted}, not {value!r:.60}: see docs/reference/metrics.md."
+    )
 
 
 def _entry(value: Mapping[str, Any], key: str, shape: Any, location: str) -> Any:
@@ -223,7 +225,7 @@ def _entry(value: Mapping[str, Any], key: str, shape: Any, location: str) -> Any
     if name in value and (value[name] is not None or name == key):
         return _read(value[name], shape, f"{location}.{name}")
     if name == key:
-        raise InputError(f"{location} lacks the key '{name}': see docs/report-schema.md.")
+        raise InputError(f"{location} lacks the key '{name}': see docs/reference/metrics.md.")
     if isinstance(shape, dict) and all(inner.endswith("?") for inner in shape):
         return _read({}, shape, location)
     return [] if isinstance(shape, list) else None

@@ -156,7 +156,7 @@ def ablate(
     audience: Audience | None = None,
     also: Callable[[ExperimentSubject], Mapping[str, Any]] = lambda subject: {},
 ) -> dict[str, Any]:
-    """Measures a recipe's techniques on its own job; the report (docs/report-schema.md).
+    """Measures a recipe's techniques on its own job; the report (docs/reference/metrics.md).
 
     Args:
         recipe: a recipe, or the path of one.

@@ -29,7 +29,7 @@ class Allocator(Technique):
     auto = "try"
     kind: str = knob(
         "glibc",
-        "glibc: tuned; tcmalloc, jemalloc: loaded in its place; expandable: torch's on a GPU",
+        "glibc: tuned; tcmalloc, jemalloc: loaded instead; expandable: torch's on a GPU",
         choices=KINDS,
     )
     huge_pages: bool = knob(

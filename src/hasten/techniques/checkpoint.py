@@ -35,7 +35,7 @@ class Checkpoints(Technique):
     max_checkpoints: int = setting(3, "verified checkpoints that stay")
     compression: bool = setting(True, "pack them, where a measurement shows that it pays")
     folder: str | None = setting(
-        None, "a path, or an address that fsspec knows; the run's own folder if left out"
+        None, "a path, or an address of fsspec; default: the run's own folder"
     )
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ Optuna's Gaussian process isn't used for `auto`. It has no forecast as its mean 
 constraint on a predicted peak. On the recorded grid, with a weak forecast, it needs 5
 trials until within 3 % of the best, and `auto` needs 8. If half of a space is out of
 memory, it succeeds in a quarter of the studies of 40 trials. There `auto` succeeds in
-all, after 6 trials (docs/measurements.md, "Trials until the best settings").
+all, after 6 trials (docs/explanation/results.md, "Trials until the best settings").
 """
 
 from __future__ import annotations

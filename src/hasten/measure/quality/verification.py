@@ -14,7 +14,7 @@ in a row. If the plan fails, techniques are left out one at a time until the cau
 found.
 
 Each check is a request to a separate process (`hasten.measure.quality`). This module
-decides which checks are needed and what the answers mean. ``docs/verify.md`` lists what
+decides which checks are needed and what the answers mean. ``docs/explanation/why.md`` lists what
 a check doesn't show.
 """
 

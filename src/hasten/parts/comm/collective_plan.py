@@ -116,7 +116,7 @@ def sum_across(share: Tensor, group: Group) -> Tensor:
     """The sum over the group of the whole share, without a codec: torch's own all-reduce.
 
     On gloo its ring sends in segments, which took 0.9 s where the two halves one after the other
-    took 1.3 s (docs/log.md).
+    took 1.3 s (benchmarks/log.md).
     """
     if group.size() > 1:
         share = share.contiguous()

@@ -165,8 +165,8 @@ def _work(jobs: queue.SimpleQueue[Job | None]) -> None:
 #
 # gloo hands a rank's whole message to the kernel before it attends to what comes in: two ranks with
 # a large message for each other take turns on their link and use half of what it carries
-# (docs/log.md has the figures). Its ring all-reduce cuts its messages and doesn't have this; here
-# the other two do the same. A few pieces are on their way at any time, since gloo runs the
+# (benchmarks/log.md has the figures). Its ring all-reduce cuts its messages and doesn't have this;
+# the other two do the same here. A few pieces are on their way at any time, since gloo runs the
 # collectives of a group side by side in the order in which they were issued, which is the same on
 # all ranks.
 #

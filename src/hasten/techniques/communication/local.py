@@ -25,7 +25,7 @@ from hasten.parts.comm.local_sgd import Buffers, LocalTraining, same_start
 from hasten.techniques.communication.traffic import WeightTraffic, no_torch_distributed
 
 AUTO = "auto"
-ON_LINK = "in what format differences travel"
+ON_LINK = "number format of the differences that travel"
 DDP_BYTES = 8.0  # of gradients that a ring of many ranks sends per weight: 2 x float32
 Parameters = Sequence[Tensor]
 Build = Callable[[Parameters], LocalTraining]
@@ -92,7 +92,7 @@ class Stream(TrainsApart):
     """Ranks train alone; in each step a fragment of their weights travels and is averaged."""
 
     fragments: str | int = knob(
-        AUTO, "fragments of the weights; auto: as many as the link asks for", choices=(AUTO, 2)
+        AUTO, "fragments of the weights; auto: by the measured link", choices=(AUTO, 2)
     )
     codec: str = knob(
         AUTO,

@@ -60,7 +60,7 @@ class DeepSpeed(Technique):
     config: str = setting("", "a ds_config.json; without one, ZeRO at this stage")
     stage: int = knob(2, "1 deals out optimizer state, 2 gradients, 3 weights", choices=(1, 2, 3))
     offload: bool = setting(False, "optimizer state in host memory; without a config")
-    dtype: str = setting("float32", "float32, bf16 or fp16, where the config doesn't say")
+    dtype: str = setting("float32", "float32, bf16 or fp16, if the config has no format")
 
     def __post_init__(self) -> None:
         if self.stage not in (1, 2, 3):

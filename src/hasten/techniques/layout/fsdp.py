@@ -29,7 +29,7 @@ class FSDP2(Technique):
         choices=(True, False),
     )
     replicas: int = setting(
-        1, "copies of the sharded model, say one a host; gradients are averaged between them"
+        1, "copies of the sharded model, such as one per host; their gradients are averaged"
     )
     offload: bool = setting(False, "pieces lie in host memory, where the optimizer runs (GPU)")
     build_once: bool = setting(

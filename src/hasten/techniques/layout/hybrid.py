@@ -31,7 +31,7 @@ class Hybrid(Technique):
     shard: int = setting(1, "pieces of each weight, brought together for a block's pass (FSDP2)")
     tp: int = setting(1, "pieces of each layer (tensor parallel)")
     pp: int = setting(1, "pipeline stages, each on ranks of its own")
-    ep: int = setting(1, "ranks that share the experts, a divisor of dp x shard; not beside tp, pp")
+    ep: int = setting(1, "ranks that share the experts, a divisor of dp x shard; not with tp, pp")
     reshard: bool = knob(
         True, "let a block's weights go between its two passes", choices=(True, False)
     )

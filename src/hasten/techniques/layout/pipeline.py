@@ -126,7 +126,7 @@ class Pipeline(Technique):
     )
     schedule: str = knob("1f1b", "order of passes on a rank", choices=SCHEDULES)
     checkpoint: str = knob(
-        "never", "micro-batches whose passes are computed again in backward", choices=CHECKPOINTS
+        "never", "micro-batches with recomputation in the backward pass", choices=CHECKPOINTS
     )
 
     def __post_init__(self) -> None:
