@@ -19,7 +19,7 @@ from sample_data import small
 Hasten = Callable[..., tuple[int, str, str]]
 SOURCE = Path(package.__file__).parent
 WATCHED = ("recipe/build.py", "recipe/prepared_data.py")
-OF_THE_JOB = ("Building.", "adamw", "_adapter.")  # its factories, which the session calls
+OF_THE_JOB = ("Building.", "adamw", "_adapt.")  # its factories, which the session calls
 
 
 def home(frame: FrameType | None) -> str:
