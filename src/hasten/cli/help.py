@@ -40,7 +40,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "import": CommandHelp(
         "Start",
-        "docs/import.md",
+        "docs/how-to/import.md",
         (
             "import sft.yaml -o recipe.yaml",
             "import axolotl.yml output=runs/sft",
