@@ -257,7 +257,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "launch": CommandHelp(
         "Cluster",
-        "docs/launch.md",
+        "docs/how-to/several-gpus.md",
         (
             "launch recipe.yaml --nodes 2 --hosts a,b",
             "launch recipe.yaml --target slurm --nodes 4 --time 24h",
