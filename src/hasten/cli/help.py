@@ -49,7 +49,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "check": CommandHelp(
         "Start",
-        "docs/faults.md",
+        "docs/how-to/resume.md",
         (
             "check recipe.yaml",
             "check recipe.yaml nproc=4 --faults",
