@@ -157,7 +157,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "tune": CommandHelp(
         "Measure",
-        "docs/tune.md",
+        "docs/how-to/tune.md",
         (
             "tune recipe.yaml --budget 10m",
             "tune recipe.yaml --study learning --budget 1h",

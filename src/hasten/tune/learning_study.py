@@ -29,7 +29,7 @@ from hasten.tune.whole_trainings import RecipeTrainings
 
 # What a study of hyper-parameters leaves: its JSON and its result in a sentence.
 #
-# The JSON has the shape of a study of speed (docs/tune.md), so that the same page draws both: a
+# The JSON has the shape of a study of speed (docs/how-to/tune.md), so that the same page draws both: a
 # trial's ``log_rate`` is the logarithm of the start's eval loss over its own.
 
 SEED_NOISE = 0.003  # of a loss between seeds, as a logarithm, for the importance alone

@@ -53,7 +53,7 @@ def study_document(
     importance: Mapping[str, float],
     about: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The study as plain values (docs/tune.md)."""
+    """The study as plain values (docs/how-to/tune.md)."""
     return {
         "schema": SCHEMA,
         **about,
