@@ -257,7 +257,7 @@ BLOCKS = {
     "003_08_gradient_accumulation": accumulation,
     "003_09_pipedream": pipedream,
 }
-# Blocks that use nothing of hasten, or that no machine can run as they stand: docs/articles.md.
+# Blocks that use nothing of hasten, or that no machine can run as they stand: docs/how-to/articles.md.
 OTHERS = (
     "000_04_graph_fusion",  # compiles a C++ file that the article doesn't show
     "000_08_gradual_optimize",  # calls four functions that it doesn't show

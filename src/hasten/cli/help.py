@@ -184,7 +184,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "monitor": CommandHelp(
         "Look",
-        "docs/monitor.md",
+        "docs/how-to/monitor.md",
         (
             "monitor runs/sft",
             "monitor runs --terminal",
@@ -248,7 +248,7 @@ HELP: dict[str, CommandHelp] = {
     ),
     "estimate": CommandHelp(
         "Cluster",
-        "docs/planner.md",
+        "docs/how-to/estimate.md",
         (
             "estimate deepseek-llm-7b --cluster dgx_h100 --nodes 4",
             "estimate recipe.yaml --gpu a100 --gpus-per-node 4",

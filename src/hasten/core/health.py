@@ -416,5 +416,5 @@ class SlowLink:
             f"the exchange between ranks is slow: a step waits {exposed:.2f} s of {step:.2f} s for "
             f"it, and rank {self._rank} sends its {sent / 1e6:,.2f} MB at {rate / 1e6:,.2f} MB/s, "
             "because of its link or of a rank that is behind; see what may send less "
-            "(docs/slow-networks.md)"
+            "(docs/how-to/slow-networks.md)"
         )
