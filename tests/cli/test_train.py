@@ -150,7 +150,7 @@ def test_what_may_change_is_told_in_the_line_of_the_resumption(
 
 def test_what_a_checkpoint_notes_of_its_job_is_documented_key_by_key(half_done: Path) -> None:
     (saved,) = checkpoints(half_done.parent / "run" / "checkpoints")
-    page = (Path(__file__).parents[2] / "docs" / "faults.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "resume.md").read_text()
     table = page.split("## What may change")[1].split("\n## ")[0]
     told = {word for row in table.splitlines() for word in re.findall("`(.+?)`", row[:170])}
     assert set(read_manifest(saved)["meta"]["job"]) - told == set()

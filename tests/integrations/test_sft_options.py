@@ -162,5 +162,5 @@ def test_sft_trains_the_same_with_techniques(case: Case, tmp_path: Path) -> None
 
 
 def test_the_page_has_the_number_of_set_ups() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "hosts.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "trainers.md").read_text()
     assert f"{len(CASES)} of SFTTrainer" in page

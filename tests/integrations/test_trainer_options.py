@@ -425,7 +425,7 @@ def test_a_trainer_trains_the_same_with_techniques(case: Case, tmp_path: Path) -
 
 
 def test_the_page_has_the_number_of_set_ups() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "hosts.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "trainers.md").read_text()
     together = sum(case.acts == PACKING for case in CASES.values())
     assert together >= 30
     assert f"{len(CASES)} set-ups of the Trainer" in page
