@@ -132,7 +132,7 @@ def test_the_metrics_page_names_every_key_that_a_run_writes(
 ) -> None:
     recipe = short(ROOT / "examples" / "stdlib_tiny.yaml", tmp_path, monkeypatch)
     summary = run_module.train(recipe, tell=lambda text: None)
-    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
     for heading, keys in (
         ("## summary.json", summary.keys()),
         ("## evaluations.jsonl", _last_line(tmp_path / "run" / "evaluations.jsonl").keys()),
