@@ -67,6 +67,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     ),
     "in_loop": ("hasten.integrations.loop:in_loop", "hasten.hosts.plain:in_loop"),
     "source_digest": (
+        "hasten.machine.cache:source_digest",
         "hasten.measure.record:source_digest",
         "hasten.evidence.example:source_digest",
     ),

@@ -49,7 +49,7 @@ def pretend(
     plans: Mapping[str, Plan] | None = None,
     kinds: Mapping[str, Kind] | None = None,
     memory: int = 10_000,
-    example: ExperimentRecord | None = None,
+    record: ExperimentRecord | None = None,
     joules: Callable[[], float | None] = lambda: None,
     slices: bool = False,
     **more: Any,
@@ -70,7 +70,7 @@ def pretend(
     with WorkerPool(folder) as pool:
         at = ExperimentContext(pool, spec, memory, 2, joules)
         return measure_variants(
-            at, plans or PLANS, design, kinds=kinds or KINDS, example=example, **more
+            at, plans or PLANS, design, kinds=kinds or KINDS, record=record, **more
         )
 
 

@@ -16,7 +16,7 @@ from hasten.errors import InputError
 from hasten.machine.processes import LoadMeter
 from hasten.measure import schedule
 from hasten.measure.ablation import Design, with_second_baseline
-from hasten.measure.record import ExperimentRecord, seconds_of
+from hasten.measure.record import VERSION, ExperimentRecord, seconds_of
 from hasten.report.build import report_of
 from hasten.report.schema import read_report
 from simulation import KINDS, NAMES, PLANS, log, pretend
@@ -432,7 +432,7 @@ def test_time_before_a_kill_counts_if_turns_of_it_are_kept(tmp_path: Path) -> No
         *({"event": "run", "at": 0.0}, {"event": "turn", "variant": "baseline", "at": 90.0}),
         {"event": "evaluate", "variant": "baseline", "at": 95.0},
     ]
-    path.write_text("".join(json.dumps(x) + "\n" for x in ({"record": 1, "key": ""}, *lines)))
+    path.write_text("".join(json.dumps(x) + "\n" for x in ({"record": VERSION, "key": ""}, *lines)))
     with ExperimentRecord(path) as record:
         assert 95.0 <= record.spent < 135.0  # the start without a turn left nothing
         assert record.elapsed < 40.0

@@ -422,7 +422,7 @@ def _auto_settings(plan: Any) -> dict[str, Any]:
     for key, value in settings.items():
         if key not in AutoPlan.model_fields:
             hint = did_you_mean(str(key), AutoPlan.model_fields)
-            raise ValueError(f"plan: auto: unknown key {key!r}{hint}; it has fidelity alone")
+            raise ValueError(f"plan: auto: unknown key {key!r:.62}{hint}; it has fidelity alone")
         if value not in FIDELITIES:
             hint = did_you_mean(str(value), FIDELITIES)
             raise ValueError(
@@ -489,13 +489,12 @@ def recipe_from(values: dict[Any, Any], origin: str) -> Recipe:
     """A recipe out of a dictionary; ``origin`` names its origin in messages."""
     for key in values:
         if key not in Recipe.model_fields:
-            key = str(key)[:60]
-            hint = (
-                f"{did_you_mean(key, Recipe.model_fields)}; docs/reference/recipe.md lists all keys"
-            )
-            if foreign := foreign_words(key):
+            name = str(key)[:60]
+            similar = did_you_mean(name, Recipe.model_fields)
+            hint = f"{similar}; docs/reference/recipe.md lists all keys"
+            if foreign := foreign_words(name):
                 hint = f": {foreign}; `hasten import FILE` translates whole files of other trainers"
-            raise InputError(f"{origin}: unknown key {key!r}{hint}")
+            raise InputError(f"{origin}: unknown key {key!r:.62}{hint}")
     for key, value in values.items():
         check_texts(value, f"{origin}: {key}")
     try:
