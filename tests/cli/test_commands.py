@@ -69,7 +69,7 @@ def test_train_report_and_check_work_on_one_recipe(tmp_path: Path, hasten: Haste
     assert count is not None
     assert f"{count[1]} M parameters of which" in err
     assert "done: 4 steps" in out
-    assert "labelled_token_loss: acted (" in out
+    assert "labelled_token_loss: effective (" in out
     assert "warning: packed was requested and had no effect: 0 of" in err  # all have one length
     assert "step 4/4" in err
     code, out, err = hasten("report", tmp_path / "run")

@@ -149,7 +149,7 @@ def test_a_saved_folder_of_splits_wants_one_named(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("{", "is not JSON"),
-        ("[]", "must be an object of a data set's files"),
+        ("[]", "is not a list of a data set's files"),
         ("{}", "lists no data files"),
         ('{"_data_files": [3]}', "which isn't in it"),
         ('{"_data_files": [{"filename": "../a.arrow"}]}', "which isn't in it"),
