@@ -23,11 +23,11 @@ from step import clock, common, given, machine, prepare, table, variant, where  
 LENGTHS = st.lists(st.integers(2, 9), min_size=1, max_size=12)
 
 
-def records(lengths: list[int]) -> given.Records:
+def records(lengths: list[int]) -> given.Examples:
     draw = np.random.default_rng(0)
     starts = np.concatenate([[0], np.cumsum(lengths)])
     ids = draw.integers(3, 90, starts[-1]).astype(np.int32)
-    return given.Records(ids, draw.random(starts[-1]) < 0.5, starts)
+    return given.Examples(ids, draw.random(starts[-1]) < 0.5, starts)
 
 
 @drawn(LENGTHS)
@@ -44,7 +44,7 @@ def test_padding_is_masked_and_only_tokens_are_counted(lengths: list[int]) -> No
 def test_records_survive_their_file(tmp_path: Path) -> None:
     ours = records([3, 5, 2])
     ours.write(tmp_path / "r.npz")
-    again = given.Records.read(tmp_path / "r.npz")
+    again = given.Examples.read(tmp_path / "r.npz")
     assert [again.features(i) for i in range(3)] == [ours.features(i) for i in range(3)]
 
 

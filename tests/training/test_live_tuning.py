@@ -35,9 +35,9 @@ class Run:
         self.felt = [dict(start)] * (delay + 1)  # what steps under way still have
         self.steps = 0
         switches = tuple(self._switch(name, delay) for name in start)
-        technique = SimpleNamespace(switches=lambda session: switches)
+        technique = SimpleNamespace(live_settings=lambda session: switches)
         setup = SimpleNamespace(
-            agreement=SimpleNamespace(apart=False, sum=lambda values: values),
+            rank_sync=SimpleNamespace(diverged=False, sum=lambda values: values),
             layout=SimpleNamespace(everywhere=lambda values: values),
             facts=SimpleNamespace(world=World()),
             plan=[technique] if start else [],

@@ -257,7 +257,7 @@ def test_the_best_so_far_is_handed_out_after_every_trial() -> None:
     searched(
         Machine(SPACE, seconds, noise=0.01),
         most=5,
-        found=lambda study: seen.append(max(t.value or 0 for t in study.tried)),
+        on_trial=lambda study: seen.append(max(t.value or 0 for t in study.tried)),
     )
     assert len(seen) == 5
     assert seen == sorted(seen)

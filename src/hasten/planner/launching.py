@@ -175,7 +175,7 @@ def tiny_recipe(recipe: Recipe, ranks: int, output: Path, dataset: Path) -> Reci
         "dataset": str(dataset),
         "columns": {},
         "chat_template": "auto",
-        "held_out": 4,
+        "eval_data": 4,
         "max_examples": 64 + 8 * ranks,
         "cutoff_len": 128,
         "vocabulary": 512,

@@ -30,7 +30,7 @@ from tiny import examples, job_context, language_job, run, session_of, tiny_mode
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, build.COMPILERS)), reason="no C++ compiler"
 )
-HOW_IT_WORKS = Path(__file__).parents[3] / "docs" / "how-it-works.md"
+HOW_IT_WORKS = Path(__file__).parents[3] / "docs" / "explanation" / "architecture.md"
 # Builds the toy in a process of its own and prints what it answers.
 PROGRAM = """
 import sys
