@@ -38,8 +38,8 @@ class Run:
         technique = SimpleNamespace(live_settings=lambda session: switches)
         setup = SimpleNamespace(
             rank_sync=SimpleNamespace(diverged=False, sum=lambda values: values),
-            layout=SimpleNamespace(everywhere=lambda values: values),
-            facts=SimpleNamespace(world=World()),
+            layout=SimpleNamespace(all_reduce_world=lambda values: values),
+            context=SimpleNamespace(world=World()),
             plan=[technique] if start else [],
         )
         self.session: Any = SimpleNamespace(setup=setup)
