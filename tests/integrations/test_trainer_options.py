@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import hasten
+from hasten.integrations.transformers import _needs_rows
 from hasten.measure import choose
 from technique_counts import TechniqueCounts, counted
 from tiny import VOCABULARY, examples, tiny_config, tiny_model
@@ -430,3 +431,12 @@ def test_the_page_has_the_number_of_set_ups() -> None:
     assert together >= 30
     assert f"{len(CASES)} set-ups of the Trainer" in page
     assert f"In {together} set-ups of the Trainer packed" in page
+
+
+def test_another_loss_function_from_the_module_of_dft_loss_keeps_examples_in_rows() -> None:
+    def other_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        return smoothed_loss(outputs, labels)
+
+    other_loss.__module__ = "trl.trainer.sft_trainer"
+    trainer: Any = SimpleNamespace(args=None, compute_loss_func=other_loss)
+    assert _needs_rows(trainer) == "compute_loss_func may need one example a row"
