@@ -45,14 +45,14 @@ class Settings:
     Args:
         package: the package under test, imported first.
         mode: plain, usual, or a plan.
-        examples: the file for a line per test.
+        entries: the file for a line per test.
         hub: the folder of a hub cache with stand-ins.
         trl: a checkout of TRL, for the tables of its data sets; empty without one.
     """
 
     package: str
     mode: str
-    examples: str
+    entries: str
     hub: str
     trl: str
 
@@ -126,7 +126,7 @@ class PeerPlugin:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> Iterator[None]:
         yield
-        with Path(self._settings.examples).open("a", encoding="utf-8") as file:
+        with Path(self._settings.entries).open("a", encoding="utf-8") as file:
             file.write(json.dumps(self._record.to_dict()) + "\n")
 
     def pytest_unconfigure(self) -> None:

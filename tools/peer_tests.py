@@ -108,7 +108,7 @@ class Run:
     """The outcome of each test in one mode: its word, and the last line of its error."""
 
     outcomes: dict[str, tuple[str, str]] = field(default_factory=dict)
-    examples: dict[str, dict[str, Any]] = field(default_factory=dict)
+    entries: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def passed(self) -> set[str]:
         return {test for test, (word, _) in self.outcomes.items() if word == PASSED}
@@ -184,13 +184,13 @@ class Runner:
         Raises:
             RuntimeError: pytest could not collect them.
         """
-        report, examples = self.folder / f"{name}.xml", self.folder / f"{name}.jsonl"
-        for old in (report, examples):
+        report, entries = self.folder / f"{name}.xml", self.folder / f"{name}.jsonl"
+        for old in (report, entries):
             old.unlink(missing_ok=True)
         settings = Settings(
             package=self._peer.package,
             mode=mode,
-            examples=str(examples),
+            entries=str(entries),
             hub=str(self.folder.parent / "hub" / "hub"),
             trl="" if self._options.trl is None else str(self._options.trl.resolve()),
         )
@@ -212,7 +212,7 @@ class Runner:
             ).returncode
         if code not in (0, 1) or not report.exists():
             raise RuntimeError(f"{self._peer.package}: pytest ended with {code}, see {log.name}")
-        return read_run(report, examples)
+        return read_run(report, entries)
 
     def _selection(self) -> str:
         chosen = [f"not {name}" for name in self._peer.left_out]
@@ -238,7 +238,7 @@ class Runner:
         }
 
 
-def read_run(report: Path, examples: Path) -> Run:
+def read_run(report: Path, entries: Path) -> Run:
     """The outcomes in a JUnit file, and the lines of the plugin."""
     run = Run()
     for case in ElementTree.parse(report).getroot().iter("testcase"):
@@ -251,10 +251,10 @@ def read_run(report: Path, examples: Path) -> Run:
             elif child.tag == "skipped" and outcome[0] == PASSED:
                 outcome = (SKIPPED, child.get("message") or "")
         run.outcomes[test] = outcome
-    if examples.exists():
-        for line in examples.read_text(encoding="utf-8").splitlines():
+    if entries.exists():
+        for line in entries.read_text(encoding="utf-8").splitlines():
             entry = json.loads(line)
-            run.examples[_junit_name(entry["test"])] = entry
+            run.entries[_junit_name(entry["test"])] = entry
     return run
 
 
@@ -280,7 +280,7 @@ def compare(
     lost = sorted(t for t in plain.passed() if changed.outcomes.get(t, (FAILED, ""))[0] != PASSED)
     if not lost:
         return changed, {}, []
-    nodes = [changed.examples[t]["test"] for t in lost if t in changed.examples]
+    nodes = [changed.entries[t]["test"] for t in lost if t in changed.entries]
     plain_again = runner.run(PLAIN, f"{name}-again-plain", nodes)
     changed_again = runner.run(mode, f"{name}-again", nodes)
     unsteady = [t for t in lost if t not in plain_again.passed() or t in changed_again.passed()]
@@ -295,8 +295,8 @@ def compare(
 def row_of(peer: Peer, checkout: Path, version: str, mode: str, plain: Run, changed: Run) -> Row:
     """The counts of one mode."""
     passed = plain.passed()
-    examples = [entry for test, entry in changed.examples.items() if test in passed]
-    effective = Counter(name for entry in examples for name in entry["effective"])
+    entries = [entry for test, entry in changed.entries.items() if test in passed]
+    effective = Counter(name for entry in entries for name in entry["effective"])
     return Row(
         package=peer.package,
         version=version,
@@ -305,10 +305,10 @@ def row_of(peer: Peer, checkout: Path, version: str, mode: str, plain: Run, chan
         tests=len(plain.outcomes),
         plain=len(passed),
         passed=len(passed & changed.passed()),
-        trained=sum(bool(entry["trainers"]) for entry in examples),
-        causal=sum(any("causal" in t for t in entry["trainers"]) for entry in examples),
+        trained=sum(bool(entry["trainers"]) for entry in entries),
+        causal=sum(any("causal" in t for t in entry["trainers"]) for entry in entries),
         effective={name: effective[name] for name in COUNTED if effective[name]},
-        together=sum(all(name in entry["effective"] for name in CAUSAL) for entry in examples),
+        together=sum(all(name in entry["effective"] for name in CAUSAL) for entry in entries),
         failures={},
         unsteady=[],
         other_losses=other_losses(plain, changed),
@@ -322,7 +322,7 @@ def other_losses(plain: Run, changed: Run) -> dict[str, str]:
     """
     found = {}
     for test in sorted(plain.passed() & changed.passed()):
-        series = [run.examples.get(test, {}).get("losses", []) for run in (plain, changed)]
+        series = [run.entries.get(test, {}).get("losses", []) for run in (plain, changed)]
         before, after = ([loss for one in trainers for loss in one] for trainers in series)
         pairs = itertools.zip_longest(before, after, fillvalue=math.nan)
         apart = [(a, b) for a, b in pairs if not math.isclose(a, b, rel_tol=LOSS_BOUND)]

@@ -39,6 +39,7 @@ from hasten.planner.simulate import (
     resimulated,
     simulate,
 )
+from hasten.recipe.price import Price
 from planner.usual import JOB, MODEL, PLAIN, SPARSE, TWO
 
 
@@ -287,15 +288,12 @@ def test_one_device_has_nothing_to_shard() -> None:
 def test_the_articles_price_is_reproduced() -> None:
     """4 GPUs at 0.6 CNY an hour for 1.8 hours are 4.32 CNY."""
 
-    class Price:
-        currency, hour = "CNY", 0.6
-
     cluster = Cluster.preset("single_node", 1, 4, "a100")
     found = plan(MODEL, cluster, PlannedJob(2048, 64, "lora"), calibration=PLAIN)
     one = found.best[0]
     rate = one.tokens_per_second_per_device.middle
     job = PlannedJob(2048, 64, "lora", tokens=rate * 4 * 1.8 * 3600)
-    cost = spending(one, job, Price())
+    cost = spending(one, job, Price(currency="CNY", per_device_hour=0.6))
     assert cost.money is not None
     assert cost.money.middle == pytest.approx(4.32)
     assert cost.device_hours.middle == pytest.approx(7.2)

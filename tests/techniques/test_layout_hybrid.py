@@ -84,7 +84,7 @@ def test_experts_are_on_the_device_before_their_copies_are_made_alike(
         )
     layout: Any = object.__new__(ExpertsInFSDP)
     layout.shared = SimpleNamespace(parameters=list)
-    layout.place = lambda module: done.append("place")
+    layout.move_parts = lambda module: done.append("place")
     layout.mesh = {"dp": SimpleNamespace(size=lambda: 1), "shard": None}
     layout.averages, layout._replicas, layout._reshard = 4, None, True
     layout.apply_data_parallel(torch.nn.Module(), NoCompression())

@@ -178,7 +178,7 @@ def test_what_cannot_fit_is_not_tried_and_said(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(
         MemoryError, match=r"no choice of smoke fits 1 GB: .*needs 3 of 1 GB by simulation"
     ):
-        measure.first_that_fits(SMOKE, "hasten", "cpu", measure.records_of(SMOKE), tried)
+        measure.first_that_fits(SMOKE, "hasten", "cpu", measure.examples_of(SMOKE), tried)
     assert len(tried) == 1
 
 
@@ -186,7 +186,7 @@ def test_a_choice_that_runs_out_of_memory_gives_way_to_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     choice = SMOKE.variants["hasten"][0]
-    row = replace(SMOKE, variants={"hasten": (replace(choice, records=4), choice)})
+    row = replace(SMOKE, variants={"hasten": (replace(choice, examples=4), choice)})
     steps = measure.HastenVariant.steps
 
     def short(self: measure.HastenVariant, count: int) -> Any:
@@ -196,7 +196,7 @@ def test_a_choice_that_runs_out_of_memory_gives_way_to_the_next(
 
     monkeypatch.setattr(measure.HastenVariant, "steps", short)
     tried: list[Any] = []
-    _, kept = measure.first_that_fits(row, "hasten", "cpu", measure.records_of(row), tried)
+    _, kept = measure.first_that_fits(row, "hasten", "cpu", measure.examples_of(row), tried)
     assert [t["outcome"] for t in tried] == ["ran out of memory: CUDA out of memory", "fits"]
     assert kept["plan_words"][1] == "gradient_accumulation(micro_batch_size=2)"
 
@@ -252,7 +252,7 @@ def test_the_trainer_stays_in_bf16_from_turn_to_turn() -> None:
     model.model.layers[0].mlp.gate_proj.register_forward_hook(
         lambda layer, given, out: seen.append(out.dtype)
     )
-    variant = peer.TrainerVariant(SMOKE, model, measure.records_of(SMOKE))
+    variant = peer.TrainerVariant(SMOKE, model, measure.examples_of(SMOKE))
     done = [variant.steps(2) for _ in range(2)]
     assert seen == [torch.bfloat16] * 4
     assert all(work.tokens > 0 and work.seconds for work in done)
@@ -260,7 +260,7 @@ def test_the_trainer_stays_in_bf16_from_turn_to_turn() -> None:
 
 
 def test_the_peer_gets_labels_for_tokens_alone() -> None:
-    batch = peer.padded(measure.records_of(SMOKE)[:3])
+    batch = peer.padded(measure.examples_of(SMOKE)[:3])
     assert torch.equal(batch["labels"] == -100, batch["attention_mask"] == 0)
 
 

@@ -203,7 +203,7 @@ class _Tokenizer:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--records", "33"], "whole steps of 32"),
+        (["--examples", "33"], "whole steps of 32"),
         (["--hidden", "100"], "a multiple of 64"),
         (["--peers", "/nowhere/python"], "no such interpreter"),
         (["--rounds", "0"], "at least 1"),

@@ -95,7 +95,7 @@ def test_run_makes_a_lab_for_one_command_and_names_the_rank_that_failed(own_room
         (["run", "--lab", "nonsense", "--", "true"], "no lab's name"),
         (["up", "--rate", "fast"], "'fast' is no rate"),
         (["up", "--mode", "cloud"], "--mode cloud"),
-        (["up", "--mode", "loopback", "--rate", "1mbit"], "no lab can be made here"),
+        (["up", "--mode", "loopback", "--rate", "1mbit"], "no lab works here"),
     ],
 )
 def test_bad_input_is_one_sentence(arguments: list[str], words: str) -> None:

@@ -116,7 +116,7 @@ class Scripted(Runner):
         self.asked.append((mode, name, list(tests)))
         outcomes = next(self._runs)
         run = Run({test: (word, f"why {test}") for test, word in outcomes.items()})
-        run.records = {test: {"test": f"file.py::{test}"} for test in outcomes}
+        run.entries = {test: {"test": f"file.py::{test}"} for test in outcomes}
         return run
 
 
@@ -147,7 +147,7 @@ def test_losses_that_differ_in_tests_that_pass_are_named() -> None:
     runs = []
     for losses in (plain, found):
         run = Run(dict.fromkeys(losses, (PASSED, "")))
-        run.records = {test: {"losses": values} for test, values in losses.items()}
+        run.entries = {test: {"losses": values} for test, values in losses.items()}
         runs.append(run)
     assert peer_tests.other_losses(*runs) == {
         "other": "1 of 3, 2.5 for 2",

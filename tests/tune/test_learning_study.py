@@ -190,7 +190,7 @@ def test_bad_input_is_a_sentence(given: ExperimentSubject, folder: Path) -> None
         LearningOptions(only=("momentum",))
     with pytest.raises(InputError, match="one other are 2"):
         LearningOptions(trials=1)
-    with pytest.raises(InputError, match="hold some records out"):
+    with pytest.raises(InputError, match="hold some examples out"):
         RecipeTrainings(subject(folder, eval_data=0))
     with pytest.raises(InputError, match="too few to study"):
         RecipeTrainings(subject(folder, max_steps=2))

@@ -471,7 +471,7 @@ def _opened(recipe: Recipe, folder: Path, key: str | None) -> PreparedData | Non
     try:
         index = folder / "index.json"
         note = PreparedDataIndex(**read_json_object(index, "index of prepared data"))
-        if note.key != key:
+        if key is not None and note.key != key:
             return None
         train = TokenStore(path_inside(folder, note.train, str(index)))
         eval_data = None

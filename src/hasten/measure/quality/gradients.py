@@ -136,7 +136,7 @@ def gradient(
         raise RuntimeError("no step of the plan had a finite gradient that could be looked at")
     passes = session.progress.micro_batches / max(session.progress.step, 1)
     report = {"loss": metrics.loss, "micro_batches": passes, "ranks": setup.layout.size}
-    gradients = session.optimizer.whole(setup.layout)
+    gradients = session.optimizer.gather_full(setup.layout)
     if not (setup.layout.replicated or bench.context.world.is_main):
         return report  # it has brought its part
     expected = torch.load(bench.folder / REFERENCE, mmap=True)
