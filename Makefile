@@ -58,6 +58,7 @@ lint: install
 	$(PY) -m ruff check $(CODE)
 	$(PY) -m ruff format --check $(CODE)
 	$(PY) -m mypy
+	$(PY) scripts/check_language.py
 
 format: install
 	$(PY) -m ruff check --fix $(CODE)

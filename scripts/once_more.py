@@ -24,7 +24,7 @@ def main() -> int:
     try:
         names = sorted(json.loads(FAILED.read_text(encoding="utf-8")))
     except FileNotFoundError:
-        print("once_more: there is no example of what failed, so nothing is run again")
+        print("once_more: there is no record of what failed, so nothing is run again")
         return 1
     if not 0 < len(names) <= MOST:
         print(f"once_more: {len(names)} failed; only up to {MOST} are run again")

@@ -251,8 +251,17 @@ def shape_text(shape: Any) -> str:
     if isinstance(shape, dict):
         if set(shape) == {"median", "low", "high"}:
             return "span"
-        return "object: " + ", ".join(code(key.removesuffix("?")) for key in shape)
+        return "object: " + ", ".join(map(key_text, shape, shape.values()))
     return names.get(shape, "value" if shape is object else "object")
+
+
+def key_text(key: str, shape: Any) -> str:
+    """A key, with the keys of its own object in brackets."""
+    inner = shape[0] if isinstance(shape, list) else shape
+    text = code(key.removesuffix("?"))
+    if not isinstance(inner, dict) or not inner or shape_text(inner) == "span":
+        return text
+    return f"{text} ({', '.join(map(key_text, inner, inner.values()))})"
 
 
 def report_keys() -> str:

@@ -110,7 +110,7 @@ def test_the_page_loads_nothing_and_holds_both_drawings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "out" / "stats.html"
-    data.stats(recipe(tmp_path), [], as_json=False, html=target)
+    data.stats(recipe(tmp_path), [], as_json=False, output=target)
     out = capsys.readouterr().out
     assert f"written: {target}" in out
     assert "fullest: " in out
@@ -120,7 +120,7 @@ def test_the_page_loads_nothing_and_holds_both_drawings(
     assert all(word not in text for word in ("<script", "<link", "@import", " src=", "url("))
     assert [p.name for p in target.parent.iterdir()] == ["stats.html"]
     with pytest.raises(InputError, match="is a folder"):
-        data.stats(recipe(tmp_path), [], as_json=False, html=tmp_path)
+        data.stats(recipe(tmp_path), [], as_json=False, output=tmp_path)
 
 
 def test_a_title_cannot_break_the_page(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def test_a_plan_is_proven_on_the_recipes_own_job(tmp_path: Path) -> None:
     words = {row["technique"]: row["verdict"] for row in report["verification"]}
     assert words == {"packed": "equal", "prefetched": "equal", "compact_adamw": "not tested"}
     assert {"equal", "not tested"} == {row["verdict"] for row in report["invariance"]}
-    left = list((tmp_path / "run" / "data" / "verify").iterdir())
+    left = list((tmp_path / "run" / "data" / "verification").iterdir())
     assert not [p for p in left if p.suffix == ".pt" or p.name.startswith("variant-")]
 
 
@@ -76,7 +76,7 @@ def test_what_was_proven_is_not_proven_again_until_something_changes(
         first = beforehand(True, 0, False, display)(subject)
         assert beforehand(True, 0, False, display)(subject) == first
         assert len(asked) == 1
-        for kept in (tmp_path / "run" / "data" / "verify").glob("*.json"):
+        for kept in (tmp_path / "run" / "data" / "verification").glob("*.json"):
             kept.write_text("{")  # damaged: as if it weren't there
         beforehand(True, 0, False, display)(subject)
         beforehand(True, 0, True, display)(subject)

@@ -138,7 +138,7 @@ def test_ranks_never_measure_at_the_same_time(
         (b"{", "can't be used"),
         (b"\xff\xfe", "can't be used"),
         (b"[" * 100_000, "can't be used"),
-        (b"[]", "doesn't hold what `hasten env --bench -o` writes"),
+        (b"[]", "holds a list, expected an object"),
         (json.dumps(rates(device_name="NVIDIA H200").to_dict()).encode(), "was measured on NVIDIA"),
         (json.dumps(rates(device="cuda").to_dict()).encode(), "was measured on"),
     ],

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
         ("num_processes", "accelerate's num_processes is nproc here"),
         ("use_galore", "isn't supported: there is no GaLore"),
         ("lerning_rate", "did you mean 'learning_rate'"),
-        ("entirely_unknown_key", "`hasten keys` lists all keys"),
+        ("entirely_unknown_key", "docs/reference/recipe.md lists all keys"),
     ],
 )
 def test_an_unknown_key_is_answered_with_what_to_write(key: str, instead: str) -> None:

@@ -14,7 +14,7 @@ from hasten.report.page import page_of, render_markdown, write_report
 from hasten.report.schema import REPORT, as_json, read_report
 from report.report_pages import Page, Report, full_report, large_report, reports
 
-DOC = Path(__file__).parents[2] / "docs" / "report-schema.md"
+DOC = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 
 
 def html_of(report: Report) -> str:

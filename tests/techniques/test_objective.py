@@ -117,7 +117,7 @@ def test_two_ranks_have_the_losses_of_one(tmp_path: Path) -> None:
 def test_where_it_cannot_work_it_says_so() -> None:
     job, known = language_job(), job_context(language_job())
     setup = prepare(job, Plan([AHEAD]), known)
-    setup.layout = type("Parts", (), {"whole": False})()
+    setup.layout = type("Parts", (), {"replicated": False})()
     with pytest.raises(InputError, match="take ddp"):
         setup.objective(torch.nn.Linear(1, 1))
     other = prepare(job, Plan([AHEAD]), known)

@@ -94,9 +94,11 @@ def test_recomputation_may_rest_only_where_all_activations_fit(
 def test_a_look_at_its_bytes_leaves_recomputation_as_it_was() -> None:
     session = session_of(job(), ActivationCheckpointing())
     next(training(session))
-    [switch] = ActivationCheckpointing().switches(session)
+    [switch] = ActivationCheckpointing().live_settings(session)
     switch.set(False)
-    [again] = ActivationCheckpointing().switches(session)  # measures with recomputation and without
+    [again] = ActivationCheckpointing().live_settings(
+        session
+    )  # measures with recomputation and without
     assert again.now() is False
 
 

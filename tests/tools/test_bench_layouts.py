@@ -70,7 +70,7 @@ def test_an_interval_lies_around_the_mean_logarithm(ratios: list[float]) -> None
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_variant_is_one_that_its_ranks_allow(world: int) -> None:
-    load = variants.Load("tiny", records=2, tokens=16)
+    load = variants.Load("tiny", examples=2, tokens=16)
     for name, variant in variants.variants(world).items():
         assert variant.layout is not None
         known = variants._facts(variant, load, World(size=world), 8)

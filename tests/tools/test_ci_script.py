@@ -73,7 +73,7 @@ def test_all_parts_run_and_their_seconds_are_printed(tmp_path: Path) -> None:
     code, said, calls = ci(tmp_path, "")
     assert code == 0
     assert [line.split()[2] for line in said[-6:]] == [
-        *("install", "lint", "docs", "real-records", "compiled", "suite")
+        *("install", "lint", "docs", "real-examples", "compiled", "suite")
     ]
     shared = tmp_path / "shared"
     known = f"data={shared / 'data'} articles={shared / 'articles'}"

@@ -294,9 +294,7 @@ def _conclude(summary: dict[str, Any]) -> None:
         print(f"eval loss {summary['eval_loss']:.4f}", end="")
         print(f", perplexity {summary['perplexity']:.1f}")
     for name, proof in summary["effective"].items():
-        print(
-            f"{name}: {'effective' if proof['effective'] else 'NO EFFECT'} ({proof['evidence']})"
-        )
+        print(f"{name}: {'effective' if proof['effective'] else 'NO EFFECT'} ({proof['evidence']})")
     for sample in summary["samples"]:
         print(f"--- prompt\n{sample['prompt']}\n--- answer\n{sample['answer']}\n---")
     if summary["cost"]:

@@ -24,7 +24,12 @@ from hasten.core.session import Progress, Session
 from hasten.core.setup import Setup
 from hasten.errors import InputError
 from hasten.parts.checkpoint.format import json_without_tensors, tensors_from_json
-from hasten.parts.checkpoint.state import check_moments, of_all_ranks, set_random_state
+from hasten.parts.checkpoint.state import (
+    check_moments,
+    of_all_ranks,
+    random_state,
+    set_random_state,
+)
 
 # The state of ranks that hold different weights, each whole: under the numbers of one process.
 #
@@ -201,7 +206,9 @@ class Stateful(Protocol):
 def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Weights, optimizer state, random state, what the slots remember; progress and job."""
     session.synchronize()
-    ranks = of_all_ranks()
+    # A session of one process may run inside a process of a larger group.
+    alone = session.setup.context.world.size == 1
+    ranks = [random_state()] if alone else of_all_ranks()
     tensors = _unshared("model", session.loss_module.state_dict(keep_vars=True))
     masters = {str(i): p for i, p in enumerate(own_masters(session))}
     tensors |= {f"master/{name}": t.detach() for name, t in masters.items()}

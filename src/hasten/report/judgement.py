@@ -703,7 +703,7 @@ def variants_that_hurt(variants: Sequence[Row]) -> set[str]:
     return {
         a["name"]
         for a in variants
-        if verdict_word(a["verdict"]) == "hurt" and a["kind"] != "left out"
+        if verdict_word(a["verdict"]) == "hurt" and a["kind"] != "leave-one-out"
     }
 
 

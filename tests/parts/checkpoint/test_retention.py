@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -140,7 +141,7 @@ def test_what_differs_from_something_damaged_does_not_count(chain: Path) -> None
 def test_a_process_without_a_file_left_has_not_seen_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path) -> int:
+    def full(path: Path, **options: Any) -> int:
         raise OSError(errno.EMFILE, "Too many open files", str(path))
 
     before = names(saved(tmp_path, 1, 2, 3))

@@ -169,8 +169,8 @@ def line(measured: Mapping[str, float], paper: Mapping[str, float], name: str) -
     total, least = step_total(measured), sum(paper.values())
     share = least / total
     text = (
-        f"a step takes {1e3 * total:,.0f} ms on {name}, and {1e3 * least:,.0f} ms at least on "
-        f"paper: {share:.0%} of the speed that the GPU allows"
+        f"a step takes {1e3 * total:,.0f} ms on {name}, and {1e3 * least:,.0f} ms at least "
+        f"by simulation: {share:.0%} of the speed that the GPU allows"
     )
     if share >= FAR:
         return text
