@@ -39,19 +39,24 @@ PLAN = (
     *("packed", "document_attention", "fused_layers", "labelled_token_loss"),
     *("bf16_master_weights", "fused_adamw"),
 )
-GROUPED = {"bf16": True, "train_sampling_strategy": "group_by_length"}
+IN_FLOAT32 = tuple(name for name in PLAN if name != "bf16_master_weights")
+SORTED = {"train_sampling_strategy": "group_by_length"}
+GROUPED = {"bf16": True, **SORTED}
+SMALLER = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4}
 VARIANTS: dict[str, Variant] = {
     "hasten": Variant("hasten_variant", {"plan": list(PLAN)}),
+    "hasten_float32": Variant("hasten_variant", {"plan": list(IN_FLOAT32)}),
     "hasten_defaults": Variant("hasten_variant", {"plan": []}),
     "hf_defaults": Variant("hf_variant"),
     "hf_best": Variant("hf_variant", GROUPED, own_order=True),
     # the same steps in four passes each: smaller logits, and less padding within a pass
-    "hf_best_4x8": Variant(
-        "hf_variant",
-        {**GROUPED, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 4},
-        own_order=True,
-    ),
+    "hf_best_4x8": Variant("hf_variant", {**GROUPED, **SMALLER}, own_order=True),
     "hf_compile": Variant("hf_variant", {**GROUPED, "torch_compile": True}, own_order=True),
+    # what a user takes whose processor has no unit for bf16
+    "hf_float32_4x8": Variant("hf_variant", {**SORTED, **SMALLER}, own_order=True),
+    "hf_float32_4x8_compile": Variant(
+        "hf_variant", {**SORTED, **SMALLER, "torch_compile": True}, own_order=True
+    ),
     "trl_packing": Variant("trl_variant", needs=("trl", "datasets"), never_matched=True),
     "trl_packing_rows": Variant(
         "trl_variant", {"row_by_row": True}, needs=("trl", "datasets"), never_matched=True
@@ -70,7 +75,7 @@ def run(name: str, folder: Path, out: Path, profile: bool = False) -> None:
     changes = dict(variant.settings)
     if profile:
         changes["profile"] = True
-    if name == "hasten" and given.settings.architecture in ("v2_lite", "v3"):
+    if name in ("hasten", "hasten_float32") and given.settings.architecture in ("v2_lite", "v3"):
         changes["plan"] = [*changes["plan"], "experts_implementation"]
     if variant.chooses(given.settings.matched):
         changes["own_order"] = True

@@ -124,14 +124,13 @@ def _folder(output: Path) -> tuple[str, None]:
 
 def _kernels(checks: _Checks) -> None:
     """Which of the processor's kernels run here; without them the plain way does."""
-    from hasten.parts.kernels import amx, codec, rowwise
+    from hasten.parts.kernels import products, codec, rowwise
 
-    libraries = {"rows": rowwise.library(), "tiles": amx.library(), "codec": codec.library()}
+    libraries = {"rows": rowwise.library(), "products": products.library(), "codec": codec.library()}
     summary = ", ".join(
         f"{name}: {library.reason or 'compiled'}" for name, library in libraries.items()
     )
-    # Tiles need AMX, which most processors don't have; the others need a compiler alone.
-    lacking = libraries["rows"].reason or libraries["codec"].reason
+    lacking = any(library.reason for library in libraries.values())
     checks.note("kernels", summary, "warn" if lacking else "ok")
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hasten.parts.kernels import amx, build, rowwise
+from hasten.parts.kernels import build, products, rowwise
 from hasten.parts.nn.attention import use_document_attention
 from hasten.parts.nn.fused_layers import fuse_layers
 from hasten.techniques.attention import DocumentAttention
@@ -164,7 +164,7 @@ def test_without_a_compiler_the_reason_is_one_sentence(without_compiler: None) -
     assert rowwise.library().library is None
     reason = rowwise.library().reason
     assert reason == "no C++ compiler was found (c++-that-is-nowhere): install one"
-    assert not amx.fits(torch.zeros(2, 2, dtype=torch.bfloat16))
+    assert not products.fits(torch.zeros(2, 2, dtype=torch.bfloat16))
     with pytest.raises(RuntimeError, match="no C\\+\\+ compiler"):
         rowwise.swiglu(torch.zeros(2), torch.zeros(2))
 

@@ -14,7 +14,7 @@ import transformers as hf
 from torch import nn
 
 from fused_models import BATCHES, ROUNDING, TOKENS, check_half, distance, model_of, outcome, pair
-from hasten.parts.kernels import amx, rowwise
+from hasten.parts.kernels import products, rowwise
 from hasten.parts.nn.attention import use_document_attention
 from hasten.parts.nn.fused_layers import ARCHITECTURES, fuse_layers, fused
 from hasten.parts.nn.quantised import Float8Layers
@@ -98,13 +98,11 @@ def test_names_classes_and_parameters_stay(architecture: str) -> None:
     assert bound["latent attention" if "deepseek" in architecture else "attention"] == layers
     assert bound["mlp"] >= layers
     assert bound["norm"] >= 2 * layers + 1
-    assert bound["linear"] == (sum(c is nn.Linear for c in classes) if _amx() else 0)
+    assert bound["linear"] == (
+        sum(c is nn.Linear for c in classes) if products.library().library else 0
+    )
     assert not fused(stranger)
     assert torch.equal(stranger(TOKENS).logits, expected)
-
-
-def _amx() -> bool:
-    return amx.library().library is not None
 
 
 def test_a_model_without_known_layers_is_refused() -> None:
@@ -168,7 +166,7 @@ def test_a_compiled_model_runs_them_in_one_graph() -> None:
     assert (found - expected).norm() <= ROUNDING * expected.norm()
 
 
-@pytest.mark.skipif(not amx.library().library, reason=amx.library().reason)
+@pytest.mark.skipif(not products.library().library, reason=products.library().reason)
 def test_what_somebody_puts_around_a_layer_later_is_called() -> None:
     _, model = pair("llama", torch.bfloat16)
     float8 = Float8Layers(emulate=True)

@@ -2,8 +2,8 @@
 
 Rows are sorted by expert; ``starts`` (experts + 1) has each expert's first row. All
 products of a layer run in one call, for any number of tokens per expert. Nothing is
-compiled for a shape. ``gemm.cpp`` and ``experts.cpp`` contain the kernels. In float32,
-or without AMX, the products are torch's, one expert after the other.
+compiled for a shape. :mod:`hasten.parts.kernels.products` and ``experts.cpp`` contain
+the kernels. In float32 the products are torch's, one expert after the other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from hasten.parts.kernels import amx, rowwise
+from hasten.parts.kernels import rowwise
+from hasten.parts.kernels.products import fits, run_products
 
 
 @custom_op("hasten::expert_products", mutates_args=())
@@ -29,7 +30,7 @@ def products(x: Tensor, weights: Tensor, starts: Sequence[int], turned: bool) ->
     n, k = (weights.shape[1], weights.shape[2]) if turned else weights.shape[:0:-1]
     _check(x, starts, k, len(weights))
     out = x.new_empty(x.shape[0], n)
-    if not amx.fits(x, weights) or weights.stride(-1) != 1:
+    if not fits(x, weights) or weights.stride(-1) != 1:
         for matrix, (first, last) in zip(weights, itertools.pairwise(starts), strict=True):
             torch.mm(x[first:last], matrix.t() if turned else matrix, out=out[first:last])
         return out
@@ -38,7 +39,7 @@ def products(x: Tensor, weights: Tensor, starts: Sequence[int], turned: bool) ->
         (first * x.stride(0), expert * step, first * n, last - first, n, k)
         for expert, (first, last) in enumerate(itertools.pairwise(starts))
     ]
-    amx.run_products(out, x, weights, groups, 2 * turned)
+    run_products(out, x, weights, groups, 2 * turned)
     return out
 
 
@@ -52,7 +53,7 @@ def gradients_(out: Tensor, grad: Tensor, x: Tensor, starts: Sequence[int]) -> N
     """``out[e] = grad_e.T @ x_e`` (n, k) for every expert; an expert without rows gets zeros."""
     _check(x, starts, out.shape[2], len(out))
     _check(grad, starts, out.shape[1], len(out))
-    if not amx.fits(grad, x) or out.stride(-1) != 1:
+    if not fits(grad, x) or out.stride(-1) != 1:
         for expert_out, (first, last) in zip(out, itertools.pairwise(starts), strict=True):
             torch.mm(grad[first:last].t(), x[first:last], out=expert_out)
         return
@@ -61,7 +62,7 @@ def gradients_(out: Tensor, grad: Tensor, x: Tensor, starts: Sequence[int]) -> N
         (first * grad.stride(0), first * x.stride(0), expert * out.stride(0), n, k, last - first)
         for expert, (first, last) in enumerate(itertools.pairwise(starts))
     ]
-    amx.run_products(out, grad, x, groups, 1)
+    run_products(out, grad, x, groups, 1)
 
 
 @gradients_.register_fake

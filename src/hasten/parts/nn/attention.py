@@ -3,7 +3,7 @@
 A packed row under plain SDPA needs a dense block mask. That is right, but it computes
 every pair of tokens of the row. Here each document attends to itself alone. If the
 device has a variable-length kernel, this is one call of it
-(``torch.nn.attention.varlen``; on processors with AMX hasten's own, for bf16).
+(``torch.nn.attention.varlen``; on processors hasten's own, for float32 and bf16).
 Otherwise it is one causal SDPA call per document.
 
 The function is registered with Transformers under ``hasten_documents``, its public
@@ -40,7 +40,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hasten.parts.kernels import amx
+from hasten.parts.kernels import products
 from hasten.parts.kernels.registry import LEAST_CAPABILITY, is_refused
 from hasten.parts.nn import fused_functions, rebind
 from hasten.parts.nn.causal_lm import holds_cache
@@ -179,8 +179,8 @@ def _documents(
     query, key, value = tensors
     if chosen is not None:
         return _one_by_one(tensors, lengths, scaling, dropout, chosen)
-    if not dropout and amx.fits(query, key, value):
-        return _on_tiles(tensors, lengths, scaling)
+    if not dropout and products.fits_attention(query, key, value):
+        return _on_processor(tensors, lengths, scaling)
     if len(lengths) == 1:
         return _causal(query, key, value, scaling, dropout).transpose(1, 2)
     kernel = _varlen() if len(query) == 1 else None
@@ -409,7 +409,7 @@ def _one_by_one(
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
-def _on_tiles(
+def _on_processor(
     tensors: tuple[Tensor, Tensor, Tensor],
     lengths: tuple[int, ...],
     scale: float | None,

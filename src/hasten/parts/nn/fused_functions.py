@@ -4,7 +4,7 @@ Each computes the same as the usual few operators, with sums in float32 and one 
 at the end. They run on the processor's kernels (:mod:`hasten.parts.kernels`) or on a
 GPU's (:mod:`hasten.parts.nn.fused_gpu`), by the device of the tensor. Call ``fits``
 first to check that the kernels take the tensors. Only the processor has products and
-attention on tiles.
+attention of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hasten.parts.kernels import amx, rowwise
+from hasten.parts.kernels import products, rowwise
 from hasten.parts.kernels.registry import is_refused
 from hasten.parts.nn import fused_gpu, rebind
 
@@ -64,7 +64,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x @ weight.T + bias`` in bf16; the gradient of the weight is the kernels' own product."""
+    """``x @ weight.T + bias`` by the processor's kernels, with its three gradients."""
     flat = x.reshape(-1, x.shape[-1])
     output: Tensor = _FusedLinear.apply(flat, weight, bias)
     return output.view(*x.shape[:-1], weight.shape[0])
@@ -98,15 +98,23 @@ def joinable(layer: Any, bound: Callable[..., Any]) -> bool:
     )
 
 
-def matmul_bf16(x: Tensor, matrix: Tensor, out: Tensor | None = None) -> Tensor:
-    """``x @ matrix`` in bf16, in one or two pieces of round size; added to any ``out``.
+def matmul(x: Tensor, matrix: Tensor, out: Tensor | None = None) -> Tensor:
+    """``x @ matrix`` (rows, n) by the processor's kernels; added to any ``out``.
 
-    The library behind ``torch.mm`` compiles a kernel for each shape and keeps it. Rows of
-    ever new lengths would cost time and memory without end. The first piece has the row
-    count rounded down to its five leading bits. So between n and 2 n rows there are at most
-    sixteen shapes. The remaining rows are filled up to the next multiple of 64.
+    With AMX this product is torch's, in one or two pieces of round size. The library behind
+    ``torch.mm`` compiles a kernel for each shape and keeps it, so rows of ever new lengths
+    would cost time and memory without end. The first piece has the row count rounded down
+    to its five leading bits. So between n and 2 n rows there are at most sixteen shapes.
+    The remaining rows are filled up to the next multiple of 64.
     """
     beta = 0 if out is None else 1
+    if products.unit(x.dtype) != "tiles":
+        turned = matrix.stride(0) == 1 and matrix.stride(1) != 1
+        factor = matrix.t() if turned else matrix
+        if out is None:
+            return products.product(x, factor, False, turned)
+        products.product_into(out, x, factor, False, turned, add=True)
+        return out
     out = x.new_empty(x.shape[0], matrix.shape[1]) if out is None else out
     step = max(1 << max(x.shape[0].bit_length() - 5, 0), ROUND)
     full_rows = x.shape[0] // step * step
@@ -186,7 +194,7 @@ class _FusedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
-        y = matmul_bf16(x, weight.t())
+        y = matmul(x, weight.t())
         return y if bias is None else y.add_(bias)
 
     @staticmethod
@@ -194,8 +202,8 @@ class _FusedLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad = grads[0].contiguous()
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
-        dx = matmul_bf16(grad, weight) if wants_x else None
-        dw = amx.product(grad, x, True, False) if wants_weight else None
+        dx = matmul(grad, weight) if wants_x else None
+        dw = products.product(grad, x, True, False) if wants_weight else None
         db = grad.sum(0, dtype=torch.float32).to(grad.dtype) if wants_bias else None
         return dx, dw, db
 
@@ -205,7 +213,7 @@ class _Joined(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         learn = any(w.requires_grad for w in weights)
         ctx.save_for_backward(x if learn else None, *weights)
-        return tuple(matmul_bf16(x, weight.t()) for weight in weights)
+        return tuple(matmul(x, weight.t()) for weight in weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -215,15 +223,15 @@ class _Joined(torch.autograd.Function):
         weight_gradients: list[Tensor | None] = []
         for grad, weight, wanted in zip(grads, weights, wants, strict=True):
             grad = grad.contiguous()
-            dx = matmul_bf16(grad, weight, dx) if wants_x else None
-            weight_gradients.append(amx.product(grad, x, True, False) if wanted else None)
+            dx = matmul(grad, weight, dx) if wants_x else None
+            weight_gradients.append(products.product(grad, x, True, False) if wanted else None)
         return dx, *weight_gradients
 
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, starts: tuple[int, ...], scale: float
 ) -> Tensor:
-    """Causal attention inside each document of a row of tokens, (T, heads, dv), bf16 on AMX.
+    """Causal attention inside each document of a row of tokens, (T, heads, dv).
 
     ``query`` (T, heads, dk), ``key`` (T, groups, dk), ``value`` (T, groups, dv); document ``i`` is
     the tokens from ``starts[i]`` to ``starts[i + 1]``.
@@ -237,14 +245,14 @@ class _Attend(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, starts: tuple[int, ...], scale: float
     ) -> Tensor:
-        out, lse = amx.attention(query, key, value, starts, scale)
+        out, lse = products.attention(query, key, value, starts, scale)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.layout = starts, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        gradients = amx.attention_backward(grads[0], *ctx.saved_tensors, *ctx.layout)
+        gradients = products.attention_backward(grads[0], *ctx.saved_tensors, *ctx.layout)
         return *gradients, None, None
 
 

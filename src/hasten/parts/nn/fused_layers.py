@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from hasten.parts.kernels import amx, rowwise
+from hasten.parts.kernels import products, rowwise
 from hasten.parts.nn import attention, fused_gpu, rebind
 from hasten.parts.nn.causal_lm import holds_cache
 from hasten.parts.nn.fused_functions import (
@@ -78,7 +78,7 @@ def norm_of_piece(
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3", "deepseek_v32")
 LATENT = ("DeepseekV2", "DeepseekV3", "DeepseekV32")  # multi-head latent attention
 LAYERS = tuple(f"{name}DecoderLayer" for name in ("Llama", "Qwen2", "Qwen3", *LATENT))
-FEWEST_ROWS = 64  # of a linear layer's input, below which it is left to torch
+FEWEST_ROWS = 64  # of a linear layer's input, below which AMX is left to torch
 
 
 def why_not(device: str = "cpu") -> str:
@@ -100,9 +100,9 @@ def fuse_layers(model: nn.Module, device: str = "cpu") -> Counter[str]:
     if reason:
         raise ValueError(reason)
     bound: Counter[str] = Counter()
-    tile_products = _on_processor(device) and amx.library().library is not None
+    own_products = _on_processor(device) and products.library().library is not None
     for module in model.modules():
-        kind = _kind(module, tile_products)
+        kind = _kind(module, own_products)
         if kind:
             rebind.bind(module, _FUSED[kind])
             bound[kind] += 1
@@ -127,10 +127,10 @@ def _on_processor(device: str) -> bool:
     return bool(torch.device(device).type == "cpu")
 
 
-def _kind(module: nn.Module, tile_products: bool) -> str:
+def _kind(module: nn.Module, own_products: bool) -> str:
     name = type(module).__name__
     if rebind.plain_class(module) is nn.Linear:
-        return "linear" if tile_products else ""
+        return "linear" if own_products else ""
     if name.endswith("RMSNorm") and isinstance(getattr(module, "variance_epsilon", None), float):
         return "norm"
     inner = dict(module.named_children())
@@ -183,21 +183,26 @@ def _linear(self: Any, usual: Usual, input: Tensor) -> Tensor:
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    if not amx.fits(x, weight) or x.numel() < FEWEST_ROWS * x.shape[-1]:
+    if not products.fits(x, weight) or _few_rows(x):
         output: Tensor = usual(input)
         return output
     return linear(x, weight, bias)
 
 
+def _few_rows(x: Tensor) -> bool:
+    few = x.numel() < FEWEST_ROWS * x.shape[-1]
+    return few and products.unit(x.dtype) == "tiles"
+
+
 def _projected(x: Tensor, *layers: Any) -> tuple[Tensor, ...]:
     """``x`` through each layer: at once where all are plain and fit, else each by its own call."""
     if (
-        amx.fits(x)
+        products.fits(x)
         and not torch.is_autocast_enabled(x.device.type)
-        and x.numel() >= FEWEST_ROWS * x.shape[-1]
+        and not _few_rows(x)
         and all(joinable(layer, _linear) for layer in layers)
         and not is_cut(*layers)
-        and amx.fits(*(layer.weight for layer in layers))
+        and products.fits(*(layer.weight for layer in layers))
     ):
         return joined(x, *(layer.weight for layer in layers))
     return tuple(layer(x) for layer in layers)

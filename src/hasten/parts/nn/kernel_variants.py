@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hasten.machine.gain import Gain
-from hasten.parts.kernels import adamw, amx, registry, rowwise
+from hasten.parts.kernels import adamw, products, registry, rowwise
 from hasten.parts.kernels.registry import TIMED, KernelVariant, Operation, Sizes, is_refused
 from hasten.parts.nn import fused_experts, fused_functions, fused_layers
 from hasten.parts.nn.attention import attend
@@ -101,10 +101,10 @@ PRODUCTS = Operation(
 add(PRODUCTS, "torch", gradients(F.linear), BOTH)
 add(
     PRODUCTS,
-    "hasten on tiles",
+    "hasten",
     gradients(lambda x, weight: fused_functions.linear(x, weight, None)),
-    {"bf16": ROUNDED},
-    on_processors(lambda: amx.library().reason),
+    BOTH,
+    on_processors(lambda: products.library().reason),
 )
 
 
@@ -360,8 +360,8 @@ add(
     ATTENTION,
     "hasten",
     gradients(attend_as_trained, learning=3),
-    {"bf16": 2 * ROUNDED},
-    lambda device: amx.library().reason if device == "cpu" else "",
+    {"float32": EXACT, "bf16": 2 * ROUNDED},
+    lambda device: products.library().reason if device == "cpu" else "",
 )
 
 
@@ -475,7 +475,9 @@ def _layers(
 
 
 def _fused_linear(x: Tensor, weight: Tensor) -> Tensor:
-    return fused_functions.linear(x, weight, None) if amx.fits(x, weight) else F.linear(x, weight)
+    return (
+        fused_functions.linear(x, weight, None) if products.fits(x, weight) else F.linear(x, weight)
+    )
 
 
 def _gate(one: Tensor, two: Tensor) -> Tensor:

@@ -35,10 +35,10 @@ from torch.utils.checkpoint import checkpoint
 
 from hasten.machine.memory import device_bytes
 from hasten.parts.data.collate import TokenizedExample, padded
-from hasten.parts.kernels import amx
+from hasten.parts.kernels import products
 from hasten.parts.kernels import rowwise as row_kernels
 from hasten.parts.nn.causal_lm import causal_lm, trunk
-from hasten.parts.nn.fused_functions import matmul_bf16
+from hasten.parts.nn.fused_functions import matmul
 from hasten.parts.nn.head_form import (
     HeadForm,
     asks_router_loss,
@@ -284,13 +284,13 @@ def _loss_and_gradient(logits: Tensor, labels: Tensor, terms: LossTerms) -> tupl
 
 
 def _times(x: Tensor, matrix: Tensor) -> Tensor:
-    return matmul_bf16(x, matrix) if amx.fits(x, matrix) else torch.mm(x, matrix)
+    return matmul(x, matrix) if products.fits(x, matrix) else torch.mm(x, matrix)
 
 
 def _add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
     """``total += grad.T @ x``, in the wide format of ``total``."""
-    if amx.fits(grad, x):
-        amx.product_into(total, grad, x, True, False, add=True)
+    if products.fits(grad, x):
+        products.product_into(total, grad, x, True, False, add=True)
     elif total.dtype == grad.dtype:
         total.addmm_(grad.T, x)  # no product of the head's size beside the sum
     else:

@@ -11,8 +11,9 @@
 #include <unistd.h>
 
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
+
+#include "scratch.h"
 
 typedef uint16_t bf16;
 constexpr int TILE = 16;    // rows, and columns of float or of pairs
@@ -36,23 +37,6 @@ struct Registers {
     _tile_loadconfig(&shape);
   }
   ~Registers() { _tile_release(); }
-};
-
-// Memory that a thread keeps from call to call; contents are whatever was there.
-struct Scratch {
-  char* memory = nullptr;
-  size_t bytes = 0;
-  template <class T>
-  T* get(int64_t count) {
-    size_t wanted = (count * sizeof(T) + 4095) / 4096 * 4096;
-    if (wanted > bytes) {
-      std::free(memory);
-      memory = static_cast<char*>(std::aligned_alloc(4096, wanted));
-      bytes = memory ? wanted : 0;
-    }
-    return reinterpret_cast<T*>(memory);
-  }
-  ~Scratch() { std::free(memory); }
 };
 
 inline __mmask16 upto(int64_t n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : (1u << n) - 1; }

@@ -1,8 +1,16 @@
-"""bf16 matrix products and attention on AMX, as torch operators on the processor.
+"""Matrix products and attention on the processor, in bf16 and float32, as torch operators.
 
 Both work for any shape and store nothing per shape. A library that compiles a kernel
-for each shape grows with every new length. ``gemm.cpp`` and ``attention.cpp`` contain
-the kernels.
+for each shape grows with every new length. The processor decides how bf16 is
+multiplied (`unit`):
+
+- tiles: AMX (``tile_product.cpp`` and ``tile_attention.cpp``)
+- pairs: AVX512-BF16, two products per instruction and lane
+- floats: any other processor. bf16 becomes float32 when it is copied for the product,
+  so it is as fast as float32
+
+``product.cpp`` and ``document_attention.cpp`` contain the kernels of the last two, and
+of float32.
 """
 
 from __future__ import annotations
@@ -19,30 +27,59 @@ from torch.library import custom_op
 from hasten.parts.kernels.build import LoadedLibrary, build_library, processor_flags
 
 WORTH_THREADS = 10_000_000  # FLOPs below which one thread is done before a second is awake
-NEEDED = ("amx_tile", "amx_bf16", "avx512bw", "avx512_bf16")
+TILES = ("amx_tile", "amx_bf16", "avx512bw", "avx512_bf16")
+PAIRS = ("avx512_bf16",)
+DTYPES = (torch.float32, torch.bfloat16)
+forced_unit = ""  # of tests: "pairs" runs on any processor, but slowly without AVX512-BF16
 
 
 def library() -> LoadedLibrary:
-    """The compiled kernels, or why there are none."""
-    missing = [name for name in NEEDED if name not in processor_flags()]
+    """The compiled kernels for any processor, or why there are none."""
+    return build_library("product", "document_attention")
+
+
+def tile_library() -> LoadedLibrary:
+    """The compiled kernels for AMX, or why there are none."""
+    missing = [name for name in TILES if name not in processor_flags()]
     if missing:
         return LoadedLibrary(None, f"this processor has no {missing[0]}")
-    loaded = build_library("gemm", "attention")
+    loaded = build_library("tile_product", "tile_attention")
     if loaded.library is not None and not loaded.library.amx_ready():
         return LoadedLibrary(None, "the system does not let this process use AMX")
     return loaded
 
 
+def unit(dtype: torch.dtype) -> str:
+    """How numbers of a format are multiplied here: by ``tiles``, ``pairs`` or ``floats``."""
+    if dtype == torch.float32:
+        return "floats"
+    if forced_unit:
+        return forced_unit
+    if tile_library().library is not None:
+        return "tiles"
+    return "pairs" if all(name in processor_flags() for name in PAIRS) else "floats"
+
+
 def fits(*tensors: Tensor) -> bool:
-    """Returns True if these kernels take the tensors: bfloat16, on a processor with AMX."""
-    return all(t.dtype == torch.bfloat16 and t.device.type == "cpu" for t in tensors) and (
+    """Returns True if the products of these tensors are computed here: bf16, on the processor.
+
+    Products in float32 stay with torch, whose library is as fast.
+    """
+    return tensors[0].dtype == torch.bfloat16 and fits_attention(*tensors)
+
+
+def fits_attention(*tensors: Tensor) -> bool:
+    """Returns True if attention takes the tensors: all float32 or all bf16, on the processor."""
+    dtype = tensors[0].dtype
+    if dtype not in DTYPES:
+        return False
+    return all(t.dtype == dtype and t.device.type == "cpu" for t in tensors) and (
         library().library is not None
     )
 
 
-def _call(name: str, flops: int, *arguments: Any) -> None:
-    threads = torch.get_num_threads() if flops >= WORTH_THREADS else 1
-    library().function(name)(*arguments, c_int(threads))
+def _threads(flops: int) -> c_int:
+    return c_int(torch.get_num_threads() if flops >= WORTH_THREADS else 1)
 
 
 def _at(tensor: Tensor) -> c_void_p:
@@ -51,7 +88,7 @@ def _at(tensor: Tensor) -> c_void_p:
 
 @custom_op("hasten::product", mutates_args=())
 def product(a: Tensor, b: Tensor, a_turned: bool, b_turned: bool) -> Tensor:
-    """``a @ b`` (m, n) of bf16 matrices, either of them given transposed."""
+    """``a @ b`` (m, n), either of them given transposed; the result has their format."""
     out = a.new_empty(_product_shape(a, b, a_turned, b_turned))
     product_into(out, a, b, a_turned, b_turned)
     return out
@@ -72,8 +109,8 @@ def product_into(
     """
     if _product_shape(a, b, a_turned, b_turned) != tuple(out.shape):
         raise ValueError(f"{tuple(a.shape)} times {tuple(b.shape)} is not {tuple(out.shape)}")
-    if not fits(a, b) or out.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"products are of bf16 matrices on the processor, not {a.dtype}")
+    if not fits_attention(a, b) or out.dtype not in DTYPES:
+        raise ValueError(f"products are of bf16 or float32 on the processor, not {a.dtype}")
     if out.stride(1) != 1 and out.shape[1] > 1:
         raise ValueError("the output of a product must have its rows in one piece")
     a, b = _rows(a), _rows(b)
@@ -90,14 +127,20 @@ def product_into(
 def run_products(
     out: Tensor, a: Tensor, b: Tensor, groups: Sequence[tuple[int, ...]], kind: int
 ) -> None:
-    """Several products at once; see ``gemm.cpp`` for ``groups`` and ``kind``. Nothing is checked:
+    """Computes several products at once; ``product.cpp`` describes ``groups`` and ``kind``.
 
-    tensors are bf16 (``out`` also float32) with rows in one piece, and groups lie within them.
+    Nothing is checked: tensors have rows in one piece, and groups lie within them.
     """
     arguments = [x for t in (a, b, out) for x in (_at(t), c_int64(t.stride(-2)))]
-    flops = sum(2 * m * n * k for *_, m, n, k in groups)
+    threads = _threads(sum(2 * m * n * k for *_, m, n, k in groups))
     table = _int64([number for group in groups for number in group])
-    _call("amx_gemm", flops, *arguments, table, c_int64(len(groups)), c_int(kind))
+    way, count = unit(a.dtype), c_int64(len(groups))
+    if way == "tiles":
+        tile_library().function("amx_gemm")(*arguments, table, count, c_int(kind), threads)
+        return
+    kind |= (a.dtype == torch.float32) << 4
+    pairs = c_int(way == "pairs")
+    library().function("unit_gemm")(*arguments, table, count, c_int(kind), pairs, threads)
 
 
 def _product_shape(a: Tensor, b: Tensor, a_turned: bool, b_turned: bool) -> tuple[int, int]:
@@ -128,9 +171,9 @@ def attention(
     out = query.new_empty(tokens, heads, value.shape[-1])
     lse = query.new_empty(heads, tokens, dtype=torch.float32)
     strides, shape = _layout(query, key, value, len(starts) - 1)
-    flops, tensors = _flops(query, value, starts), [_at(t) for t in (query, key, value)]
+    tensors = [_at(t) for t in (query, key, value)]
     arguments = (strides, shape, c_float(scale), _int64(starts), _at(out), _at(lse))
-    _call("amx_attention_forward", flops, *tensors, *arguments)
+    _attention("forward", query, value, starts, *tensors, *arguments)
     return out, lse
 
 
@@ -160,7 +203,7 @@ def attention_backward(
     )
     gradients = tuple(t.new_empty(t.shape) for t in (query, key, value))
     strides, shape = _layout(query, key, value, len(starts) - 1, grad)
-    flops, tensors = _flops(query, value, starts), [_at(t) for t in (query, key, value, out, grad)]
+    tensors = [_at(t) for t in (query, key, value, out, grad)]
     arguments = (
         strides,
         shape,
@@ -168,7 +211,7 @@ def attention_backward(
         _int64(starts),
         *(_at(t) for t in (lse, *gradients)),
     )
-    _call("amx_attention_backward", flops, *tensors, *arguments)
+    _attention("backward", query, value, starts, *tensors, *arguments)
     return gradients[0], gradients[1], gradients[2]
 
 
@@ -184,6 +227,17 @@ def _(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _attention(
+    direction: str, query: Tensor, value: Tensor, starts: Sequence[int], *arguments: Any
+) -> None:
+    threads, way = _threads(_flops(query, value, starts)), unit(query.dtype)
+    if way == "tiles":
+        tile_library().function(f"amx_attention_{direction}")(*arguments, threads)
+        return
+    kind = (c_int(query.dtype == torch.bfloat16), c_int(way == "pairs"))
+    library().function(f"unit_attention_{direction}")(*arguments, *kind, threads)
 
 
 def _layout(

@@ -1,0 +1,294 @@
+// Causal attention inside each document of a packed row, forward and backward, on any processor.
+//
+// The scores of a block of queries against all keys before them are formed, turned into weights and
+// used while they lie in the cache; no matrix of scores is kept. Backward forms them again from the
+// saved logarithm of each row's sum (Dao et al., FlashAttention, arXiv:2205.14135). One task is one
+// document and one key-value head; queries of all heads that share it are its work.
+//
+// forward   for each block of queries: S = Q K'; P = exp(scale S - max); O = P V / sum
+// backward  for each block of queries, each block of keys up to its end:
+//           S = Q K'; P = exp(scale S - lse); dP = dO V'; dS = scale P (dP - D)
+//           dV += P' dO; dK += dS' Q; dQ += dS K        with D = rowsum(dO O)
+#include <numeric>
+#include <vector>
+
+#include "unit.h"
+
+namespace {
+
+template <class T>
+struct Heads {  // (tokens, heads, width) with any distance between tokens and between heads
+  const T* at;
+  int64_t token, head;
+  const T* of(int64_t t, int64_t h) const { return at + t * token + h * head; }
+};
+
+struct Shape {
+  int64_t tokens, heads, groups, dk, dv;  // groups: heads of keys and values
+  float scale;
+};
+
+constexpr int64_t QUERIES = 96, KEYS = 192;  // of a block; whole pairs, whole rows of registers
+
+template <class Unit>
+constexpr int64_t COLUMNS = Unit::VECTORS * Unit::LANES;
+template <class Unit>
+int64_t words_of(int64_t depth) {
+  return (depth + Unit::EACH - 1) / Unit::EACH;
+}
+template <class Unit>
+int64_t room(int64_t columns, int64_t depth) {  // words of all panels of a factor
+  return ceil_to(columns, COLUMNS<Unit>) * words_of<Unit>(depth);
+}
+
+// All of a head's rows as panels: ``rows`` columns over its width, or its width over the rows.
+template <class Unit, class T>
+void panels(Matrix<T> b, int64_t columns, int64_t depth, typename Unit::Word* to) {
+  constexpr int64_t C = COLUMNS<Unit>;
+  for (int64_t j = 0; j < columns; j += C)
+    panel<Unit>(b.from(j, 0), std::min(C, columns - j), depth, to + j * words_of<Unit>(depth));
+}
+
+// Sums that lie in float as A of the next product: as they are, or rounded to pairs.
+template <class Unit>
+Left<typename Unit::Word> again(const float* sums, int64_t row, int64_t step, int64_t rows,
+                                int64_t depth, typename Unit::Word* to) {
+  if constexpr (Unit::EACH == 1) return {sums, row, step, Unit::ROWS * row};
+  else return left<Unit>(Matrix<float>{sums, row, step}, rows, depth, to);
+}
+
+// One row of scores to weights, zeros up to ``end``; returns the sum, ``most`` the largest score.
+float weigh(float* row, int64_t valid, int64_t end, float scale, float* most) {
+  float top = -3e38f, sum = 0;
+#pragma omp simd reduction(max : top)
+  for (int64_t i = 0; i < valid; i++) top = row[i] > top ? row[i] : top;
+  top *= scale;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < valid; i++) {
+    row[i] = exponential(row[i] * scale - top);
+    sum += row[i];
+  }
+  for (int64_t i = valid; i < end; i++) row[i] = 0;
+  *most = top;
+  return sum;
+}
+
+template <class Unit, class T>
+void forward(const Shape& s, Heads<T> q, Heads<T> k, Heads<T> v, T* out, float* lse, int64_t start,
+             int64_t length, int64_t group) {
+  typedef typename Unit::Word Word;
+  constexpr int64_t C = COLUMNS<Unit>, R = Unit::ROWS, E = Unit::EACH;
+  static thread_local Scratch keys_memory, values_memory, query_memory, score_memory, weight_memory;
+  int64_t depth = words_of<Unit>(s.dk), each = s.heads / s.groups;
+  int64_t pitch = ceil_to(length, 32) + 48;  // rows don't share sets of the cache
+  constexpr int64_t BLOCK = QUERIES / 2;
+  Word* keys = keys_memory.get<Word>(room<Unit>(length, s.dk));
+  Word* values = values_memory.get<Word>(room<Unit>(s.dv, length));
+  Word* query = query_memory.get<Word>(left_room(BLOCK, depth));
+  float* scores = score_memory.get<float>((BLOCK + R) * pitch);
+  Word* weights = E == 1 ? nullptr : weight_memory.get<Word>(left_room(BLOCK, words_of<Unit>(length)));
+  panels<Unit>(Matrix<T>{k.of(start, group), k.token, 1}, length, s.dk, keys);
+  panels<Unit>(Matrix<T>{v.of(start, group), 1, v.token}, s.dv, length, values);
+  for (int64_t head = group * each; head < (group + 1) * each; head++)
+    for (int64_t at = 0; at < length; at += BLOCK) {
+      int64_t rows = std::min(BLOCK, length - at), seen = at + rows, full = ceil_to(rows, R);
+      auto x = left<Unit>(Matrix<T>{q.of(start + at, head), q.token, 1}, rows, s.dk, query);
+      for (int64_t j = 0; j < seen; j += C)
+        for (int64_t i = std::max<int64_t>(0, j - at) / R * R; i < rows; i += R)
+          multiply<Unit>(x.from(i / R), keys + j * depth, depth,
+                         scores + i * pitch + j, pitch, false);
+      float inverse[BLOCK];
+      int64_t end = E == 1 ? seen : ceil_to(seen, E);
+      for (int64_t r = 0; r < rows; r++) {
+        float most, sum = weigh(scores + r * pitch, at + r + 1, end, s.scale, &most);
+        inverse[r] = 1 / sum;
+        lse[head * s.tokens + start + at + r] = most + std::log(sum);
+      }
+      for (int64_t r = rows; r < full; r++) std::fill_n(scores + r * pitch, end, 0.f);
+      auto p = again<Unit>(scores, pitch, 1, full, seen, weights);
+      for (int64_t n = 0; n < s.dv; n += C)
+        for (int64_t i = 0; i < rows; i += R) {
+          alignas(64) float tile[R * C];
+          multiply<Unit>(p.from(i / R), values + n * words_of<Unit>(length),
+                         words_of<Unit>(std::min(seen, at + i + R)), tile, C, false);
+          for (int64_t r = 0; r < std::min(R, rows - i); r++) {
+            T* to = out + ((start + at + i + r) * s.heads + head) * s.dv + n;
+            float by = inverse[i + r];
+            for (int64_t c = 0; c < std::min(C, s.dv - n); c++) set(to[c], tile[r * C + c] * by);
+          }
+        }
+    }
+}
+
+template <class T>
+struct Gradients {
+  T *q, *k, *v;  // (tokens, heads or groups, dk or dv)
+};
+
+template <class T>
+void round_off(const float* sums, int64_t pitch, int64_t rows, int64_t width, T* to, int64_t stride) {
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t c = 0; c < width; c++) set(to[r * stride + c], sums[r * pitch + c]);
+}
+
+// dS and P of one row of a block from its two rows of products, zeros up to ``end``.
+void slope(float* scores, float* grads, int64_t valid, int64_t end, float scale, float lse, float dot) {
+#pragma omp simd
+  for (int64_t i = 0; i < valid; i++) {
+    float p = exponential(scores[i] * scale - lse);
+    scores[i] = p;
+    grads[i] = p * scale * (grads[i] - dot);
+  }
+  for (int64_t i = std::max<int64_t>(valid, 0); i < end; i++) scores[i] = grads[i] = 0;
+}
+
+template <class Unit, class T>
+void backward(const Shape& s, Heads<T> q, Heads<T> k, Heads<T> v, Heads<T> o, Heads<T> grad,
+              const float* lse, Gradients<T> to, int64_t start, int64_t length, int64_t group) {
+  typedef typename Unit::Word Word;
+  constexpr int64_t C = COLUMNS<Unit>, R = Unit::ROWS, E = Unit::EACH;
+  static thread_local Scratch panel_memory, block_memory, sum_memory, left_memory;
+  int64_t in = words_of<Unit>(s.dk), deep = words_of<Unit>(s.dv), along = words_of<Unit>(length);
+  int64_t each = s.heads / s.groups, wide_k = ceil_to(s.dk, C), wide_v = ceil_to(s.dv, C);
+  int64_t long_k = room<Unit>(length, s.dk), long_v = room<Unit>(length, s.dv);
+  int64_t below_k = room<Unit>(s.dk, length), below_v = room<Unit>(s.dv, length);
+  Word* k_right = panel_memory.get<Word>(long_k + long_v + 2 * below_k + below_v);
+  Word *v_right = k_right + long_k, *k_below = v_right + long_v, *q_below = k_below + below_k;
+  Word* o_below = q_below + below_k;
+  constexpr int64_t PITCH = KEYS + 48;
+  float* scores = block_memory.get<float>(2 * (QUERIES + R) * PITCH);
+  float* grads = scores + (QUERIES + R) * PITCH;
+  int64_t rows_k = ceil_to(length, KEYS) + R;
+  float* dk = sum_memory.get<float>(rows_k * (wide_k + wide_v) + (QUERIES + R) * wide_k);
+  float *dv = dk + rows_k * wide_k, *dq = dv + rows_k * wide_v;
+  int64_t q_room = left_room(QUERIES, in), o_room = left_room(QUERIES, deep);
+  int64_t s_room = E == 1 ? 0 : left_room(QUERIES + KEYS, KEYS);
+  Word* q_left = left_memory.get<Word>(q_room + o_room + 3 * s_room);
+  Word *o_left = q_left + q_room, *ds_left = o_left + o_room, *ds_turned = ds_left + s_room;
+  Word* p_turned = ds_turned + s_room;
+  panels<Unit>(Matrix<T>{k.of(start, group), k.token, 1}, length, s.dk, k_right);
+  panels<Unit>(Matrix<T>{v.of(start, group), v.token, 1}, length, s.dv, v_right);
+  panels<Unit>(Matrix<T>{k.of(start, group), 1, k.token}, s.dk, length, k_below);
+  std::fill_n(dk, rows_k * (wide_k + wide_v), 0.f);
+  std::fill_n(scores, 2 * (QUERIES + R) * PITCH, 0.f);
+  for (int64_t head = group * each; head < (group + 1) * each; head++) {
+    panels<Unit>(Matrix<T>{q.of(start, head), 1, q.token}, s.dk, length, q_below);
+    panels<Unit>(Matrix<T>{grad.of(start, head), 1, grad.token}, s.dv, length, o_below);
+    for (int64_t qb = 0; qb < length; qb += QUERIES) {
+      int64_t rows = std::min(QUERIES, length - qb);
+      auto x = left<Unit>(Matrix<T>{q.of(start + qb, head), q.token, 1}, rows, s.dk, q_left);
+      auto g = left<Unit>(Matrix<T>{grad.of(start + qb, head), grad.token, 1}, rows, s.dv, o_left);
+      float dot[QUERIES];
+      for (int64_t r = 0; r < rows; r++) {
+        const T *one = o.of(start + qb + r, head), *two = grad.of(start + qb + r, head);
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t c = 0; c < s.dv; c++) sum += get(one[c]) * get(two[c]);
+        dot[r] = sum;
+      }
+      for (int64_t kb = 0; kb < qb + rows; kb += KEYS) {
+        int64_t ks = std::min(KEYS, qb + rows - kb);
+        for (int64_t j = 0; j < ks; j += C)
+          for (int64_t i = std::max<int64_t>(0, kb + j - qb) / R * R; i < rows; i += R) {
+            multiply<Unit>(x.from(i / R), k_right + (kb + j) * in, in, scores + i * PITCH + j, PITCH, false);
+            multiply<Unit>(g.from(i / R), v_right + (kb + j) * deep, deep, grads + i * PITCH + j, PITCH, false);
+          }
+        int64_t end = ceil_to(ks, R > E ? R : E);
+        for (int64_t r = 0; r < rows; r++)
+          slope(scores + r * PITCH, grads + r * PITCH, std::min(ks, qb + r + 1 - kb), end, s.scale,
+                lse[head * s.tokens + start + qb + r], dot[r]);
+        for (int64_t r = rows; r < ceil_to(rows, R); r++)
+          std::fill_n(scores + r * PITCH, end, 0.f), std::fill_n(grads + r * PITCH, end, 0.f);
+        auto ds = again<Unit>(grads, PITCH, 1, ceil_to(rows, R), ks, ds_left);
+        auto turned = again<Unit>(grads, 1, PITCH, ceil_to(ks, R), rows, ds_turned);
+        auto p = again<Unit>(scores, 1, PITCH, ceil_to(ks, R), rows, p_turned);
+        for (int64_t n = 0; n < s.dk; n += C)
+          for (int64_t i = 0; i < rows; i += R) {
+            int64_t depth = std::min(ks, qb + i + R - kb);  // keys that these rows see
+            if (depth > 0)
+              multiply<Unit>(ds.from(i / R), k_below + n * along + kb / E * C, words_of<Unit>(depth),
+                             dq + i * wide_k + n, wide_k, kb > 0);
+          }
+        for (int64_t i = 0; i < ks; i += R) {
+          int64_t w = std::max<int64_t>(0, kb + i - qb) / E;  // the first queries that see these keys
+          int64_t count = words_of<Unit>(rows) - w, at = qb / E + w;
+          Left<Word> one = p.from(i / R), two = turned.from(i / R);
+          one.at += w * one.step, two.at += w * two.step;
+          for (int64_t n = 0; n < s.dv; n += C)
+            multiply<Unit>(one, o_below + n * along + at * C, count, dv + (kb + i) * wide_v + n, wide_v, true);
+          for (int64_t n = 0; n < s.dk; n += C)
+            multiply<Unit>(two, q_below + n * along + at * C, count, dk + (kb + i) * wide_k + n, wide_k, true);
+        }
+      }
+      round_off(dq, wide_k, rows, s.dk, to.q + ((start + qb) * s.heads + head) * s.dk, s.heads * s.dk);
+    }
+  }
+  round_off(dk, wide_k, length, s.dk, to.k + (start * s.groups + group) * s.dk, s.groups * s.dk);
+  round_off(dv, wide_v, length, s.dv, to.v + (start * s.groups + group) * s.dv, s.groups * s.dv);
+}
+
+template <class Task>
+void each_document(const Shape& s, const int64_t* starts, int64_t documents, int threads, Task task) {
+  std::vector<int64_t> order(documents);
+  std::iota(order.begin(), order.end(), 0);
+  auto length = [&](int64_t d) { return starts[d + 1] - starts[d]; };
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int64_t a, int64_t b) { return length(a) > length(b); });
+#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
+  for (int64_t i = 0; i < documents * s.groups; i++) {
+    int64_t d = order[i / s.groups];
+    if (length(d)) task(starts[d], length(d), i % s.groups);
+  }
+}
+
+template <class Unit, class T>
+void run_forward(const T* q, const T* k, const T* v, const int64_t* strides, const int64_t* shape,
+                 float scale, const int64_t* starts, T* out, float* lse, int threads) {
+  Shape s{shape[0], shape[1], shape[2], shape[3], shape[4], scale};
+  Heads<T> queries{q, strides[0], strides[1]}, keys{k, strides[2], strides[3]};
+  Heads<T> values{v, strides[4], strides[5]};
+  each_document(s, starts, shape[5], threads, [&](int64_t start, int64_t length, int64_t group) {
+    forward<Unit, T>(s, queries, keys, values, out, lse, start, length, group);
+  });
+}
+
+template <class Unit, class T>
+void run_backward(const T* q, const T* k, const T* v, const T* out, const T* grad,
+                  const int64_t* strides, const int64_t* shape, float scale, const int64_t* starts,
+                  const float* lse, Gradients<T> to, int threads) {
+  Shape s{shape[0], shape[1], shape[2], shape[3], shape[4], scale};
+  Heads<T> queries{q, strides[0], strides[1]}, keys{k, strides[2], strides[3]};
+  Heads<T> values{v, strides[4], strides[5]}, grads{grad, strides[6], strides[7]};
+  Heads<T> output{out, s.heads * s.dv, s.dv};
+  each_document(s, starts, shape[5], threads, [&](int64_t start, int64_t length, int64_t group) {
+    backward<Unit, T>(s, queries, keys, values, output, grads, lse, to, start, length, group);
+  });
+}
+
+}  // namespace
+
+// ``half``: numbers are bf16, else float; ``pairs``: bf16 is multiplied as pairs, else as float.
+#define UNITS(call, ...)                                                       \
+  if (!half) { typedef float T; typedef Wide Unit; call; }                     \
+  else if (pairs) { typedef bf16 T; typedef Narrow Unit; call; }               \
+  else { typedef bf16 T; typedef Wide Unit; call; }
+
+extern "C" {
+
+// Strides in elements, tokens and heads; ``shape``: tokens, heads, groups, dk, dv, documents.
+void unit_attention_forward(const void* q, const void* k, const void* v, const int64_t* strides,
+                            const int64_t* shape, float scale, const int64_t* starts, void* out,
+                            float* lse, int half, int pairs, int threads) {
+  UNITS((run_forward<Unit, T>((const T*)q, (const T*)k, (const T*)v, strides, shape, scale, starts,
+                              (T*)out, lse, threads)))
+}
+
+void unit_attention_backward(const void* q, const void* k, const void* v, const void* out,
+                             const void* grad, const int64_t* strides, const int64_t* shape,
+                             float scale, const int64_t* starts, const float* lse, void* dq,
+                             void* dk, void* dv, int half, int pairs, int threads) {
+  UNITS((run_backward<Unit, T>((const T*)q, (const T*)k, (const T*)v, (const T*)out, (const T*)grad,
+                               strides, shape, scale, starts, lse,
+                               Gradients<T>{(T*)dq, (T*)dk, (T*)dv}, threads)))
+}
+}

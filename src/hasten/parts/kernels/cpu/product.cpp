@@ -1,0 +1,153 @@
+// Matrix products of float or bf16 numbers with float sums, for any shape and any processor.
+//
+//   (1) C is cut into tasks along its longer side; a thread takes the next one when it is free
+//   (2) for each block of B's columns and each chunk of k: B's panels are laid out, in the cache
+//   (3) for each block of A's rows: a copy of them, then all panels over it, ROWS x COLUMNS at a time
+//   (4) sums go on from chunk to chunk in float; after the last they are rounded once and written
+//
+// The order of a sum depends on k alone, so that the number of threads changes no bit.
+#include <vector>
+
+#include "unit.h"
+
+namespace {
+
+constexpr int64_t CHUNK = 256, PANELS = 500000, BLOCK = 96;  // words of k, words of B's, rows of A's
+constexpr int64_t TASK = 384;                                // rows or columns of C, at least
+
+struct Group {  // one of several products that share their formats and strides
+  int64_t a, b, out, m, n, k;
+};
+
+struct Call {
+  int64_t a_stride, b_stride, stride;
+  bool a_turned, b_turned, add;
+};
+
+// 0 < rows <= ROWS, 0 < columns <= COLUMNS of sums to the output.
+template <int C, class Out>
+void write(const float* sums, int64_t next, Out* to, int64_t stride, int64_t rows, int64_t columns,
+           bool add) {
+  auto row = [&](auto count) {
+    if (add)
+      for (int64_t j = 0; j < count; j++) set(to[j], sums[j] + get(to[j]));
+    else
+      for (int64_t j = 0; j < count; j++) set(to[j], sums[j]);
+  };
+  for (int64_t i = 0; i < rows; i++, to += stride, sums += next) {
+    if (columns == C) row(std::integral_constant<int, C>());
+    else row(columns);
+  }
+}
+
+// One task: its part of C, a block of columns after the other.
+template <class Unit, class T, class Out>
+void block(const Call& call, Matrix<T> a, Matrix<T> b, Out* out, int64_t m, int64_t n, int64_t k) {
+  typedef typename Unit::Word Word;
+  constexpr int R = Unit::ROWS, C = Unit::VECTORS * Unit::LANES, E = Unit::EACH;
+  static thread_local Scratch sums_memory, b_memory, a_memory;
+  int64_t chunk = k <= CHUNK * E * 3 / 2 ? k : CHUNK * E, most = (chunk + E - 1) / E;
+  int64_t wide = std::max<int64_t>(C, PANELS / most / C * C);
+  bool once = chunk >= k;
+  constexpr bool direct = std::is_same<Out, float>::value;  // sums go to the output itself
+  for (int64_t j0 = 0; j0 < n; j0 += wide) {
+    int64_t columns = std::min(wide, n - j0), pitch = ceil_to(columns, C);
+    Word* panels = b_memory.get<Word>(pitch * most);
+    float* sums = direct || once ? nullptr : sums_memory.get<float>(ceil_to(m, BLOCK) * pitch);
+    for (int64_t f = 0; f < k; f += chunk) {
+      int64_t depth = std::min(chunk, k - f), words = (depth + E - 1) / E;
+      bool last = f + chunk >= k;
+      for (int64_t j = 0; j < columns; j += C)
+        panel<Unit>(b.from(j0 + j, f), std::min<int64_t>(C, columns - j), depth, panels + j * words);
+      for (int64_t i0 = 0; i0 < m; i0 += BLOCK) {
+        int64_t rows = std::min(BLOCK, m - i0);
+        auto x = left<Unit>(a.from(i0, f), rows, depth, a_memory.get<Word>(left_room(BLOCK, most)));
+        for (int64_t j = 0; j < columns; j += C)
+          for (int64_t i = 0; i < rows; i += R) {
+            Left<Word> here = x.from(i / R);
+            int64_t down = std::min<int64_t>(R, rows - i), right = std::min<int64_t>(C, columns - j);
+            Out* to = out + (i0 + i) * call.stride + j0 + j;
+            const Word* y = panels + j * words;
+            alignas(64) float tile[R * C];
+            if (direct && down == R && right == C) {
+              multiply<Unit>(here, y, words, (float*)to, call.stride, f > 0 || call.add);
+            } else if (direct || once) {
+              multiply<Unit>(here, y, words, tile, C, false);
+              write<C>(tile, C, to, call.stride, down, right, f > 0 || call.add);
+            } else {
+              float* c = sums + (i0 + i) * pitch + j;
+              multiply<Unit>(here, y, words, c, pitch, f > 0);
+              if (last) write<C>(c, pitch, to, call.stride, down, right, call.add);
+            }
+          }
+      }
+    }
+  }
+}
+
+template <class Unit, class T, class Out>
+void products(const T* a, const T* b, Out* out, const Call& call, const int64_t* groups,
+              int64_t count, int threads) {
+  struct Task {
+    Group group;
+    int64_t from, to;
+    bool rows;
+  };
+  std::vector<Task> tasks;
+  for (int64_t g = 0; g < count; g++) {
+    Group group{groups[6 * g],     groups[6 * g + 1], groups[6 * g + 2],
+                groups[6 * g + 3], groups[6 * g + 4], groups[6 * g + 5]};
+    bool rows = group.m >= group.n;
+    int64_t side = rows ? group.m : group.n;
+    if (!group.m || !group.n) continue;
+    // A task pays for laying out the other side; four of them for each thread even out their ends.
+    int64_t parts = std::max<int64_t>(1, std::min<int64_t>(side / TASK, threads > 1 ? 4 * threads : 1));
+    if (threads > 1 && parts < threads) parts = std::min<int64_t>(threads, (side + 95) / 96);
+    int64_t each = ceil_to((side + parts - 1) / parts, 96);
+    for (int64_t from = 0; from < side; from += each)
+      tasks.push_back({group, from, std::min(side, from + each), rows});
+  }
+#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1 && tasks.size() > 1)
+  for (size_t t = 0; t < tasks.size(); t++) {
+    const Group& g = tasks[t].group;
+    int64_t from = tasks[t].from, to = tasks[t].to;
+    int64_t m = tasks[t].rows ? to - from : g.m, n = tasks[t].rows ? g.n : to - from;
+    Matrix<T> x{a + g.a, call.a_turned ? 1 : call.a_stride, call.a_turned ? call.a_stride : 1};
+    Matrix<T> y{b + g.b, call.b_turned ? call.b_stride : 1, call.b_turned ? 1 : call.b_stride};
+    Out* place = out + g.out + (tasks[t].rows ? from * call.stride : from);
+    (tasks[t].rows ? x.at : y.at) += from * (tasks[t].rows ? x.line : y.line);
+    if (g.k)
+      block<Unit>(call, x, y, place, m, n, g.k);
+    else if (!call.add)
+      for (int64_t i = 0; i < m; i++) std::memset((void*)(place + i * call.stride), 0, n * sizeof(Out));
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// ``kind``: 1 A is transposed, 2 B is transposed, 4 the output is float, 8 it is added to, 16 the
+// inputs are float. ``unit``: 0 floats, 1 pairs of bf16. ``groups`` (count, 6): where A, B and the
+// output of each begin, in numbers; its m, n and k.
+void unit_gemm(const void* a, int64_t a_stride, const void* b, int64_t b_stride, void* out,
+               int64_t stride, const int64_t* groups, int64_t count, int kind, int unit,
+               int threads) {
+  Call call{a_stride, b_stride, stride, (kind & 1) != 0, (kind & 2) != 0, (kind & 8) != 0};
+  auto run = [&](auto unit, auto in, auto to) {
+    typedef decltype(unit) Unit;
+    products<Unit>((const decltype(in)*)a, (const decltype(in)*)b, (decltype(to)*)out, call, groups,
+                   count, threads);
+  };
+  if (kind & 16) {
+    if (kind & 4) run(Wide(), float(), float());
+    else run(Wide(), float(), bf16());
+  } else if (unit) {
+    if (kind & 4) run(Narrow(), bf16(), float());
+    else run(Narrow(), bf16(), bf16());
+  } else {
+    if (kind & 4) run(Wide(), bf16(), float());
+    else run(Wide(), bf16(), bf16());
+  }
+}
+}
