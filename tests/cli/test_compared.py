@@ -144,7 +144,7 @@ def test_json_is_all_that_stdout_has_and_output_names_the_folder(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--order", "gain"), "say --design greedy"),
+        (("--order", "gain"), "give --design greedy"),
         (("--tolerance", "0.1"), "--tolerance: it has no effect without --rerun"),
         (("--no-verify", "--seeds", "3"), "leave --no-verify out"),
         (("--design", "greedy", "--only", "packed"), "shorten the plan"),

@@ -345,7 +345,7 @@ def _disks(disks: list[dict[str, Any]], speed: DiskSpeed | str) -> Iterator[tupl
     if isinstance(speed, str):
         yield "disk speed", speed
     else:
-        read = "read not told: the file stayed in memory"
+        read = "read not measured: the file stayed in memory"
         if speed.read is not None:
             read = f"reads {speed.read / 1e6:,.0f} MB/s"
         yield (

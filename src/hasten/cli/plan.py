@@ -64,7 +64,7 @@ def plan(
         float | None, typer.Option(help="GB of a device, where a file of hasten bench is given")
     ] = None,
     task: Annotated[
-        str | None, typer.Option(help="pretrain, full or lora; as the recipe says")
+        str | None, typer.Option(help="pretrain, full or lora; default: as in the recipe")
     ] = None,
     sequence: Annotated[int | None, typer.Option(min=1, help="tokens of a sequence")] = None,
     global_batch: Annotated[int | None, typer.Option(min=1, help="sequences of a step")] = None,
@@ -82,9 +82,7 @@ def plan(
     lossy: Annotated[
         bool, typer.Option("--lossy", help="also formats and compression of other mathematics")
     ] = False,
-    stack: Annotated[
-        str | None, typer.Option(help="software whose measurements were fitted")
-    ] = None,
+    stack: Annotated[str | None, typer.Option(help="software with fitted measurements")] = None,
     calibrate: Annotated[
         list[Path] | None,
         typer.Option(help="a run of twenty steps on this machine, to fit to it, repeatable"),
@@ -276,7 +274,7 @@ def simulated_step(
 def simulated_counted(cluster_plan: ClusterPlan, recipe: Recipe | None) -> str:
     """Returns the best layouts' memory, counted by simulation, next to the predictions."""
     from hasten.measure.gpu_simulation.request import traces
-    from hasten.planner.candidate import words as layout_words
+    from hasten.planner.candidate import layout_text as layout_words
 
     assert recipe is not None
     candidates = [one for one in cluster_plan.best if not untraceable(one)]
