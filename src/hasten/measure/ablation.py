@@ -217,5 +217,5 @@ def check_turns(plans: Mapping[str, Plan], steps: int) -> None:
         if isinstance(every, int) and steps % every:
             raise InputError(
                 f"steps: {technique.name()} exchanges once in {every} steps, which most turns of "
-                f"{steps} would leave out; say --steps {every}"
+                f"{steps} would leave out; give --steps {every}"
             )

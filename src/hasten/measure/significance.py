@@ -76,7 +76,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     """
     for p in p_values:
         if not 0 <= p <= 1:
-            raise InputError(f"A p-value lies between 0 and 1, not at {p}.")
+            raise InputError(f"A p-value is between 0 and 1, not at {p}.")
     corrected, least, remaining = [1.0] * len(p_values), 0.0, len(p_values)
     for number in sorted(range(len(p_values)), key=p_values.__getitem__):
         least = max(least, min(1.0, remaining * p_values[number]))
@@ -164,9 +164,7 @@ def _with_reason(word: Effect, ratio: Interval, floor: float, p: float | None) -
         return word
     if ratio.low <= 1 + floor and ratio.high >= 1 - floor:
         return f"{word}: within the noise of {100 * floor:.1f} %"
-    return (
-        f"{word}: not beyond doubt among several variants (p = {p:.3g}, at most {DOUBT:g} wanted)"
-    )
+    return f"{word}: not certain among several variants (p = {p:.3g}, at most {DOUBT:g} wanted)"
 
 
 def rounds_needed(

@@ -85,24 +85,24 @@ def failures(report: Mapping[str, Any]) -> list[str]:
 class Bound:
     """How far a gradient may be from float64: as a whole, in each tensor, and its loss."""
 
-    whole: float
+    gradient: float
     tensor: float
     loss: float
 
     def excess(self, answer: Mapping[str, Any]) -> float:
         """The largest error as a share of what is allowed; above 1 it fails."""
         shares = (
-            answer["error"] / self.whole,
+            answer["error"] / self.gradient,
             answer["worst"] / self.tensor,
             answer["loss_error"] / self.loss,
         )
         return math.inf if any(math.isnan(s) for s in shares) else max(shares)
 
-    def words(self, answer: Mapping[str, Any]) -> str:
+    def errors_text(self, answer: Mapping[str, Any]) -> str:
         """The three errors, the one that fails first with what it may be."""
         checks = [
             (answer["loss_error"], self.loss, "loss off by"),
-            (answer["error"], self.whole, "gradient off by"),
+            (answer["error"], self.gradient, "gradient off by"),
             (answer["worst"], self.tensor, f"worst tensor {answer['name']} off by"),
         ]
         wrong = [f"{w} {e:.2g}, allowed {b:.2g}" for e, b, w in checks if not e <= b]
@@ -272,7 +272,7 @@ def _lossy_row(
     verdict = min((f.verdict for f in outcomes), key=WORST_FIRST.index)
     upper = max(f.upper for f in outcomes) - 1
     tokens = f"{usable[0][0]['tokens']:,} and {usable[0][1]['tokens']:,} tokens"
-    descriptions = [m.words(f) for m, f in zip(measures, outcomes, strict=True)]
+    descriptions = [m.outcome_text(f) for m, f in zip(measures, outcomes, strict=True)]
     text = f"after {tokens}, {len(usable)} seeds: {'; '.join(descriptions)}"
     numbers = {"found": upper if math.isfinite(upper) else None, "allowed": margin}
     test = _test(margin, [m.name for m in measures])
@@ -294,7 +294,7 @@ class _Measure:
         without, with_ = ([1 / value for value in values] for values in (self.without, self.with_))
         return non_inferiority(without, with_, margin)
 
-    def words(self, outcome: NonInferiority) -> str:
+    def outcome_text(self, outcome: NonInferiority) -> str:
         """Means with and without, by how much it is worse, and how sure that is."""
         mean = sum(self.without) / len(self.without), sum(self.with_) / len(self.with_)
         change = f"{100 * (outcome.ratio - 1):+.2f} %{' worse' if self.rises else ''}"
@@ -304,8 +304,8 @@ class _Measure:
         if outcome.verdict != "undecided":
             return text
         if outcome.more is None:
-            return f"{text}; no number of seeds would tell it from the margin"
-        return f"{text}; about {outcome.more} more seeds would tell"
+            return f"{text}; no number of seeds would separate it from the margin"
+        return f"{text}; about {outcome.more} more seeds would decide it"
 
 
 def _own_measures(pairs: list[tuple[Reply, Reply]]) -> list[_Measure]:
@@ -371,19 +371,20 @@ def split_row(ranks: int, replies: Found, bound: Bound) -> Invariance:
     good, alone_good = (bound.excess(answer) <= 1 for answer in (planned, alone))
     if good and alone_good:
         text = f"on {ranks} ranks the gradient is {short(planned)}, in one process {short(alone)}"
-        return Invariance(what, "equal", planned["error"], bound.whole, text)
+        return Invariance(what, "equal", planned["error"], bound.gradient, text)
     if good:
-        text = f"in one process {bound.words(alone)}; not so on {ranks} ranks"
-        return Invariance(what, "differs", alone["error"], bound.whole, text)
-    text = f"{bound.words(planned)}; {'not so' if alone_good else 'nor is it equal'} in one process"
-    return Invariance(what, "differs", planned["error"], bound.whole, text)
+        text = f"in one process {bound.errors_text(alone)}; not so on {ranks} ranks"
+        return Invariance(what, "differs", alone["error"], bound.gradient, text)
+    in_one_process = "not so" if alone_good else "nor is it equal"
+    text = f"{bound.errors_text(planned)}; {in_one_process} in one process"
+    return Invariance(what, "differs", planned["error"], bound.gradient, text)
 
 
 def communication_row(
     technique: Technique, ranks: int, replies: Found, bound: Bound
 ) -> VerificationRow:
     """The row for communication: gradients must arrive equal, except for rounding."""
-    test = f"gradient of one step on {ranks} ranks against float64, all that isn't lossy beside it"
+    test = f"gradient of one step on {ranks} ranks against float64, with all that isn't lossy"
     if ranks == 1:
         return owed(technique, "gradient of one step against float64", "not tested", ONE_PROCESS)
     answer, without = replies["communication"], replies["planned"]
@@ -391,16 +392,16 @@ def communication_row(
     if failed:
         return owed(technique, test, "not tested", failed)
     if bound.excess(without) > 1:
-        text = f"without it, too: {bound.words(without)}"
+        text = f"without it, too: {bound.errors_text(without)}"
         return owed(technique, test, "undecided", text)
     allowed = Bound(
-        max(COMMUNICATION, bound.whole),
+        max(COMMUNICATION, bound.gradient),
         max(TENSOR * COMMUNICATION, bound.tensor),
         max(LOSS_FLOAT32, bound.loss),
     )
     verdict = "equal" if allowed.excess(answer) <= 1 else "differs"
-    text = f"{allowed.words(answer)}; without it the gradient is {short(without)}"
-    return owed(technique, test, verdict, text, found=answer["error"], allowed=allowed.whole)
+    text = f"{allowed.errors_text(answer)}; without it the gradient is {short(without)}"
+    return owed(technique, test, verdict, text, found=answer["error"], allowed=allowed.gradient)
 
 
 def _failed(ranks: int, planned: Reply, other: Reply) -> str | None:
@@ -567,12 +568,12 @@ class Gradients:
         what, answer = LAYOUTS[name][0], self.found[name]
         if "failed" in answer:
             return Invariance(what, "not tested", None, None, self._why(answer))
-        good, description = self._passes(name, name), self.bound.words(answer)
+        good, description = self._passes(name, name), self.bound.errors_text(answer)
         text = (
             f"{description} ({self._taken()})" if good else f"{description}; {self._blamed(name)}"
         )
         verdict = "equal" if good else "differs"
-        return Invariance(what, verdict, answer["error"], self.bound.whole, text)
+        return Invariance(what, verdict, answer["error"], self.bound.gradient, text)
 
     def _leak_row(self, name: str) -> Invariance:
         allowed = self._leak_allowed(name)
@@ -622,7 +623,7 @@ class Gradients:
         return rows
 
     def _rounding(self, technique: Technique) -> VerificationRow:
-        test = "gradient of one step against float64, the plan's other techniques beside it"
+        test = "gradient of one step against float64, with the plan's other techniques"
         if technique.slot is Slot.LAYOUT and self.ranks == 1:
             return owed(technique, test, "not tested", ONE_PROCESS)
         answers = {n: self.found[n] for n in ("planned", "half") if n in self.found}
@@ -635,7 +636,7 @@ class Gradients:
                 continue
             guilty = self.guilty[name]
             if technique.name() in guilty or not guilty:
-                text = f"{bounds[name].words(answer)}; {self._blamed(name)}"
+                text = f"{bounds[name].errors_text(answer)}; {self._blamed(name)}"
                 return self._judged(technique, test, "differs", answer, bounds[name], text)
         wrong = next((n for n in answers if not self._passes(n, n)), None)
         if wrong:
@@ -652,7 +653,7 @@ class Gradients:
             return owed(technique, test, "not tested", self._why(answer))
         bound = bound_of(True, None)
         verdict = "equal" if bound.excess(answer) <= 1 else "differs"
-        text = f"{bound.words(answer)} ({self._taken()})"
+        text = f"{bound.errors_text(answer)} ({self._taken()})"
         return self._judged(technique, test, verdict, answer, bound, text)
 
     def _moved(self, technique: Technique) -> VerificationRow:
@@ -667,7 +668,7 @@ class Gradients:
     def _judged(
         self, technique: Technique, test: str, verdict: str, answer: Reply, bound: Bound, text: str
     ) -> VerificationRow:
-        return owed(technique, test, verdict, text, found=answer["error"], allowed=bound.whole)
+        return owed(technique, test, verdict, text, found=answer["error"], allowed=bound.gradient)
 
 
 def _layers(reference: Reply) -> str:
