@@ -17,7 +17,7 @@ from typing import Any
 
 from hasten import formatting
 from hasten.core.plan import Plan
-from hasten.formatting import signed, span, words
+from hasten.formatting import number_text, signed, span
 from hasten.measure.ablation import Variant
 from hasten.measure.quality.requirements import FAILED
 from hasten.measure.significance import (
@@ -98,7 +98,7 @@ def noise_of(variants: Sequence[Variant]) -> dict[str, Any] | None:
         text += " One round doesn't show how far rounds vary."
     elif not ratio.low <= 1 <= ratio.high:
         text += (
-            " The two are the same program, and yet they differ beyond doubt: something on this "
+            " The two are the same program, and yet they certainly differ: something on this "
             "machine favours one process over another."
         )
     text += f" Changes below {100 * floor:.1f} % are not counted as gain or harm."
@@ -132,7 +132,7 @@ def _losses_apart(variants: Sequence[Variant]) -> str:
         f" The copies' training losses differ from step {step} on, by "
         f"{100 * max(loss_differences):.2g} % at "
         "most: this program doesn't compute the same twice, and no eval loss of a single "
-        "process says more than that."
+        "process is more exact than that."
     )
 
 
@@ -470,7 +470,7 @@ class SwitchGain:
 
     technique: str
     alone: Row | None
-    beside: Interval | None
+    with_others: Interval | None
 
 
 def result_of(variants: Sequence[Row]) -> Row:
@@ -616,13 +616,13 @@ def unpaid(report: Mapping[str, Any]) -> list[dict[str, str]]:
             entries.append({"name": variant["name"], "why": "; ".join(reasons), "word": word})
     listed = {row["name"] for row in entries}
     for switch in switches(variants):
-        gain = switch.beside
+        gain = switch.with_others
         listed_alone = switch.alone is not None and switch.alone["name"] in listed
         if gain is None or listed_alone or (word := word_of(gain, floor)) == "helped":
             continue
         alone = f"alone {span(switch.alone['ratio'], 'times')}, but " if switch.alone else ""
         what = "slower with it than without" if word == "hurt" else "no gain beyond the noise"
-        why = f"{alone}beside all the others {said(gain)}: {what}"
+        why = f"{alone}with all the others {gain_text(gain)}: {what}"
         entries.append({"name": switch.technique, "why": why, "word": word})
     guilty = (row for row in report["verification"] if verdict_word(row["verdict"]) in GUILTY)
     return entries + [
@@ -634,7 +634,7 @@ def any_known(terms: Mapping[str, float | None]) -> bool:
     return any(value is not None for value in terms.values())
 
 
-def said(ratio: Interval | None) -> str:
+def gain_text(ratio: Interval | None) -> str:
     """A ratio with its interval, in words."""
     return formatting.NOT_MEASURED if ratio is None else span(ratio.summary(), "times")
 
@@ -657,7 +657,7 @@ def reason_of(row: Mapping[str, Any]) -> str:
 def amount(value: object) -> str:
     """A number or text that a verification found, as it is printed."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return words(float(value), "found") if number else str(value)  # type: ignore[arg-type]
+    return number_text(float(value), "found") if number else str(value)  # type: ignore[arg-type]
 
 
 def _in_turn(variant: Row, base: Row) -> bool:
