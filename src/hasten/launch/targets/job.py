@@ -99,7 +99,7 @@ class Launch:
                 raise InputError(f"--hosts: {host!r} is no host's name or address")
         if self.hosts and len(self.hosts) != self.cloud.nodes:
             raise InputError(
-                f"--hosts names {len(self.hosts)} hosts and --nodes says {self.cloud.nodes}"
+                f"--hosts names {len(self.hosts)} hosts and --nodes is {self.cloud.nodes}"
             )
         _check_numbers(self)
         for name in ("workdir", "python"):
@@ -179,7 +179,7 @@ def variables(cloud: CloudConfig, interface: str = "", grace: int = 300) -> tupl
         settings.append(Variable("NCCL_SOCKET_IFNAME", interface, why))
         settings.append(Variable("GLOO_SOCKET_IFNAME", interface, why))
     settings.append(
-        Variable("NCCL_DEBUG", "WARN", "says why a link can't be used; INFO shows which is")
+        Variable("NCCL_DEBUG", "WARN", "prints why a link can't be used; INFO shows which is")
     )
     if cloud.topology == "rail_optimized":
         settings.append(
@@ -189,7 +189,9 @@ def variables(cloud: CloudConfig, interface: str = "", grace: int = 300) -> tupl
         )
     if cloud.topology in RDMA and cloud.nodes >= 64:
         settings.append(
-            Variable("NCCL_IB_TIMEOUT", "22", "17 s (4.096 us x 2^22) before a packet is sent anew")
+            Variable(
+                "NCCL_IB_TIMEOUT", "22", "17 s (4.096 us x 2^22) before a packet is sent again"
+            )
         )
     if cloud.topology == "ethernet":
         settings += [
