@@ -81,7 +81,7 @@ class Fault:
     tests: tuple[str, ...]
 
     @property
-    def room(self) -> str:
+    def package(self) -> str:
         """The part of the package that the fault is in."""
         return self.file.partition("/")[0]
 
@@ -106,7 +106,7 @@ class Result:
 
     fault: str
     kind: str
-    room: str
+    package: str
     outcome: str
     seconds: float
     commit: str
@@ -355,7 +355,7 @@ class Bench:
         return Result(
             fault=fault.name,
             kind=fault.kind,
-            room=fault.room,
+            package=fault.package,
             outcome=outcome,
             seconds=round(time.monotonic() - began, 1),
             commit=self.commit,
@@ -479,19 +479,19 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def report(faults: Sequence[Fault], known: Results) -> str:
-    """A row for each fault that has a result, and the numbers of each room."""
-    rows = [("fault", "kind", "room", "outcome", "seconds", "first test that failed, or why")]
+    """A row for each fault that has a result, and the numbers of each package."""
+    rows = [("fault", "kind", "package", "outcome", "seconds", "first test that failed, or why")]
     counts: dict[str, Counter[str]] = {}
     for fault in faults:
         result = known.faults.get(fault.name)
         if result is not None:
             said = " ".join(filter(None, [result.test, result.note]))
             seconds = f"{result.seconds:.0f}"
-            rows.append((fault.name, fault.kind, fault.room, result.outcome, seconds, said))
-            counts.setdefault(fault.room, Counter())[result.outcome] += 1
+            rows.append((fault.name, fault.kind, fault.package, result.outcome, seconds, said))
+            counts.setdefault(fault.package, Counter())[result.outcome] += 1
     words = [
-        f"{room}: {', '.join(f'{number} {outcome}' for outcome, number in found.most_common())}"
-        for room, found in counts.items()
+        f"{package}: {', '.join(f'{number} {outcome}' for outcome, number in found.most_common())}"
+        for package, found in counts.items()
     ]
     return "\n".join([table(rows), "", *words])
 
@@ -514,7 +514,7 @@ def compare(old: Path, new: Path) -> int:
     if absent:
         raise RefusedError("\n".join(absent))
     before, after = read_results(old).faults, read_results(new).faults
-    rows: list[tuple[str, ...]] = [("fault", "room", "old", "new", "", "old test", "new test")]
+    rows: list[tuple[str, ...]] = [("fault", "package", "old", "new", "", "old test", "new test")]
     lost = 0
     for name in dict.fromkeys([*before, *after]):
         then, now = before.get(name), after.get(name)
@@ -525,7 +525,7 @@ def compare(old: Path, new: Path) -> int:
         lost += missed
         rows.append(
             (
-                *(name, some.room),
+                *(name, some.package),
                 *(result.outcome if result else "not tried" for result in (then, now)),
                 "LOST" if missed else "",
                 *(result.test or result.note if result else "" for result in (then, now)),

@@ -1,4 +1,4 @@
-"""The house's rooms and the direction between them, read from the imports themselves."""
+"""The packages and the direction of imports between them, read from the imports themselves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "hasten"
-# From the ground up: a room may import the rooms of earlier lines, and itself.
+# A package may import itself and the packages of earlier lines.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "formatting"),
     ("progress", "foreign_files"),
@@ -22,7 +22,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("measure",),
     ("report",),
     ("training",),
-    ("release",),
     ("planner",),
     ("tune",),
     ("integrations",),
@@ -31,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("__init__", "__main__"),
 )
-ROOMS = {room for layer in LAYERS for room in layer}
+PACKAGES = {package for layer in LAYERS for package in layer}
 # Stricter than the layers.
 NEVER: dict[str, set[str]] = {
     "core": {"parts"},
@@ -39,7 +38,7 @@ NEVER: dict[str, set[str]] = {
     "data": {"core"},
     "launch": {"models", "data", "techniques"},
     "planner": {"measure", "training", "techniques"},
-    "monitor": ROOMS - {"errors", "formatting", "progress", "foreign_files", "monitor"},
+    "monitor": PACKAGES - {"errors", "formatting", "progress", "foreign_files", "monitor"},
     "integrations": {"recipe", "training"},
     "tune": {"planner"},
 }
@@ -49,7 +48,7 @@ BESIDES: dict[str, set[str]] = {
     "core/state.py": {"parts"},
 }
 PARTS = ("kernels", "data", "nn", "optim", "checkpoint", "comm", "distributed")  # layers, too
-# Room -> libraries beyond the standard one; a room that isn't here: any that the project has.
+# Package -> libraries beyond the standard one; a package that isn't here: any that the project has.
 MAY_USE: dict[str, set[str]] = {
     "errors": set(),
     "formatting": set(),
@@ -71,7 +70,7 @@ MAY_USE: dict[str, set[str]] = {
 LISTED_LINES = 600  # a longer module is listed in the log of the tests, not refused
 
 
-def _room(path: Path) -> str:
+def _package(path: Path) -> str:
     inside = path.relative_to(SOURCE)
     return inside.parts[0] if len(inside.parts) > 1 else inside.stem
 
@@ -92,39 +91,41 @@ def _modules() -> list[Path]:
     return sorted(SOURCE.rglob("*.py"))
 
 
-def _may_import(room: str, other: str) -> bool:
+def _may_import(package: str, other: str) -> bool:
     height = {name: number for number, layer in enumerate(LAYERS) for name in layer}
-    return room == other or (height[other] < height[room] and other not in NEVER.get(room, set()))
+    return package == other or (
+        height[other] < height[package] and other not in NEVER.get(package, set())
+    )
 
 
-def test_every_room_has_its_layer() -> None:
-    assert {_room(path) for path in _modules()} <= ROOMS
+def test_every_package_has_its_layer() -> None:
+    assert {_package(path) for path in _modules()} <= PACKAGES
 
 
-def test_rooms_import_only_rooms_of_lower_layers() -> None:
+def test_packages_import_only_packages_of_lower_layers() -> None:
     wrong = []
     for path in _modules():
-        room = _room(path)
+        package = _package(path)
         for line, name in _imports(path):
             parts = name.split(".")
             if parts[0] != "hasten" or len(parts) == 1:
                 continue
             besides = BESIDES.get(path.relative_to(SOURCE).as_posix(), set())
-            if parts[1] not in besides and not _may_import(room, parts[1]):
-                wrong.append(f"{path.relative_to(SOURCE)}:{line}: {room} imports {name}")
-            elif room == parts[1] == "parts":
+            if parts[1] not in besides and not _may_import(package, parts[1]):
+                wrong.append(f"{path.relative_to(SOURCE)}:{line}: {package} imports {name}")
+            elif package == parts[1] == "parts":
                 ours, other = path.relative_to(SOURCE / "parts").parts[0], parts[2]
                 if PARTS.index(other) > PARTS.index(ours):
                     wrong.append(f"{path.relative_to(SOURCE)}:{line}: {ours} imports {name}")
     assert not wrong, "\n".join(wrong)
 
 
-def test_rooms_use_only_their_libraries() -> None:
+def test_packages_use_only_their_libraries() -> None:
     wrong = []
     for path in _modules():
-        if _room(path) not in MAY_USE:
+        if _package(path) not in MAY_USE:
             continue
-        allowed = MAY_USE[_room(path)]
+        allowed = MAY_USE[_package(path)]
         for line, name in _imports(path):
             library = name.split(".")[0]
             if library in sys.stdlib_module_names or library == "hasten" or library in allowed:
@@ -162,6 +163,26 @@ def test_who_reads_the_catalogue() -> None:
     }
 
 
+def test_no_module_is_left_without_a_use() -> None:
+    """Another module imports it or names it in a string, or the documentation names it."""
+    names = {
+        _dotted(path): path for path in _modules() if path.stem not in {"__init__", "__main__"}
+    }
+    pages = "".join(path.read_text() for path in (SOURCE.parents[1] / "docs").rglob("*.md"))
+    used = {name for name in names if name in pages}
+    for path in _modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            mentioned: list[object] = []
+            if isinstance(node, ast.Import):
+                mentioned = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                mentioned = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            elif isinstance(node, ast.Constant):
+                mentioned = [node.value]
+            used |= {name for name in names if name in mentioned and names[name] != path}
+    assert sorted(names.keys() - used) == []
+
+
 def test_modules_begin_with_what_they_are() -> None:
     texts = {path: path.read_text() for path in _modules()}
     wrong = [path for path, text in texts.items() if not ast.get_docstring(ast.parse(text))]
@@ -188,7 +209,11 @@ def test_no_module_imports_itself_through_others() -> None:
             for inner in ast.walk(node)
         }
         for node in ast.walk(tree):
-            if node in for_types and _room(path) == "core" and "hasten.core" in ast.unparse(node):
+            if (
+                node in for_types
+                and _package(path) == "core"
+                and "hasten.core" in ast.unparse(node)
+            ):
                 continue
             if isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
@@ -211,7 +236,7 @@ def test_a_class_name_has_one_meaning() -> None:
                 homes.setdefault(node.name, []).append(path.relative_to(SOURCE).as_posix())
     several = {name: places for name, places in homes.items() if len(places) > 1}
     shared = [{place.partition("/")[0] for place in places} for places in several.values()]
-    assert all(rooms == {"techniques", "parts"} for rooms in shared), several
+    assert all(packages == {"techniques", "parts"} for packages in shared), several
 
 
 def _dotted(path: Path) -> str:

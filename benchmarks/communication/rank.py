@@ -24,6 +24,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from communication.links import sent_bytes
 from communication.methods import Method
 
 WARM = {"stream": 12, "signs": 12}  # steps until what is found out has been found
@@ -172,17 +173,6 @@ def written(place: Path, write: Callable[[Any, Path], object], content: Any) -> 
     beside = place.with_name(f"{place.name}.writing")
     write(content, beside)
     beside.replace(place)
-
-
-def sent_bytes() -> int:
-    """What this host's interface has sent; 0 where ranks are plain processes."""
-    if os.environ.get("GLOO_SOCKET_IFNAME") != "eth0":
-        return 0
-    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == "eth0":
-            return int(numbers.split()[8])
-    return 0
 
 
 if __name__ == "__main__":

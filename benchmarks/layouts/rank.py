@@ -19,6 +19,8 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from communication.links import sent_bytes
+
 from hasten.core.step import training
 from hasten.errors import InputError
 from hasten.machine.environment import World
@@ -97,17 +99,6 @@ def first_says(value: float, group: Any) -> float:
     held = torch.tensor([value], dtype=torch.float64)
     dist.broadcast(held, 0, group=group)
     return float(held.item())
-
-
-def sent_bytes() -> int:
-    """What this host's interface has sent; 0 where ranks are plain processes."""
-    if os.environ.get("GLOO_SOCKET_IFNAME") != "eth0":
-        return 0
-    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == "eth0":
-            return int(numbers.split()[8])
-    return 0
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What the tests of this room share: real data where it is at hand, and one small tokenizer."""
+"""Fixtures of the tests of this package: real data where it is at hand, and one small tokenizer."""
 
 from __future__ import annotations
 

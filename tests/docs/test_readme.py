@@ -126,6 +126,8 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 def _anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings as code hosts make them."""
-    heads = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+    """The anchors of a page's headings as code hosts make them, and those written in HTML."""
+    text = page.read_text(encoding="utf-8")
+    heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    written = set(re.findall(r'<a id="([^"]+)">', text))
+    return written | {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}

@@ -1,4 +1,4 @@
-"""What the tests of this room share: a small tokenizer, and one saved model to be damaged."""
+"""Fixtures of the tests of this package: a small tokenizer, and one saved model to be damaged."""
 
 from __future__ import annotations
 

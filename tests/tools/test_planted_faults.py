@@ -33,7 +33,7 @@ script = load_script()
 def results(path: Path, **outcomes: str) -> Path:
     """A results file with these outcomes by fault."""
     lines = [
-        {"fault": name, "kind": "", "room": "core", "outcome": word, "seconds": 1, "commit": "c"}
+        {"fault": name, "kind": "", "package": "core", "outcome": word, "seconds": 1, "commit": "c"}
         for name, word in outcomes.items()
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -61,12 +61,12 @@ def test_every_planted_file_compiles_and_is_another() -> None:
         compile(fault.planted(before), fault.file, "exec")
 
 
-def test_names_are_unique_and_every_room_has_its_share() -> None:
+def test_names_are_unique_and_every_package_has_its_share() -> None:
     names = Counter(fault.name for fault in script.FAULTS)
     assert [name for name, count in names.items() if count > 1] == []
-    rooms = Counter(fault.room for fault in script.FAULTS)
+    packages = Counter(fault.package for fault in script.FAULTS)
     least = {"core": 12, "parts": 22, "measure": 9, "data": 8, "recipe": 6}
-    assert {room: count for room, count in least.items() if rooms[room] < count} == {}
+    assert {package: count for package, count in least.items() if packages[package] < count} == {}
 
 
 @pytest.mark.parametrize(

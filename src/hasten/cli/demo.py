@@ -189,7 +189,7 @@ class DemoPlan:
 def demo(
     output: Annotated[Path, output_option("folder of the run")] = Path("runs/demo"),
 ) -> None:
-    """Compare training with and without hasten (7 minutes)."""
+    """Compare training with and without hasten (6 minutes)."""
     from hasten.machine import host
     from hasten.machine.processes import LoadMeter
     from hasten.measure.recipe_experiment import prepared

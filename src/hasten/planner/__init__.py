@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hasten.planner.planning import plan
 
-# `learn` and `tune` start from a recipe and live above this room.
+# `learn` and `tune` start from a recipe and are in higher layers than this package.
 _HOMES = {
     "learn": "hasten.tune.learning_study",
     "plan": "hasten.planner.planning",

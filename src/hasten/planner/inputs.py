@@ -42,7 +42,7 @@ HALF = ("autocast", "bf16_master_weights", "float8")  # techniques that don't mu
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Options of the command line; see ``cli.plan``."""
+    """Options of ``hasten estimate``; see ``cli.estimate``."""
 
     cluster: str
     gpu: str

@@ -270,5 +270,5 @@ def _setting(entry: Any, name: str) -> Any:
 
 
 def catalogue() -> tuple[type[Technique], ...]:
-    """Every technique there is, for those above this room that name none."""
+    """All techniques, for packages of higher layers, which name none."""
     return CATALOGUE
