@@ -54,8 +54,8 @@ class Launch:
         interface: network interface between nodes; libraries search for one if left out.
         image: container image; volume: claim that is mounted at ``workdir`` (Kubernetes).
         accelerator: devices' name for SkyPilot (H100, A100-80GB).
-        words: partition, account, qos, constraint, reservation (Slurm); namespace, rdma
-            (Kubernetes).
+        scheduler_options: partition, account, qos, constraint, reservation (Slurm); namespace,
+            rdma (Kubernetes).
         config: fields of the model's Hugging Face config; layout, batch: of the plan
             (Megatron).
 
@@ -79,7 +79,7 @@ class Launch:
     image: str = ""
     volume: str = ""
     accelerator: str = ""
-    words: Mapping[str, str] = field(default_factory=dict)
+    scheduler_options: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     layout: Mapping[str, Any] = field(default_factory=dict)
     batch: Mapping[str, Any] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class Launch:
         for name in ("workdir", "python"):
             if "\0" in getattr(self, name) or not getattr(self, name):
                 raise InputError(f"--{name} is empty or has a zero byte in it; name a path")
-        options = {**self.words, "interface": self.interface, "image": self.image}
+        options = {**self.scheduler_options, "interface": self.interface, "image": self.image}
         options |= {"volume": self.volume, "gpu": self.accelerator}
         for name, word in options.items():
             if word and not WORD.fullmatch(word):
