@@ -68,7 +68,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch, gain: list[float]) -> None:
             effective = [{"technique": t.name(), "effective": True, "evidence": ""} for t in plan]
             kind = named["kinds"][name]
             variants.append(
-                Variant(name, plan, rounds=own, beside=base, effective=effective, kind=kind)
+                Variant(
+                    name, plan, rounds=own, baseline_rounds=base, effective=effective, kind=kind
+                )
             )
         return Measured(variants, design_words([], next(iter(plans)), design))
 

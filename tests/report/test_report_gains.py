@@ -169,7 +169,7 @@ def test_variants_are_paired_by_round_so_that_the_weather_cancels() -> None:
 
 
 def test_variants_of_different_turns_are_compared_through_the_baseline_beside_them() -> None:
-    one = variant("one", 120, ["a"], "helped", beside=[100 * w for w in WEATHER])
+    one = variant("one", 120, ["a"], "helped", baseline_rounds=[100 * w for w in WEATHER])
     other = variant("other", 180, ["a", "b"], "helped")
     turned = list(reversed(WEATHER))  # ran in other turns, with another weather
     other["rounds"] = [180 * w for w in turned]

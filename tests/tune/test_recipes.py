@@ -134,7 +134,7 @@ class Pretended:
             variants.append(Variant(name, plan, rounds=rounds, kind=kinds[name]))
         base = variants[0].rounds
         for variant in variants:
-            variant.beside = base
+            variant.baseline_rounds = base
             names = [t.name() for t in variant.plan]
             variant.effective = [
                 {"technique": n, "effective": n not in self.idle, "evidence": ""} for n in names

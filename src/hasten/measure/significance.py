@@ -261,7 +261,7 @@ def process_variance_of(variants: Sequence[Variant]) -> ProcessVariance | None:
     for variant in variants[1:]:
         row = [] if variant.failed is not None else _by_build(variant, variants[0])
         if row:
-            groups.setdefault(tuple(variant.beside), []).append(row)
+            groups.setdefault(tuple(variant.baseline_rounds), []).append(row)
     if not groups:
         return None
     builds = min(len(row) for rows in groups.values() for row in rows)
@@ -291,7 +291,7 @@ def with_process_variance(variants: Sequence[Variant]) -> list[Variant]:
 
 def _by_build(variant: Variant, base: Variant) -> Row:
     """The variant's mean log ratio to the baseline in each of its builds."""
-    baseline_rates = variant.beside or base.rounds
+    baseline_rates = variant.baseline_rounds or base.rounds
     pairs = list(zip(variant.rounds, baseline_rates, strict=False))
     builds = variant.builds or [0] * len(pairs)
     logs: dict[int, list[float]] = {}

@@ -2,7 +2,7 @@
 
 A ratio is only calculated between rounds that ran in the same turn. Memory may force an
 experiment to measure its variants in groups. Each variant then has the baseline's
-values of its own rounds (``Variant.beside``). Two variants of different groups never
+values of its own rounds (``Variant.baseline_rounds``). Two variants of different groups never
 ran side by side.
 """
 
@@ -47,7 +47,7 @@ def ratios_of(variant: Variant, base: Variant) -> list[float]:
     """
     if variant.failed is not None or base.failed is not None:
         return []
-    base_rounds = variant.beside or base.rounds
+    base_rounds = variant.baseline_rounds or base.rounds
     return [ours / theirs for ours, theirs in zip(variant.rounds, base_rounds, strict=False)]
 
 
@@ -70,8 +70,12 @@ def ratio_between(
     rounds.
     """
     if other is base or variant is base or _side_by_side([variant, other]):
-        theirs = variant.beside if other is base and variant.beside else other.rounds
-        ours = other.beside if variant is base and other.beside else variant.rounds
+        theirs = (
+            variant.baseline_rounds if other is base and variant.baseline_rounds else other.rounds
+        )
+        ours = (
+            other.baseline_rounds if variant is base and other.baseline_rounds else variant.rounds
+        )
         ratios = [a / b for a, b in zip(ours, theirs, strict=False)]
         return (ratio_of_rounds(ratios, variant.process_variance), ratios) if ratios else None
     sides = ratios_of(other, base), ratios_of(variant, base)
@@ -194,11 +198,11 @@ def _again(variants: Sequence[Variant]) -> list[float]:
 
 def _side_by_side(variants: Sequence[Variant]) -> bool:
     """Returns True if round i of all these variants ran in the same turn."""
-    return all(variant.beside == variants[0].beside for variant in variants)
+    return all(variant.baseline_rounds == variants[0].baseline_rounds for variant in variants)
 
 
 def _joint(together: Variant, singles: Sequence[Variant], base: Variant) -> Interval:
-    base_rounds = together.beside or base.rounds
+    base_rounds = together.baseline_rounds or base.rounds
     every = [base_rounds, together.rounds, *(variant.rounds for variant in singles)]
     rounds = min(len(values) for values in every)
     first, second, *others = (values[:rounds] for values in every)
@@ -510,7 +514,7 @@ def measured_variant(row: Row, base: Row) -> Variant:
         effective=row["effective"],
         failed=row["verdict"] if failed else None,
         kind=row["kind"],
-        beside=list(row["beside"]) if len(row["beside"]) == len(row["rounds"]) else [],
+        baseline_rounds=list(row["beside"]) if len(row["beside"]) == len(row["rounds"]) else [],
         process_variance=ProcessVariance(**process_variance) if has_variance else None,
     )
 

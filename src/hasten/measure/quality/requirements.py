@@ -38,12 +38,12 @@ class Invariance:
 
     what: str
     verdict: str  # equal | differs | not tested
-    found: float | None
+    measured: float | None
     tolerance: float | None
     text: str
 
     def to_dict(self) -> dict[str, Any]:
-        return _plain(asdict(self))
+        return _stored(self)
 
 
 @dataclass(frozen=True)
@@ -54,20 +54,20 @@ class VerificationRow:
     fidelity: str
     test: str
     verdict: str  # equal | not worse | worse | differs | undecided | not tested
-    found: float | None
+    measured: float | None
     allowed: float | None
     text: str
     seeds: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        return _plain(asdict(self))
+        return _stored(self)
 
 
 def owed(
     technique: Technique, test: str, verdict: str, text: str, **numbers: Any
 ) -> VerificationRow:
-    """A line for a technique; ``numbers`` are found, allowed and seeds where there are any."""
-    values = {"found": None, "allowed": None, **numbers}
+    """A line for a technique; ``numbers`` are measured, allowed and seeds where there are any."""
+    values = {"measured": None, "allowed": None, **numbers}
     return VerificationRow(
         technique.name(), technique.fidelity.name, test, verdict, text=text, **values
     )
@@ -126,9 +126,15 @@ def bound_of(half: bool, usual: Mapping[str, Any] | None) -> Bound:
     return Bound(*(max(fixed, min(TIMES * error, WIDEST * fixed)) for fixed, error in allowed))
 
 
-def _plain(row: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no word for infinity: what isn't finite wasn't measured."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+def _stored(row: Invariance | VerificationRow) -> dict[str, Any]:
+    """Returns the row as a report stores it: ``measured`` as "found", and no infinite numbers.
+
+    JSON has no infinity: a number that isn't finite becomes None.
+    """
+    numbers = {"found" if k == "measured" else k: v for k, v in asdict(row).items()}
+    return {
+        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in numbers.items()
+    }
 
 
 # EXACT, proven: the plan's losses with the technique and without it, compared bit by bit.
@@ -188,17 +194,17 @@ def _row(
         return owed(technique, test, "not tested", "the job has fewer steps than were asked for")
     if not _differs(full_reply, reduced_reply):
         text = f"{len(ours)} losses and the weights after them are the same to the last bit"
-        return owed(technique, test, "equal", text, found=0.0, allowed=0.0)
+        return owed(technique, test, "equal", text, measured=0.0, allowed=0.0)
     pairs = list(zip(ours, theirs, strict=True))
     first = next((i for i, (a, b) in enumerate(pairs, start=1) if a != b), None)
     off = max(abs(a - b) / max(abs(b), 1e-300) for a, b in pairs if a != b) if first else 0.0
     if not repeats:
         text = "the plan itself doesn't repeat its bits, so nothing follows"
-        return owed(technique, test, "undecided", text, found=off, allowed=0.0)
+        return owed(technique, test, "undecided", text, measured=off, allowed=0.0)
     text = "the losses are the same, the weights after them aren't"
     if first:
         text = f"the loss of step {first} is the first to differ; by {off:.2g} at most"
-    return owed(technique, test, "differs", text, found=off, allowed=0.0)
+    return owed(technique, test, "differs", text, measured=off, allowed=0.0)
 
 
 def _numbers(answer: Reply) -> Sequence[float]:
@@ -274,7 +280,7 @@ def _lossy_row(
     tokens = f"{usable[0][0]['tokens']:,} and {usable[0][1]['tokens']:,} tokens"
     descriptions = [m.outcome_text(f) for m, f in zip(measures, outcomes, strict=True)]
     text = f"after {tokens}, {len(usable)} seeds: {'; '.join(descriptions)}"
-    numbers = {"found": upper if math.isfinite(upper) else None, "allowed": margin}
+    numbers = {"measured": upper if math.isfinite(upper) else None, "allowed": margin}
     test = _test(margin, [m.name for m in measures])
     return owed(technique, test, verdict, text, seeds=len(usable), **numbers)
 
@@ -401,7 +407,7 @@ def communication_row(
     )
     verdict = "equal" if allowed.excess(answer) <= 1 else "differs"
     text = f"{allowed.errors_text(answer)}; without it the gradient is {short(without)}"
-    return owed(technique, test, verdict, text, found=answer["error"], allowed=allowed.gradient)
+    return owed(technique, test, verdict, text, measured=answer["error"], allowed=allowed.gradient)
 
 
 def _failed(ranks: int, planned: Reply, other: Reply) -> str | None:
@@ -663,12 +669,14 @@ class Gradients:
         allowed = max(UPDATE, 4 * answer["floor"])
         verdict = "equal" if answer["error"] <= allowed else "differs"
         text = f"after {answer['steps']} steps the weights have moved {answer['error']:.2g} apart"
-        return owed(technique, test, verdict, text, found=answer["error"], allowed=allowed)
+        return owed(technique, test, verdict, text, measured=answer["error"], allowed=allowed)
 
     def _judged(
         self, technique: Technique, test: str, verdict: str, answer: Reply, bound: Bound, text: str
     ) -> VerificationRow:
-        return owed(technique, test, verdict, text, found=answer["error"], allowed=bound.gradient)
+        return owed(
+            technique, test, verdict, text, measured=answer["error"], allowed=bound.gradient
+        )
 
 
 def _layers(reference: Reply) -> str:
