@@ -108,7 +108,7 @@ def _amx() -> bool:
 
 
 def test_a_model_without_known_layers_is_refused() -> None:
-    with pytest.raises(ValueError, match="Sequential has no layer that the fused code knows"):
+    with pytest.raises(ValueError, match="Sequential has no layer that the fused code supports"):
         fuse_layers(nn.Sequential(nn.ReLU()))
 
 

@@ -172,7 +172,7 @@ class DeepSpeed(Technique):
         engine, steps = session.engine, session.progress.step
         if not isinstance(engine, ZeroEngine):
             return EffectCheck(False, "one rank holds everything")
-        local_count = engine.zero.held()
+        local_count = engine.zero.local_weight_count()
         return EffectCheck(
             steps > 0 and session.setup.layout.size > 1,
             f"ZeRO-{engine.zero.stage} on {session.setup.layout.size} ranks; the optimizer of this "

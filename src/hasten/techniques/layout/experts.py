@@ -130,7 +130,7 @@ def forecast(context: JobContext, ranks: int, shards: int = 1) -> Forecast:
 def proof(shared: SharedExperts, more: str = "") -> EffectCheck:
     """Returns a check with the experts per rank, and the rows sent to other ranks."""
     layers, sent = list(shared.layers.values()), shared.traffic
-    gone = sent.rows / ((sent.rows + sent.kept) or 1)
+    gone = sent.rows / ((sent.rows + sent.local_rows) or 1)
     return EffectCheck(
         sent.rows > 0,
         f"{layers[0].here} of {layers[0].total} experts of each of {len(layers)} layers on a "
@@ -255,7 +255,7 @@ def full_tensor(weight: Tensor, value: Tensor) -> Tensor:
             "expert_parallel: this optimizer's state has another shape than its weights, so the "
             "ranks' parts can't be joined; leave checkpoints out, or choose another optimizer"
         )
-    full = layer_of(weight).whole(value)
+    full = layer_of(weight).gather_to_rank0(value)
     return value if full is None else full.cpu()  # a device holds one at a time
 
 
@@ -265,7 +265,7 @@ def local_shard(weight: Tensor, full: Tensor) -> Tensor:
         return full
     layer = layer_of(weight)
     dealt = full.shape == (layer.total, *weight.shape[1:])
-    return layer.own(full) if dealt else full
+    return layer.local_shard(full) if dealt else full
 
 
 def refuse_own_choices(setup: Setup) -> None:
