@@ -7,9 +7,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
+from string import Template
 from typing import Any
-
-from jinja2 import Environment, StrictUndefined
 
 from hasten.measure.ablation import Variant
 from hasten.report.judgement import (
@@ -159,19 +158,15 @@ def is_proven(document: Mapping[str, Any]) -> bool:
 
 def page(document: Mapping[str, Any], title: str, sentence: str) -> str:
     """One file of HTML without anything to load; ``sentence`` is the result in a sentence."""
-    template = (Path(__file__).parent / "page.html.jinja").read_text(encoding="utf-8")
-    return (
-        Environment(autoescape=True, undefined=StrictUndefined)
-        .from_string(template)
-        .render(
-            title=title,
-            lead=sentence,
-            final_comparison=_final_comparison(document["final_comparison"]),
-            final=_final(document.get("final", ())),
-            history=_history(document["trials"]),
-            importance=_importance(document["importance"]),
-            trials=_trials(document["trials"]),
-        )
+    template = Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
+    return template.substitute(
+        title=escape(title),
+        lead=escape(sentence),
+        final_comparison=_final_comparison(document["final_comparison"]),
+        final=_final(document.get("final", ())),
+        history=_history(document["trials"]),
+        importance=_importance(document["importance"]),
+        trials=_trials(document["trials"]),
     )
 
 
