@@ -284,7 +284,7 @@ def _check_dropout(config: Any) -> None:
     if share:
         raise ValueError(
             f"attention_dropout is {share}: each rank would drop the same positions in its own "
-            "heads as the other ranks in theirs. Set it to 0, or use the layout fsdp2"
+            "heads as the others; set it to 0, or use the layout fsdp2"
         )
 
 

@@ -62,8 +62,8 @@ def decoder_blocks(module: nn.Module) -> list[nn.Module]:
     ]
     if not lists:
         raise ValueError(
-            "the model has no two neighbouring blocks of one class, so nothing can be recomputed "
-            "block by block. Name the blocks with blocks=, or leave recomputation out"
+            "the model has no two neighbouring blocks of one class, so none can be recomputed; "
+            "name them with blocks=, or leave recomputation out"
         )
     return max(lists, key=lambda members: sum(_parameters(m) for m in members))
 
