@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import socket
 import sys
 from collections.abc import Callable
@@ -12,14 +13,17 @@ import pytest
 
 Hasten = Callable[..., tuple[int, str, str]]
 
-STAND_IN = """#!{python}
-import http.server, json, os, sys
+# A shell starts it: the path of an interpreter may have a space, which "#!" can't name.
+STAND_IN = """#!/bin/sh
+exec {python} {program} "$@"
+"""
+PROGRAM = """import http.server, json, os, sys
 words = sys.argv[1:]
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         key = os.environ.get("VLLM_API_KEY")
         allowed = key is None or self.headers["Authorization"] == "Bearer " + key
-        body = json.dumps({{"data": []}}).encode()
+        body = json.dumps({"data": []}).encode()
         self.send_response(200 if allowed else 401)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
@@ -28,14 +32,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
 address = words[words.index("--host") + 1], int(words[words.index("--port") + 1])
 server = http.server.HTTPServer(address, Handler)
 server.handle_request()
-open({log!r}, "w").write(json.dumps([words, os.environ.get("VLLM_API_KEY")]))
+open(os.environ["STAND_IN_LOG"], "w").write(json.dumps([words, os.environ.get("VLLM_API_KEY")]))
 """
 
 
 def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str = STAND_IN) -> Path:
     log = folder / "log.json"
-    (folder / "vllm").write_text(text.format(python=sys.executable, log=str(log)))
+    program = folder / "vllm.py"
+    program.write_text(PROGRAM)
+    python = shlex.quote(sys.executable)
+    (folder / "vllm").write_text(text.format(python=python, program=shlex.quote(str(program))))
     (folder / "vllm").chmod(0o755)
+    monkeypatch.setenv("STAND_IN_LOG", str(log))
     monkeypatch.setenv("PATH", str(folder), prepend=":")
     return log
 
