@@ -125,7 +125,9 @@ def _row(name: str, recipe: Recipe, rounds: int, folder: Path) -> str:
     best = max(
         (variant for variant in cumulative if variant.rounds),
         key=lambda variant: (
-            paired_ratio(variant.beside, variant.rounds).median if variant.beside else 1.0
+            paired_ratio(variant.baseline_rounds, variant.rounds).median
+            if variant.baseline_rounds
+            else 1.0
         ),
     )
     final = Design(rounds=rounds, steps=3, warmup=2, longest_warmup=6, evaluations=0)

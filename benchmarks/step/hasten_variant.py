@@ -43,7 +43,7 @@ def train(
         "saved": summary["saved"],
         "plan": summary["plan"],
         "effective": summary["effective"],
-        "skipped": [text for text in said if text.startswith("going on without")],
+        "skipped": [text for text in said if text.startswith("continuing without")],
         "own_eval_loss": summary["eval_loss"],
     }
     if watch is not None:

@@ -165,7 +165,7 @@ def _pieces(portion: SplitSide, tokenizer: Any, length: int) -> Iterator[str]:
         ids = tokenizer.encode(whole.text, add_special_tokens=False)
         for at in range(0, len(ids) - length, length):
             text = tokenizer.decode(ids[at : at + length - 2])  # bos and eos come to it
-            drafts.append(Conversation((), text, whole.place))
+            drafts.append(Conversation((), text, whole.location))
     for draft, found in zip(drafts, encode_all(tokenizer, drafts, 2 * length), strict=True):
         if len(found.examples) == 1 and found.examples[0].length == length:
             yield json.dumps({"text": draft.text}) + "\n"

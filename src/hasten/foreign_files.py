@@ -2,10 +2,10 @@
 
 Every file that a user names or that another program wrote is opened here. Three rules hold:
 
-  (1) only a regular file is opened: a named pipe without a writer would block for ever
-  (2) at most ``limit`` bytes are read, so that no file takes the machine's memory
+  (1) only a regular file is opened: a named pipe without a writer would block for ever.
+  (2) at most ``limit`` bytes are read, so that no file takes the machine's memory.
   (3) what JSON readers disagree about is an error: a key twice, integers beyond 64 bits, and
-      values that are nested too deeply
+      values that are nested too deeply.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ UNITS: dict[str, Callable[[float], str]] = {
 }
 
 
-def words(value: float | None, unit: str) -> str:
+def number_text(value: float | None, unit: str) -> str:
     """Returns a number as people read it; None becomes a word, never a number."""
     if value is None or not math.isfinite(value):
         return NOT_MEASURED
@@ -74,8 +74,8 @@ def measure(value: float | None, unit: str) -> str:
     """A number in a unit that a prediction names: s, bytes, or any other behind it."""
     kind = {"s": "seconds", "bytes": "memory"}.get(unit)
     if kind or value is None or not math.isfinite(value):
-        return words(value, kind or "amount")
-    return f"{words(value, 'amount')} {unit}"
+        return number_text(value, kind or "amount")
+    return f"{number_text(value, 'amount')} {unit}"
 
 
 def signed(value: float, places: int) -> str:
@@ -91,9 +91,9 @@ def span(value: Mapping[str, float | None], unit: str) -> str:
     """
     low, high = value["low"], value["high"]
     if value["median"] is None or low is None or high is None or low == high:
-        return words(value["median"], unit)
-    ends = (words(end, unit).rstrip("×") for end in (low, high))
-    return f"{words(value['median'], unit)} [{', '.join(ends)}]"
+        return number_text(value["median"], unit)
+    ends = (number_text(end, unit).rstrip("×") for end in (low, high))
+    return f"{number_text(value['median'], unit)} [{', '.join(ends)}]"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

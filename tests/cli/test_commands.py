@@ -217,7 +217,7 @@ def test_an_obstacle_stops_or_is_skipped_as_the_recipe_says(
     assert "on_obstacle: skip" in err
     code, _, err = hasten("train", path, "on_obstacle=skip")
     assert code == 0
-    assert "going on without packed" in err
+    assert "continuing without packed" in err
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["plan"] == []
 

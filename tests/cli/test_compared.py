@@ -68,7 +68,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch, gain: list[float]) -> None:
             effective = [{"technique": t.name(), "effective": True, "evidence": ""} for t in plan]
             kind = named["kinds"][name]
             variants.append(
-                Variant(name, plan, rounds=own, beside=base, effective=effective, kind=kind)
+                Variant(
+                    name, plan, rounds=own, baseline_rounds=base, effective=effective, kind=kind
+                )
             )
         return Measured(variants, design_words([], next(iter(plans)), design))
 
@@ -144,7 +146,7 @@ def test_json_is_all_that_stdout_has_and_output_names_the_folder(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--order", "gain"), "say --design greedy"),
+        (("--order", "gain"), "give --design greedy"),
         (("--tolerance", "0.1"), "--tolerance: it has no effect without --rerun"),
         (("--no-verify", "--seeds", "3"), "leave --no-verify out"),
         (("--design", "greedy", "--only", "packed"), "shorten the plan"),

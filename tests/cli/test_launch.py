@@ -110,7 +110,7 @@ def test_the_kubernetes_manifest_carries_the_resolved_recipe(hasten: Hasten, rec
         (["--cluster", "fat_tre"], "did you mean 'fat_tree'"),
         (["--name", "A B"], "lower case letters"),
         (["--target", "kubernetes"], "--image"),
-        (["--target", "megatron"], "doesn't say which devices"),
+        (["--target", "megatron"], "doesn't define which devices"),
         (["--target", "megatron", "--estimate", "none.json"], "No such file"),
         (["--submit", "--dry-run"], "give one"),
         (["--target", "megatron", "--cluster", "dgx_h100", "--submit"], "by hand"),

@@ -75,7 +75,7 @@ def numbers(variants: list[Any]) -> dict[str, Any]:
             {
                 "name": variant.name,
                 "rounds": variant.rounds,
-                "beside": variant.beside,
+                "beside": variant.baseline_rounds,
                 "builds": variant.builds,
                 "losses": variant.losses,
                 "eval_data": variant.eval_data,

@@ -72,7 +72,9 @@ def test_a_record_is_json_and_is_the_same_after_a_trip_to_disk() -> None:
 def test_what_decides_the_training_is_refused_with_both_values(
     before: dict[str, Any], after: dict[str, Any], said: str
 ) -> None:
-    with pytest.raises(InputError, match=f"of another training: {said}.*; go on with what was"):
+    with pytest.raises(
+        InputError, match=f"of another training: {said}.*; continue with the old settings"
+    ):
         check_same_job(record(**before), record(**after), step=5)
 
 

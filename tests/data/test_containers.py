@@ -109,7 +109,7 @@ def test_any_texts_come_back_from_every_container(name: str, rows: Rows, tmp_pat
     assert reading.containers == {str(path): told}
     if not name.endswith("json.gz"):
         places = [f"{path}:{first + n}" for n in range(len(rows))]
-        assert [c.place for c in reading.conversations] == places
+        assert [c.location for c in reading.conversations] == places
 
 
 @every
@@ -219,8 +219,8 @@ def test_names_and_first_bytes_must_agree(tmp_path: Path) -> None:
     for name, data, words in (
         ("a.jsonl", packed, "is gzip, not the jsonl"),
         ("b.json", table, "is parquet, not the json"),
-        ("a.jsonl.gz", lines(GOOD), "isn't the gzip file that its name says: it begins with"),
-        ("a.jsonl.zst", packed, "isn't the zstd file that its name says: it is gzip"),
+        ("a.jsonl.gz", lines(GOOD), "isn't the gzip file that its name announces: it begins with"),
+        ("a.jsonl.zst", packed, "isn't the zstd file that its name announces: it is gzip"),
         ("a.parquet", lines(GOOD), "isn't the parquet file"),
         ("b.parquet", b"", "it's empty"),
         ("c.parquet", table[:-4], "isn't a whole parquet file"),

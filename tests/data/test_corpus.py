@@ -58,7 +58,9 @@ def library(tmp_path: Path) -> Path:
 
 def test_signature_and_docstring_ask_for_the_source_without_it(library: Path) -> None:
     corpus = stdlib_corpus(library)
-    pairs = {pair.place: pair for side in (corpus.train, corpus.eval_data) for pair in side.pairs}
+    pairs = {
+        pair.location: pair for side in (corpus.train, corpus.eval_data) for pair in side.pairs
+    }
     assert list(pairs) == ["shapes.py:2", "shapes.py:6", "shapes.py:21"]
     question, answer = (message.content for message in pairs["shapes.py:6"].messages)
     assert question == (
@@ -111,7 +113,7 @@ def test_the_real_library_gives_thousands_of_pairs_of_uneven_lengths(corpus: Cor
 def test_no_module_and_no_answer_is_on_both_sides(corpus: Corpus) -> None:
     def modules(side: str) -> set[str]:
         portion = getattr(corpus, side)
-        return {item.place.rpartition(":")[0] for item in (*portion.pairs, *portion.texts)}
+        return {item.location.rpartition(":")[0] for item in (*portion.pairs, *portion.texts)}
 
     assert not modules("train") & modules("eval_data")
     train = {pair.messages[-1].content for pair in corpus.train.pairs}

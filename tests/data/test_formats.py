@@ -58,7 +58,7 @@ def test_every_shape_has_the_same_normal_form(tmp_path: Path, shape: str) -> Non
     assert reading.shapes == {str(tmp_path / "data.jsonl"): shape}
     assert conversation.messages == messages
     assert conversation.text == ("A tale." if shape == "text" else None)
-    assert conversation.place == f"{tmp_path / 'data.jsonl'}:1"
+    assert conversation.location == f"{tmp_path / 'data.jsonl'}:1"
 
 
 def test_alpaca_history_comes_before_the_question(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_bad_line_is_rejected_with_its_place_and_no_good_one_is_lost(
     path.write_bytes(b"\r\n".join([*good[:2], bad, *good[2:]]) + b"\r\n\n")
     reading = read_examples([path], max_rejected=1)
     assert [c.messages[1].content for c in reading.conversations] == ["0", "1", "2", "3"]
-    assert [c.place for c in reading.conversations] == [f"{path}:{n}" for n in (1, 2, 4, 5)]
+    assert [c.location for c in reading.conversations] == [f"{path}:{n}" for n in (1, 2, 4, 5)]
     ((file, line, why),) = reading.rejected
     assert (file, line) == (str(path), 3)
     assert reason in why
@@ -261,7 +261,7 @@ def test_the_real_files_are_read_whole(real_data: Path) -> None:
     answers = [c.messages[-1].content for c in reading.conversations[7473:]]
     assert answers == [row["output"] for row in rows]
     line = alpaca.read_text("utf-8").split("\n")[
-        int(reading.conversations[7473 + 500].place.rpartition(":")[2])
+        int(reading.conversations[7473 + 500].location.rpartition(":")[2])
     ]
     assert json.dumps(rows[500]["instruction"], ensure_ascii=False) in line
 

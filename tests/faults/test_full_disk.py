@@ -1,4 +1,4 @@
-"""A full, read-only or occupied disk: training goes on, what was saved stays, one is told."""
+"""A full, read-only or occupied disk: training continues, what was saved stays, one is told."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_disk_that_fills_up_at_any_call_leaves_what_there_was(
     next_look = (
         saver.wait_for_writer if asynchronous else partial(saver.save, 2, state(2), {"n": 2})
     )
-    with pytest.warns(UserWarning, match="No space left on device; training goes on"):
+    with pytest.warns(UserWarning, match="No space left on device; training continues"):
         next_look()
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
     assert load(tmp_path / "step-00000001")[1] == {"n": 1}

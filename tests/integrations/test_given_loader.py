@@ -62,7 +62,7 @@ def test_data_sets_that_were_cut_by_hand_are_not_cut_again(found: list[Any]) -> 
 
 def test_ranks_that_get_the_same_batches_are_refused(found: list[Any]) -> None:
     for words in of(found, "same batches", "refused"):
-        assert "every rank gets the same examples from this loader; give it a Distr" in words
+        assert "every rank gets the same examples from this loader. Give it a Distr" in words
     assert of(found, "other batches", "examples") == [2 * 8] * 2
 
 

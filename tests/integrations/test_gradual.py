@@ -56,7 +56,7 @@ def test_what_is_surely_faster_and_not_worse_is_kept_and_trained_with() -> None:
     model, found = tuned(growing)
     assert list(found.climb.plan) == [growing], str(found)
     assert str(found).endswith(f"kept: {Plan([growing])}")
-    assert found.climb.rungs[0].kept
+    assert found.climb.rungs[0].accepted
     assert sum(model.rows) == 160  # copies were measured; the model itself had one epoch
     assert max(model.rows) == 16
     assert found.summary["steps"] == 10
@@ -81,7 +81,7 @@ def test_a_worse_model_is_not_kept_however_fast(monkeypatch: pytest.MonkeyPatch)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)  # fewer steps learn less
     found = gradual_optimize(model, batches(), techniques=[growing], optimizer=optimizer, rounds=3)
     (rung,) = found.climb.rungs
-    assert not rung.kept
+    assert not rung.accepted
     assert "examples, one seed" in rung.why or "not shown" in rung.why
 
 
@@ -102,7 +102,7 @@ def test_the_order_may_follow_the_gain_alone(monkeypatch: pytest.MonkeyPatch) ->
         rate = [sum(rates[t] for t in after)] * 4
         effective = [{"technique": t.name(), "effective": True, "evidence": ""} for t in after]
         return Variant("a", before, [1.0] * 4), Variant(
-            "b", after, rate, effective=effective, beside=[1.0] * 4
+            "b", after, rate, effective=effective, baseline_rounds=[1.0] * 4
         )
 
     monkeypatch.setattr(gradual._Comparison, "__call__", measured)

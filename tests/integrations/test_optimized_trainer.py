@@ -285,7 +285,7 @@ def test_a_usual_technique_that_cannot_work_here_is_left_out_and_a_chosen_one_re
     summary = trainer(True).train(loader)
     assert summary["switches"]["mixed_precision"] == "off"
     assert summary["plan"] == []
-    assert "mixed_precision: going on without autocast" in capsys.readouterr().out
+    assert "mixed_precision: continuing without autocast" in capsys.readouterr().out
     with pytest.raises(InputError, match="in software only"):
         trainer(Autocast()).train(loader)
 

@@ -31,7 +31,7 @@ BASE = Launch(
     image="registry/x:1",
     volume="claim",
     accelerator="H100",
-    words={"namespace": "team", "rdma": "rdma/hca"},
+    scheduler_options={"namespace": "team", "rdma": "rdma/hca"},
 )
 # Field -> type or fields below it; "*": any key. What isn't here isn't in the documents.
 POD: dict[str, Any] = {

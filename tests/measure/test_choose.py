@@ -110,7 +110,7 @@ def race(
             true = math.prod(speeds.get(t.name(), 1.0) for t in plan)
             values = [1000 * true * float(x) for x in drawn[:, place % drawn.shape[1]]]
             variant = Variant(name, plan, values, kind="other" if place else "baseline")
-            variant.beside = variants[0].rounds if place else []
+            variant.baseline_rounds = variants[0].rounds if place else []
             variants.append(variant)
         return Measured(variants, {})
 
@@ -194,7 +194,7 @@ def test_plan_auto_and_the_report_have_one_word_for_the_same_rounds() -> None:
     for place, speed in enumerate((1.0, 1.03, 1.2, 0.9, 1.0, 1.06)):
         values = [1000 * speed * float(x) for x in draw.lognormal(0, 0.02, 6)]
         variant = Variant(f"with {place}", Plan(), values, kind="other" if place else "baseline")
-        variant.beside = variants[0].rounds if place else []
+        variant.baseline_rounds = variants[0].rounds if place else []
         variants.append(variant)
     variants = with_process_variance(variants)
     ours = {name: (said.text, ratio) for name, (ratio, said) in module._verdicts(variants).items()}
@@ -211,7 +211,7 @@ def test_a_gain_below_the_noise_floor_has_one_word_in_plan_auto_a_report_and_liv
     ratios = [1.0054, 1.0057, 1.006, 1.0062, 1.0066, 1.0069]
     base = Variant("baseline", Plan(), [1000.0] * 6, kind="baseline")
     variant = Variant(
-        "with it", Plan(), [1000 * r for r in ratios], kind="other", beside=base.rounds
+        "with it", Plan(), [1000 * r for r in ratios], kind="other", baseline_rounds=base.rounds
     )
     (_, judged) = judge_variants([base, variant])
     assert judged.effect is not None

@@ -127,7 +127,7 @@ def test_without_a_baseline_the_others_are_measured_all_the_same(tmp_path: Path)
     base, *others = pretend(tmp_path, Design(rounds=3, steps=1, warmup=1), told).variants
     assert base.failed
     assert [len(variant.rounds) for variant in others] == [3, 3, 3]
-    assert all(variant.beside == [] for variant in others)
+    assert all(variant.baseline_rounds == [] for variant in others)
 
 
 def test_a_second_baseline_takes_turns_like_any_variant(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_variants_that_do_not_fit_sit_in_groups_that_share_the_baseline(tmp_path
     )
     assert log(tmp_path).count("start baseline") == 2
     assert [len(variant.rounds) for variant in found.variants] == [3, 3, 3, 3]
-    assert all(len(variant.beside) == 3 for variant in found.variants)
+    assert all(len(variant.baseline_rounds) == 3 for variant in found.variants)
     assert found.variants[2].rounds == pytest.approx([75.0] * 3)
     assert found.variants[2].eval_data[-1][0] == found.variants[0].eval_data[-1][0]
 

@@ -246,7 +246,7 @@ def test_variants_of_two_ranks_have_the_ranks_own_layout_as_their_baseline(
 
 def test_turns_that_would_leave_exchanges_out_are_refused(recipe: Recipe, tmp_path: Path) -> None:
     apart = recipe.model_copy(update={"nproc": 2, "plan": [{"local_steps": {"every": 6}}]})
-    with pytest.raises(InputError, match=r"exchanges once in 6 steps.*say --steps 6"):
+    with pytest.raises(InputError, match=r"exchanges once in 6 steps.*give --steps 6"):
         ablate(apart, design=DESIGN)
     assert log(tmp_path) == []
     ablate(apart, design=Design(rounds=2, steps=12, warmup=1))

@@ -52,7 +52,7 @@ def experiment(
         kind = "again" if name == "again" else "other"
         variants.append(Variant(name, Plan(), rounds=values, builds=of_build, kind=kind))
     for variant in variants:
-        variant.beside = variants[0].rounds
+        variant.baseline_rounds = variants[0].rounds
     return with_process_variance(variants)
 
 
@@ -96,7 +96,7 @@ def test_what_a_sitting_did_to_all_variants_is_no_difference_between_them() -> N
         variant.rounds = [
             r * (1.3 if b else 1.0) for r, b in zip(variant.rounds, variant.builds, strict=True)
         ]
-        variant.beside = quiet[0].rounds
+        variant.baseline_rounds = quiet[0].rounds
     found = process_variance_of(quiet)
     assert found is not None
     assert found.error == pytest.approx(math.sqrt(BELIEF * USUAL**2 / (BELIEF + 3) / 2))

@@ -128,7 +128,7 @@ def test_another_vocabulary_forgets_the_token_ids_of_the_published_one() -> None
 
 
 def test_a_token_outside_the_vocabulary_is_rejected() -> None:
-    with pytest.raises(InputError, match="eos_token_id 300 lies outside the vocabulary of 300"):
+    with pytest.raises(InputError, match="eos_token_id 300 is outside the vocabulary of 300"):
         build_config(preset("v3-tiny"), vocab_size=300, eos_token_id=300)
     with pytest.raises(InputError, match="a vocabulary of 0 tokens"):
         build_config(preset("v3-tiny"), vocab_size=0)

@@ -140,7 +140,9 @@ def test_an_embedding_and_a_head_that_differ_are_not_tied_in_silence(llama: Path
 
 def test_an_adapter_beside_the_weights_is_refused_with_its_base(llama: Path) -> None:
     (llama / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
-    with pytest.raises(InputError, match=r"an adapter .*some/base\) beside a model's weights"):
+    with pytest.raises(
+        InputError, match=r"an adapter .*some/base\) together with a model's weights"
+    ):
         read_config(str(llama), needs_weights=True)
     (llama / WEIGHTS).unlink()
     with pytest.raises(InputError, match=r"an adapter, not a model: .*\(some/base\)"):
@@ -338,7 +340,7 @@ def test_a_generation_config_that_transformers_cannot_read_is_refused(llama: Pat
 def test_an_id_of_the_config_beyond_the_embedding_is_refused(llama: Path, key: str) -> None:
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), None)
     edit_config(llama, **(ids | {key: 300}))
-    with pytest.raises(InputError, match=f"{key} 300 lies outside the vocabulary of 300"):
+    with pytest.raises(InputError, match=f"{key} 300 is outside the vocabulary of 300"):
         load_model(str(llama))
     assert load_model(str(llama), **{key: 7}) is not None  # type: ignore[arg-type]
 
@@ -391,5 +393,5 @@ def test_what_is_fetched_from_a_hub_is_checked_as_a_folder_is(
     assert asked[0] == "some-owner/some-model"
     assert {"adapter_config.json", "model*.safetensors"} <= set(asked)
     (llama / "adapter_config.json").write_text("{}")
-    with pytest.raises(InputError, match="beside a model's weights"):
+    with pytest.raises(InputError, match="together with a model's weights"):
         local_folder("some-owner/some-model")

@@ -14,7 +14,7 @@ from hasten.machine.environment import World
 from hasten.machine.host import hardware
 from hasten.parts.distributed.pipeline.schedules import VIRTUAL
 from hasten.planner.advice import read_layout
-from hasten.planner.candidate import PlanCandidate, Span, beyond_trainer, recipe_lines, words
+from hasten.planner.candidate import PlanCandidate, Span, beyond_trainer, layout_text, recipe_lines
 from hasten.planner.layout import PlannedLayout
 from hasten.planner.planning import plan
 from hasten.recipe.build import requested_plan
@@ -24,8 +24,12 @@ from planner.usual import JOB, MODEL, PLAIN, SPARSE, TWO
 
 def test_a_layout_is_read_back_from_its_words() -> None:
     for one in plan(SPARSE, TWO, JOB, calibration=PLAIN).best:
-        plain = words(one.layout).replace("x", " virtual=") if "x" in words(one.layout) else ""
-        said = [w for w in (plain or words(one.layout)).split() if "=" in w]
+        plain = (
+            layout_text(one.layout).replace("x", " virtual=")
+            if "x" in layout_text(one.layout)
+            else ""
+        )
+        said = [w for w in (plain or layout_text(one.layout)).split() if "=" in w]
         again = read_layout(said, PlannedLayout(schedule=one.layout.schedule))
         names = ("dp", "tp", "pp", "ep", "cp", "micro_batch", "recompute")
         assert [getattr(again, n) for n in names] == [getattr(one.layout, n) for n in names]
@@ -41,9 +45,9 @@ def test_a_pipelines_words_are_not_taken_over_where_there_is_none() -> None:
 
 
 def test_what_the_trainer_cannot_run_is_said() -> None:
-    assert "no tp beside pp" in beyond_trainer(PlannedLayout(dp=4, tp=2, pp=2))
+    assert "no tp together with pp" in beyond_trainer(PlannedLayout(dp=4, tp=2, pp=2))
     assert "dualpipe" in beyond_trainer(PlannedLayout(pp=4, schedule="dualpipe"))
-    assert "zero beside ep" in beyond_trainer(PlannedLayout(dp=4, ep=2, zero=3))
+    assert "zero together with ep" in beyond_trainer(PlannedLayout(dp=4, ep=2, zero=3))
     assert "norms" in beyond_trainer(PlannedLayout(dp=4, recompute="light"))
     two, four = (PlannedLayout(pp=4, schedule="interleaved", virtual=v) for v in (2, 4))
     assert VIRTUAL["interleaved"] == 2
@@ -51,11 +55,13 @@ def test_what_the_trainer_cannot_run_is_said() -> None:
     assert "interleaving of 4 chunks" in beyond_trainer(four)
     assert recipe_lines(PlannedLayout(dp=4, cp=2)) == ""
     assert "products in nvfp4" in beyond_trainer(PlannedLayout(precision="nvfp4"))
-    assert "fp8 beside tp" in beyond_trainer(PlannedLayout(tp=2, precision="fp8"))
-    assert "some layers beside ep" in beyond_trainer(
+    assert "fp8 together with tp" in beyond_trainer(PlannedLayout(tp=2, precision="fp8"))
+    assert "some layers together with ep" in beyond_trainer(
         PlannedLayout(dp=2, ep=2, recompute="selective")
     )
-    assert "gradients beside tp" in beyond_trainer(PlannedLayout(dp=2, tp=2, compression="int8"))
+    assert "gradients together with tp" in beyond_trainer(
+        PlannedLayout(dp=2, tp=2, compression="int8")
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,7 +80,7 @@ def test_what_the_trainer_cannot_run_is_said() -> None:
         PlannedLayout(dp=4, zero=3, compression="topk1"),
         PlannedLayout(),
     ],
-    ids=words,
+    ids=layout_text,
 )
 @pytest.mark.usefixtures("bf16_products")
 def test_the_lines_for_a_recipe_are_read_by_it_and_need_as_many_ranks(

@@ -101,7 +101,7 @@ def test_each_known_device_is_tried_and_a_faster_one_is_worth_more() -> None:
     assert choices["h100-80gb"].price_ratio == 1.0
     assert choices["h200"].price_ratio > 1 > choices["a100-80gb"].price_ratio
     none = choices["t4"]
-    assert none.found is None
+    assert none.best is None
     assert "doesn't fit" in none.reason
 
 

@@ -157,7 +157,9 @@ def test_on_a_pretended_gpu_a_kernel_that_fails_its_first_use_is_left_out(
     def proofs(device: str) -> dict[str, Verdict]:
         asked.append(device)
         failed = Verdict(failed="no kernel image is available for execution on the device")
-        return {each.key: failed if each.own else Verdict(0, 1) for each in registry.variants()}
+        return {
+            each.key: failed if each.by_hasten else Verdict(0, 1) for each in registry.variants()
+        }
 
     context = facts(60, 400)
     gpu = Accelerator("a GPU", 80 * 10**9, "9.0")

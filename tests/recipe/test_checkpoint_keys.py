@@ -56,7 +56,7 @@ def test_other_techniques_stay(tmp_path: Any) -> None:
         ({"checkpoint_every": 0}, "give dynamic, or a number of steps"),
         ({"checkpoint_every": "sometimes"}, "give dynamic, or a number of steps"),
         ({"checkpoint_every": True}, "give dynamic, or a number of steps"),
-        ({"checkpoint_every": 5, "plan": ["checkpoints"]}, "both say when to save"),
+        ({"checkpoint_every": 5, "plan": ["checkpoints"]}, "both set when to save"),
         ({"checkpoint_every": 5, "checkpoint_dir": ""}, "give a folder or an address"),
         ({"checkpoint_dir": "x"}, "checkpoint_dir has no effect"),
         ({"checkpoint_dir": "x", "plan": [{"checkpoints": 3}]}, "checkpoints is 3; write its"),

@@ -170,6 +170,6 @@ def test_a_run_that_was_not_done_is_moved_with_a_word_on_how_to_go_on(tmp_path: 
     assert left(saved=True, done=True) == ""
     said = left(saved=True, done=False)
     newest = tmp_path / "previous" / "3" / "checkpoints" / "step-00000010"
-    assert f"resume={newest} goes on with it" in said
+    assert f"resume={newest} continues it" in said
     assert newest.is_dir()
     assert archive_previous_run(tmp_path, keep_checkpoints=False) == ""  # nothing is there any more

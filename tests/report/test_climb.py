@@ -39,7 +39,7 @@ def test_only_what_pays_is_kept() -> None:
     table = {"packed": 1.3, "document_attention": 0.9, "fused_adamw": 1.1}
     found = greedy_search(TECHNIQUES, gains(table))  # type: ignore[arg-type]
     assert [t.name() for t in found.plan] == ["packed", "fused_adamw"]
-    assert [rung.kept for rung in found.rungs] == [True, False, True]
+    assert [rung.accepted for rung in found.rungs] == [True, False, True]
     assert "slower" in str(found)
     assert "times the plan so far [98.3 %]" in str(found)  # three decisions share 5 %
     assert str(found).endswith("kept: packed + fused_adamw")
@@ -70,7 +70,7 @@ def test_more_techniques_make_each_decision_stricter() -> None:
     assert alone.ratio is not None
     assert among_many.ratio is not None
     assert among_many.ratio["low"] < alone.ratio["low"]  # type: ignore[operator]
-    assert (alone.kept, among_many.kept) == (True, False)
+    assert (alone.accepted, among_many.accepted) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_speed_alone_keeps_nothing(change: dict[str, object], why: str) -> None:
     for name, value in change.items():
         setattr(after, name, value)
     rung = decide(Packed(), before, after, doubt=0.05)
-    assert not rung.kept
+    assert not rung.accepted
     assert rung.why.startswith(why)
 
 

@@ -67,7 +67,7 @@ def test_a_second_copy_shows_the_noise() -> None:
 def test_copies_that_differ_beyond_doubt_are_said_to() -> None:
     found = noise_of([baseline(), variant("again", speed=1.04, kind="again")])
     assert found is not None
-    assert "they differ beyond doubt" in found["text"]
+    assert "they certainly differ" in found["text"]
     assert found["floor"] == pytest.approx(0.04, abs=1e-3)
 
 
@@ -127,7 +127,7 @@ def test_an_interaction_nobody_can_know_is_not_measured() -> None:
     assert found["ratio"]["median"] is None
     assert found["text"] == "Not measured: fused_layers has no result of its own."
     apart = experiment(1.8)
-    apart[1].beside = [2 * w for w in WEATHER]
+    apart[1].baseline_rounds = [2 * w for w in WEATHER]
     said = interaction_of(apart)
     assert said is not None
     assert "alive together" in said["text"]
@@ -135,7 +135,7 @@ def test_an_interaction_nobody_can_know_is_not_measured() -> None:
 
 def test_variants_of_a_group_are_paired_with_the_baseline_of_their_own_rounds() -> None:
     later = [3.0 * w for w in reversed(WEATHER)]  # another hour, another weather
-    grouped = variant("b", [FusedLayers()], 1.5, later, beside=later)
+    grouped = variant("b", [FusedLayers()], 1.5, later, baseline_rounds=later)
     ratio = ratio_to(grouped, baseline())
     assert ratio is not None
     assert ratio.estimate == pytest.approx(1.5, rel=1e-3)
@@ -144,9 +144,9 @@ def test_variants_of_a_group_are_paired_with_the_baseline_of_their_own_rounds() 
 
 def test_variants_of_different_groups_are_compared_through_the_baseline() -> None:
     later = [3.0 * w for w in reversed(WEATHER)]
-    base = baseline(beside=list(WEATHER))
-    one = variant("a", [Packed()], 1.2, beside=list(WEATHER), kind="cumulative")
-    both = variant("ab", [Packed(), FusedLayers()], 1.8, later, beside=later, kind="all")
+    base = baseline(baseline_rounds=list(WEATHER))
+    one = variant("a", [Packed()], 1.2, baseline_rounds=list(WEATHER), kind="cumulative")
+    both = variant("ab", [Packed(), FusedLayers()], 1.8, later, baseline_rounds=later, kind="all")
     found = ratio_between(both, one, base)
     assert found is not None
     ratio, rounds = found

@@ -154,7 +154,7 @@ def test_a_promise_is_judged_beyond_the_noise_and_the_number_of_variants(
 
     assert word() == "held"
     final = report["variants"][-1]
-    for verdict in ("undecided: within the noise of 90.0 %", "undecided: not beyond doubt"):
+    for verdict in ("undecided: within the noise of 90.0 %", "undecided: not certain"):
         final["verdict"] = verdict
         assert word() == "not comparable"
     # of a cumulative: the plan as a whole did not

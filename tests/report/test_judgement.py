@@ -203,7 +203,7 @@ def test_several_variants_have_to_be_surer_than_one() -> None:
     assert verdict_of(baseline(), barely) == "helped"
     others = [variant(Other(), name=f"other {n}", noise=noise) for n in range(5)]
     rows = report(baseline(), barely, *others)["variants"]
-    assert rows[1]["verdict"].startswith("undecided: not beyond doubt among several variants")
+    assert rows[1]["verdict"].startswith("undecided: not certain among several variants")
     assert rows[1]["corrected"] is True
     assert rows[1]["p_value"] > 0.05
     assert rows[1]["rounds_needed"] >= 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ def variants(
     effective = [{"technique": "packed", "effective": True, "evidence": ""}]
     return [
         Variant("baseline", Plan(), rounds=base, kind="baseline"),
-        Variant("all", plan, rounds=other, beside=base, effective=effective, kind="all"),
+        Variant("all", plan, rounds=other, baseline_rounds=base, effective=effective, kind="all"),
     ]
 
 
@@ -88,7 +88,7 @@ def test_a_slower_machine_alone_loses_nothing() -> None:
     now = variants(1.5, seed=1)
     for variant in now:
         variant.rounds = [value / 3 for value in variant.rounds]
-    now[1].beside = now[0].rounds
+    now[1].baseline_rounds = now[0].rounds
     assert compared(now, margin=0.05).verdict == "same"
 
 
@@ -116,7 +116,7 @@ def test_an_variant_that_fails_or_no_longer_acts_is_lost() -> None:
 def test_where_the_baseline_fails_it_is_named_and_no_gain_is_invented() -> None:
     now = variants(1.5, seed=1)
     now[0].failed = "no driver"
-    now[1].beside = []  # rounds in which nobody ran beside it
+    now[1].baseline_rounds = []  # rounds in which nobody ran beside it
     found = compared(now)
     assert (found.verdict, found.ratio) == ("lost", None)
     assert found.reason == "the baseline failed: no driver"
@@ -133,7 +133,7 @@ def test_a_margin_is_a_share(margin: float) -> None:
 
 
 def spoilt(**changed: Any) -> str:
-    return json.dumps({"bundle": 1, **asdict(bundle()), **changed})
+    return json.dumps({"bundle": 1, **bundle().to_dict(), **changed})
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_a_switch_is_measured_alone_and_beside_all_the_others() -> None:
         ("b", "only b"),
         ("c", "only c"),
     ]
-    gains = [round(s.beside.median, 3) for s in found if s.beside]
+    gains = [round(s.with_others.median, 3) for s in found if s.with_others]
     assert gains == [pytest.approx(151 / 121, abs=1e-3), 1.0, 1.0]
 
 
@@ -169,7 +169,7 @@ def test_variants_are_paired_by_round_so_that_the_weather_cancels() -> None:
 
 
 def test_variants_of_different_turns_are_compared_through_the_baseline_beside_them() -> None:
-    one = variant("one", 120, ["a"], "helped", beside=[100 * w for w in WEATHER])
+    one = variant("one", 120, ["a"], "helped", baseline_rounds=[100 * w for w in WEATHER])
     other = variant("other", 180, ["a", "b"], "helped")
     turned = list(reversed(WEATHER))  # ran in other turns, with another weather
     other["rounds"] = [180 * w for w in turned]
@@ -187,7 +187,7 @@ def test_variants_of_different_turns_are_not_compared_by_their_rounds_alone() ->
     variants[6]["rounds"] = [value * 0.7 for value in variants[6]["rounds"]]
     assert variants[6]["name"] == "without b"
     assert paired_speed(variants[6], variants[-1], variants[0]) is None
-    assert [s.beside is None for s in switches(variants)] == [False, True, False]
+    assert [s.with_others is None for s in switches(variants)] == [False, True, False]
     assert "b" not in [row["name"] for row in unpaid(report)]
 
 
@@ -195,7 +195,7 @@ def test_what_did_not_pay_is_listed_once_with_its_reason() -> None:
     rows = unpaid(apart())
     assert [row["name"] for row in rows] == ["only c", "b"]
     assert rows[0]["why"].endswith("no effect: c did not act")
-    assert rows[1]["why"].startswith("alone 1.20× [1.19, 1.21], but beside all the others 1.00×")
+    assert rows[1]["why"].startswith("alone 1.20× [1.19, 1.21], but with all the others 1.00×")
 
 
 def test_a_gain_within_this_machines_noise_floor_did_not_pay() -> None:
@@ -273,7 +273,7 @@ def test_the_result_is_the_whole_plan_wherever_it_stands() -> None:
 
 def test_each_drawing_of_speed_shows_what_the_others_do_not() -> None:
     found = drawings(apart())
-    assert "beside the others" in found["pairs"][0]
+    assert "with the others" in found["pairs"][0]
     assert "only a" not in found["ratio"][0]
     assert ">again<" not in found["ratio"][0]
 

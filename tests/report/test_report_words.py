@@ -2,7 +2,7 @@
 
 import pytest
 
-from hasten.formatting import outline, size, span, words
+from hasten.formatting import number_text, outline, size, span
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ from hasten.formatting import outline, size, span, words
     ],
 )
 def test_numbers_read_as_people_write_them(value: float | None, unit: str, said: str) -> None:
-    assert words(value, unit) == said
+    assert number_text(value, unit) == said
 
 
 def test_a_span_prints_its_interval_only_if_it_has_one() -> None:
@@ -38,7 +38,7 @@ def test_a_span_prints_its_interval_only_if_it_has_one() -> None:
 
 @pytest.mark.parametrize("count", [3e6, 9.996e8, 1e9, 2_126_233_600, 137_438_953_472])
 def test_bytes_read_as_on_the_command_line(count: float) -> None:
-    assert words(count, "memory") == size(count)
+    assert number_text(count, "memory") == size(count)
 
 
 def test_the_outline_is_yaml_that_means_the_same() -> None:

@@ -132,5 +132,5 @@ def test_what_cannot_enter_is_refused_in_one_sentence(found: list[Any], four: li
         for name, words in WORDS.items():
             assert words in rank["refused"][name], name
             assert ". " not in rank["refused"][name]
-    assert "say scope: hosts" in four[0]["refused"]["everywhere"]
+    assert "set scope: hosts" in four[0]["refused"]["everywhere"]
     assert "take half as the communication" in four[0]["refused"]["blocks"]

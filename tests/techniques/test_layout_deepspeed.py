@@ -93,7 +93,7 @@ def test_four_ranks_hold_a_third_of_what_replicas_do(tmp_path: Path) -> None:
         (Autocast(), "can't go with autocast.*number format is its config's"),
         (Muon(), "can't go with muon.*flat pieces"),
         (Checkpoints(), "can't go with checkpoints.*isn't written by hasten"),
-        (MultiTokenPrediction(), "0.18.3 to 0.19.3 have wrong gradients .* take ddp as the layout"),
+        (MultiTokenPrediction(), "0.18.3 to 0.19.3 have wrong gradients .* Take ddp as the layout"),
     ],
     ids=lambda value: value.name() if isinstance(value, Technique) else "",
 )

@@ -41,6 +41,6 @@ def test_a_saved_model_has_the_bytes_of_one_that_was_never_shared_out(found: lis
 
 def test_what_a_checkpoint_of_parts_cannot_hold_is_said_before_training(found: list[Any]) -> None:
     average, optimizer = found[0]["refused"]
-    assert average.startswith("plan: a running average of weights that are dealt out")
+    assert average.startswith("plan: a checkpoint can't contain a running average of weights")
     assert optimizer.startswith("checkpoints: compact_adamw keeps moments in blocks of its own")
     assert found[1]["refused"] == found[0]["refused"]

@@ -128,7 +128,7 @@ def known(world: int, heads: int = 4, architecture: str = "llama") -> JobContext
     [
         (TensorParallel(), known(3), "the 4 attention heads of this llama can't be dealt out"),
         (TensorParallel(), known(4), "the 2 key and value heads"),
-        (TensorParallel(size=2), known(4), "say hybrid with tp: 2"),
+        (TensorParallel(size=2), known(4), "use hybrid with tp: 2"),
         (TensorParallel(), known(2, architecture="gemma2"), "the layers of gemma2 isn't known"),
         (Hybrid(dp=2, tp=2), known(2), "dp 2 x shard 1 x tp 2 x pp 1 is 4 ranks and 2 are running"),
         (Hybrid(dp=2, pp=3), known(6), "3 stages and llama has 2 layers"),
@@ -147,7 +147,7 @@ def test_what_cannot_be_cut_is_said_in_one_sentence(
     ("settings", "says"),
     [
         ({"dp": 0}, "dp is 0"),
-        ({"ep": 2, "dp": 2, "tp": 2}, "ep stands beside dp and shard alone, and tp is given too"),
+        ({"ep": 2, "dp": 2, "tp": 2}, "ep goes with dp and shard only, and tp is given too"),
         ({"pp": 2, "ep": 2, "dp": 2}, "and pp is given too"),
         ({"ep": 2, "dp": 3}, "must divide dp x shard, which is 3"),
     ],

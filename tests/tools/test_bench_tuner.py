@@ -57,7 +57,7 @@ def side_by_side(speeds: dict[str, float]) -> Any:
             ]
             variants.append(variant)
         for variant in variants:
-            variant.beside = variants[0].rounds
+            variant.baseline_rounds = variants[0].rounds
         return Measured(variants, {"rounds": 8})
 
     return measured

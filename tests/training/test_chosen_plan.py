@@ -47,7 +47,7 @@ def test_a_run_has_the_chosen_plan_and_goes_on_with_it(
     more = Recipe(**{**values, "max_steps": 3, "resume": "auto"})
     told.clear()
     assert train(more, tell=told.append)["plan"] == summary["plan"]
-    assert f"plan: auto: going on with the plan of {output}" in told
+    assert f"plan: auto: continuing with the plan of {output}" in told
 
 
 def test_a_technique_whose_proof_failed_is_left_out(
@@ -68,7 +68,7 @@ def test_a_technique_whose_proof_failed_is_left_out(
     assert recipe.plan == ["labelled_token_loss"]
     assert choice is not None
     assert "a proof of equal quality failed" in choice.why
-    assert any("without packed, whose proof of equal quality failed" in line for line in told)
+    assert any("without packed: its proof of equal quality failed" in line for line in told)
 
 
 def test_a_recipe_with_a_list_is_left_alone(tmp_path: Path) -> None:

@@ -245,7 +245,7 @@ def test_a_sampler_without_its_library_says_so_and_tpe_goes_on(
     )
     told: list[str] = []
     assert study(proposer_of("gp", SPACE, PriorKnowledge(), tell=told.append), 3)
-    assert told == ["sampler: gp needs scipy, which isn't installed; going on with tpe"]
+    assert told == ["sampler: gp needs scipy, which isn't installed; continuing with tpe"]
 
 
 def test_a_conditional_decision_is_learnt_under_its_own_choice_alone() -> None:
@@ -291,14 +291,14 @@ def test_the_search_stays_about_the_best_as_long_as_something_is_expected_there(
     for _ in range(4):
         point = own.ask()
         assert point is not None
-        assert space.apart(point, best) <= CLOSE
+        assert space.distance(point, best) <= CLOSE
         own.tell(TriedPoint(point, "ok", 0.4, rounds=(0.4,)))
     for point in space.points():  # all that is close was tried, and found wanting
-        if 0 < space.apart(point, best) <= CLOSE:
+        if 0 < space.distance(point, best) <= CLOSE:
             own.tell(TriedPoint(point, "ok", 0.3, rounds=(0.3,)))
     point = own.ask()
     assert point is not None
-    assert space.apart(point, best) > CLOSE
+    assert space.distance(point, best) > CLOSE
 
 
 def test_what_was_tried_in_an_earlier_start_is_not_met_again_on_the_way() -> None:

@@ -103,7 +103,9 @@ def test_a_lossy_winner_is_taken_only_with_proof(given: ExperimentSubject) -> No
     )
     assert proven.refusal(point) == "muon: worse by 3 %"
     assert proven.refusal(point) is None
-    assert "nobody was asked" in str(RecipeSubject(given, options, SilentProgress()).refusal(point))
+    assert "no proof of its quality was requested" in str(
+        RecipeSubject(given, options, SilentProgress()).refusal(point)
+    )
     assert proven.refusal(proven.space.start) is None
 
 
@@ -132,7 +134,7 @@ class Pretended:
             variants.append(Variant(name, plan, rounds=rounds, kind=kinds[name]))
         base = variants[0].rounds
         for variant in variants:
-            variant.beside = base
+            variant.baseline_rounds = base
             names = [t.name() for t in variant.plan]
             variant.effective = [
                 {"technique": n, "effective": n not in self.idle, "evidence": ""} for n in names
@@ -282,9 +284,9 @@ def test_a_plan_whose_environment_is_new_is_an_effort_until_it_was_started(
     found = subject(given)
     likely = found.space.summit(found._plans.gain)
     other = found.space.point({"THREADS": "threads", "threads.waiting": "spinning"})
-    assert found.known(0.02, None).effort(other) == 1.0  # nothing is forked yet
+    assert found.prior_knowledge(0.02, None).effort(other) == 1.0  # nothing is forked yet
     with found.opened(tmp_path):
-        effort = found.known(0.02, 1e9).effort
+        effort = found.prior_knowledge(0.02, 1e9).effort
         assert effort(likely) == 1.0
         assert effort(other) == COLD_START
         worker = found.start(other)

@@ -343,7 +343,7 @@ def test_what_a_larger_budget_would_try_is_named() -> None:
     assert 1 <= len(found["next"]) <= 2
     tried = [row["changes"] for row in study.rows]
     assert not [changes for changes in found["next"] if changes in tried]
-    assert all(SPACE.apart(*pair) > 1 for pair in itertools.combinations(study.next, 2))
+    assert all(SPACE.distance(*pair) > 1 for pair in itertools.combinations(study.next, 2))
     first = ", ".join(f"{k}={v}" for k, v in found["next"][0].items())
     assert f"A larger budget would try: {first}" in result_sentence(found)
     whole = searched(Machine(SPACE, seconds, noise=0.01))

@@ -47,7 +47,7 @@ def env(
     ] = 30.0,
     fresh: Fresh = False,
     rates: Annotated[
-        Path | None, typer.Option(help="file of env --bench -o, whose rates are shown too")
+        Path | None, typer.Option(help="file of env --bench -o; its rates are shown too")
     ] = None,
     disk: Annotated[
         Path | None, typer.Option(help="folder on the disk to measure; default: this folder")
@@ -149,7 +149,7 @@ def measure_machine(
 
 
 def show_kernels(figures: DeviceFigures) -> None:
-    """Each way of each operation: its rate, its speed beside the first one, its largest error."""
+    """Each way of each operation: its rate, its speed against the first one, its largest error."""
     from rich.console import Console
     from rich.table import Table
 
@@ -213,7 +213,7 @@ def show(rates: MachineRates) -> None:
 
 
 def conclusions(rates: MachineRates) -> list[str]:
-    """The ceiling in a line, and how it stands to what the maker says."""
+    """The ceiling in a line, and its share of the maker's figure."""
     from hasten.machine.accelerators import datasheet
 
     best = rates.best()
@@ -347,7 +347,7 @@ def _limits(limits: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def _gpus(
     context: JobContext, machine: dict[str, Any], rates: MachineRates | None
 ) -> Iterator[tuple[str, str]]:
-    """As PyTorch counts them, which may see fewer than the driver; links as the driver does."""
+    """Accelerators as PyTorch counts them, maybe fewer than the driver; links by the driver."""
     from hasten.machine.accelerators import datasheet
 
     accelerators = context.hardware.accelerators
@@ -380,7 +380,7 @@ def _disks(disks: list[dict[str, Any]], speed: DiskSpeed | str) -> Iterator[tupl
     if isinstance(speed, str):
         yield "disk speed", speed
     else:
-        read = "read not told: the file stayed in memory"
+        read = "read not measured: the file stayed in memory"
         if speed.read is not None:
             read = f"reads {speed.read / 1e6:,.0f} MB/s"
         yield (

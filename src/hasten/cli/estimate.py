@@ -82,9 +82,7 @@ def estimate(
         typer.Option(help="pipeline schedules your software has", metavar="NAME[,NAME...]"),
     ] = None,
     lossy: Lossy = False,
-    stack: Annotated[
-        str | None, typer.Option(help="software whose measurements were fitted")
-    ] = None,
+    stack: Annotated[str | None, typer.Option(help="software with fitted measurements")] = None,
     calibrate: Annotated[
         list[Path] | None,
         typer.Option(help="a run of twenty steps on this machine, to fit to it, repeatable"),
@@ -157,7 +155,7 @@ def clustered(
     if is_run(name):
         if as_json or output is not None:
             option = "--json" if as_json else "--output"
-            raise InputError(f"{option}: {name} is a finished run, whose estimate is a table only")
+            raise InputError(f"{option}: {name} is a finished run; its estimate is a table only")
         print(of_a_run(Path(name), overrides, options))
         return
     recipe = recipe_of(name, overrides)
@@ -235,7 +233,7 @@ def extras(cluster_plan: ClusterPlan, options: PlanOptions) -> list[str]:
 
 
 def against(cluster_plan: ClusterPlan, folder: Path) -> str:
-    """What is predicted of a finished run as it ran, beside what it measured."""
+    """The prediction for a finished run as it ran, next to what it measured."""
     from hasten.planner.inputs import predicted_and_measured
 
     return predicted_and_measured(
@@ -254,11 +252,11 @@ def of_a_run(folder: Path, overrides: Sequence[str], options: PlanOptions) -> st
 
 
 def simulated_counted(cluster_plan: ClusterPlan, recipe: Recipe | None) -> str:
-    """The best layouts' memory as their steps are counted by simulation, beside what is
+    """The best layouts' memory as their steps are counted by simulation, next to what is
     predicted.
     """
     from hasten.measure.gpu_simulation.request import traces
-    from hasten.planner.candidate import words as layout_words
+    from hasten.planner.candidate import layout_text as layout_words
 
     assert recipe is not None
     traceable = [one for one in cluster_plan.best if not untraceable(one)]

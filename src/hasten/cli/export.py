@@ -15,7 +15,7 @@ from hasten.formatting import aligned
 
 
 class Form(StrEnum):
-    """What is written."""
+    """The form that is written."""
 
     FOLDER = "folder"
     GGUF = "gguf"

@@ -10,7 +10,7 @@ GROUPS = ("Start", "Train", "Measure", "Look", "Cluster")
 
 
 class CommandHelp(NamedTuple):
-    """What the help of a command has besides its summary and options."""
+    """The parts of the help of a command besides its summary and options."""
 
     group: str
     page: str

@@ -84,7 +84,7 @@ def tell_format(values: Mapping[str, Any]) -> None:
     if "bf16_master_weights" not in settings and autocast != "bf16":
         return
     if why := why_no_gain(facts.seen_at_start()):
-        print(f"bf16 is kept, since the file asks for it; hasten wouldn't choose it here: {why}")
+        print(f"bf16 is kept, since the file requests it; hasten wouldn't choose it here: {why}")
 
 
 def show(imported: ImportedRecipe, path: Path) -> None:

@@ -134,7 +134,7 @@ def launch(
         image=image,
         volume=volume,
         accelerator=gpu,
-        words={
+        scheduler_options={
             "partition": partition,
             "account": account,
             "qos": qos,

@@ -79,5 +79,5 @@ def _serve(watching: RunsReader, host: str, port: int, token: str) -> None:
     server = MonitorServer(watching, host, port, token)
     with watching:
         print(f"{server.url}?token={token}", flush=True)
-        print("Ctrl-C ends it; the runs go on without it.", file=sys.stderr)
+        print("Ctrl-C ends it; the runs continue without it.", file=sys.stderr)
         server.run()

@@ -90,7 +90,7 @@ def _row(change: ArmChange) -> dict[str, Any]:
 
 
 def check_data(bundle: Bundle, recipe: Recipe) -> None:
-    """The data must be that of then, wherever it lies now.
+    """The data must be that of then, wherever it is now.
 
     Raises:
         InputError: a file is missing, or is another one.
@@ -113,7 +113,7 @@ def check_data(bundle: Bundle, recipe: Recipe) -> None:
 
 
 def differences(bundle: Bundle) -> list[str]:
-    """What is new since then: versions, and the machine, which matters more."""
+    """The changes since then: versions, and the machine, which matters more."""
     from hasten.machine import host
     from hasten.report.runs import MACHINE
 
@@ -132,7 +132,7 @@ def differences(bundle: Bundle) -> list[str]:
 
 
 def conclusion(changes: Sequence[ArmChange], margin: float) -> str:
-    """Who lost; where nobody did, whether that is shown of all."""
+    """The variants that lost; if none did, a note if that is shown of all."""
     from hasten.report.bundle import lost
 
     if worse := lost(changes):
@@ -166,7 +166,7 @@ def _bundled_recipe(bundle: Bundle, overrides: Sequence[str], path: Path, output
 
 
 def _plans(bundle: Bundle, recipe: Recipe) -> Mapping[str, Plan]:
-    """The stored variants' plans as this version knows them, less the second baseline: no
+    """The stored variants' plans as this version reads them, less the second baseline: no
     switch.
     """
     from hasten.recipe.build import requested_plan

@@ -52,9 +52,9 @@ def speedup(
     design: Annotated[
         Literal["full", "cumulative", "single", "leave-one-out", "all", "greedy"],
         typer.Option(
-            help="variants to compare: full: baseline and plan; cumulative: one technique more "
-            "each time; single: each alone; leave-one-out: the plan without each; all: single and "
-            "leave-one-out; greedy: add one at a time, keep those that gain"
+            help="variants to compare. Full: baseline and plan. Cumulative: one technique more "
+            "each time. Single: each alone. Leave-one-out: the plan without each. All: single and "
+            "leave-one-out. Greedy: add one at a time, keep those that gain"
         ),
     ] = "full",
     only: Only = None,
@@ -163,7 +163,7 @@ def speedup(
         )
     if design != "greedy" and order != "slots":
         raise InputError(
-            "order: only a greedy search tries techniques in an order; say --design greedy"
+            "order: only a greedy search tries techniques in an order; give --design greedy"
         )
     if seeds and not verification:
         raise InputError("seeds: the verification trains in pairs; leave --no-verify out")

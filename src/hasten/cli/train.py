@@ -56,7 +56,7 @@ def train(
     recipe = load_recipe(path, changes)
     if recipe.auto_plan is None and (choose_only or fresh):
         option = "--choose-only" if choose_only else "--fresh"
-        raise InputError(f"{option}: nothing is chosen, since the recipe doesn't say plan: auto")
+        raise InputError(f"{option}: nothing is chosen, since the recipe doesn't have plan: auto")
     alone = environment.world().size == 1 and attempt_folder() is None
     choice: Choice | None = None
     if alone and recipe.auto_plan is not None:
@@ -251,7 +251,9 @@ def as_supervised_ranks(recipe: Recipe, stack: ExitStack) -> int:
         prepared = prepare_run(recipe, display.tell, line.tokenising, recipe.nproc, stack)
         context, plan = prepared.context, prepared.plan
         if Slot.CHECKPOINT not in plan:
-            display.tell("max_restarts: the plan writes no checkpoints, so a restart begins anew")
+            display.tell(
+                "max_restarts: the plan writes no checkpoints, so a restart begins at step 0"
+            )
         moves = recipe.resume == "never"
         if moves and (unfinished := archive_previous_run(output, keep_checkpoints=False)):
             display.tell(unfinished)

@@ -52,7 +52,7 @@ def tune(
     budget: Budget = None,
     sampler: Annotated[
         Literal["auto", "tpe", "gp", "random", "genetic", "cmaes", "bandit"],
-        typer.Option(help="who proposes; auto: forecasts first, then what was learnt"),
+        typer.Option(help="how points are proposed; auto: forecasts first, then what was learnt"),
     ] = "auto",
     objective: Annotated[
         Literal["tokens", "memory"],

@@ -89,7 +89,7 @@ class PlacesModule(Protocol):
     never has to fit there."""
 
     def move_parts(self, module: nn.Module) -> None:
-        """Called after ``across``, in the place of a move of the whole module before it."""
+        """Called after ``apply_data_parallel``, instead of a move of the whole module before it."""
 
 
 @runtime_checkable

@@ -137,8 +137,9 @@ def check_same_job(
         (allowed if free else refused).append(_phrase(name, saved[key], new_settings[key]))
     if refused:
         raise InputError(
-            f"the checkpoint is of another training: {', '.join(refused)}; go on with what was, or "
-            "start a new run in another output (its model may be the folder of saved weights)"
+            f"the checkpoint is of another training: {', '.join(refused)}; continue with the old "
+            "settings, or start a new run in another output (its model may be the folder of "
+            "saved weights)"
         )
     if step and "total_steps" in new_settings and "total_steps" in saved:
         old, new = _schedule(saved), _schedule(new_settings)

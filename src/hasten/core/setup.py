@@ -372,13 +372,13 @@ def _check_saved(setup: Setup) -> None:
         return
     if not isinstance(setup.layout, SplitsState | SplitsWeights):
         raise InputError(
-            "plan: checkpoints are written of ranks that each hold the whole model, and this "
-            "layout gives them parts; leave checkpoints out, or take ddp as the layout"
+            "plan: this layout splits the model and can't write checkpoints of the parts; leave "
+            "checkpoints out, or take ddp as the layout"
         )
     if setup.average is not None:
         raise InputError(
-            "plan: a running average of weights that are dealt out over ranks can't be part of a "
-            "checkpoint; leave checkpoints or the average out, or take ddp as the layout"
+            "plan: a checkpoint can't contain a running average of weights split over ranks; leave "
+            "checkpoints or the average out, or take ddp as the layout"
         )
 
 

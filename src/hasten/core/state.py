@@ -57,8 +57,8 @@ def order_of(factory: OptimizerFactory, named: Iterable[tuple[str, Tensor]]) -> 
     weight_ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
     if not set(weight_ids) <= set(names):
         raise InputError(
-            "checkpoints: a state that lies on several ranks is put together in the optimizer's "
-            "order, and this job brings an optimizer that exists; give a function that builds one"
+            "checkpoints: the state of several ranks is joined in the optimizer's order, and this "
+            "job's optimizer is already built; give a function that builds one"
         )
     return [names[weight] for weight in weight_ids]
 

@@ -285,8 +285,8 @@ def encode_all(
         raise InputError(f"cutoff_len={cutoff_len} leaves nothing to predict: 2 is the least")
     if not tokenizer.is_fast:
         raise InputError(
-            f"{type(tokenizer).__name__} reports no offsets, which tell answers from questions: "
-            "use the model's fast tokenizer (tokenizer.json)"
+            f"{type(tokenizer).__name__} reports no offsets, which separate answers from "
+            "questions: use the model's fast tokenizer (tokenizer.json)"
         )
     ends = _added_tokens(tokenizer)
     remaining = iter(conversations)
@@ -300,7 +300,7 @@ def encode_all(
             if item.trained is None:
                 example = _text_example(tokenizer, ids, item.text)
             else:
-                _check_bos(tokenizer, ids, source.place)
+                _check_bos(tokenizer, ids, source.location)
                 example = _dialogue_example(ids, encoding.offsets, item.trained)
             yield _fitted(example, item, cutoff_len, too_long)
 
@@ -395,7 +395,7 @@ def _draw_all(
     dialogues = [each for each in conversations if each.text is None]
     drawn: Iterator[_Rendered] = iter(())
     if dialogues:
-        location = f"{dialogues[0].place} to {dialogues[-1].place}"
+        location = f"{dialogues[0].location} to {dialogues[-1].location}"
         explained = sum(map(seconds_explained, dialogues))
         work = (template, dialogues, ends, loss_on)
         drawn = iter(renderer.ask(location, explained, _draw_dialogues, *work))
@@ -495,7 +495,7 @@ def _draw_turns(
     loss_on: LossOn,
 ) -> _Rendered:
     def render(messages: Sequence[Message], prompt: bool = False) -> str:
-        return render_turns(template, messages, prompt, conversation.place, form)
+        return render_turns(template, messages, prompt, conversation.location, form)
 
     *before, last = messages = conversation.messages
     if any(turn.role not in _PLAIN or turn.calls or turn.thoughts for turn in messages):

@@ -73,11 +73,11 @@ def container_of(path: Path) -> Container:
     if declared_kind in _MAGIC and actual != declared_kind:
         what = f"it is {actual}" if actual else f"it begins with {head!r}" if head else "it's empty"
         raise InputError(
-            f"{path} isn't the {declared_kind} file that its name says: {what}; rename it"
+            f"{path} isn't the {declared_kind} file that its name announces: {what}; rename it"
         )
     if declared_kind not in _MAGIC and actual and not head.startswith(b"\xff" * 4):
         raise InputError(
-            f"{path} is {actual}, not the {declared_kind} file that its name says: rename it"
+            f"{path} is {actual}, not the {declared_kind} file that its name announces: rename it"
         )
     return container
 

@@ -190,7 +190,7 @@ def _thoughts(turn: Mapping[str, Any], role: str) -> str:
 class _Content(NamedTuple):
     """The combined parts of a turn's content."""
 
-    text: Any  # a text, or what stands in its place
+    text: Any  # a text, or what replaces it
     thoughts: str = ""
     calls: tuple[ToolCall, ...] = ()
 
@@ -422,7 +422,7 @@ class Conversation:
 
     messages: tuple[Message, ...]
     text: str | None
-    place: str  # "file:line"
+    location: str  # "file:line"
 
 
 def shape_of(example: Mapping[str, Any], possible: Sequence[str] | None = None) -> str | None:

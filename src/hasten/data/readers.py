@@ -218,7 +218,7 @@ def _read_file(path: Path, columns: ColumnNames, reading: ReadRecords) -> None:
                 f"examples "
                 f"were "
                 "read before it and all that follow are lost, whatever max_rejected allows: fetch "
-                "or write the file anew"
+                "or write the file again"
             )
         try:
             if json_value.reason is not None:

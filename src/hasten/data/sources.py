@@ -262,7 +262,7 @@ def _listed(folder: Path) -> list[Path]:
     rows = listed if isinstance(listed, list) else []
     names = [row.get("filename") if isinstance(row, dict) else None for row in rows]
     if not names:
-        raise InputError(f"{folder / STATE} lists no data files: save the data set anew")
+        raise InputError(f"{folder / STATE} lists no data files: save the data set again")
     return [_inside(folder, name) for name in names]
 
 
@@ -306,7 +306,7 @@ def _said(name: HubName, error: Exception) -> str:
 def _inside(folder: Path, name: Any) -> Path:
     root = folder.resolve()
     if not isinstance(name, str) or not (root / name).resolve().is_relative_to(root):
-        raise InputError(f"{folder} lists {name!r}, which isn't in it: save the data set anew")
+        raise InputError(f"{folder} lists {name!r}, which isn't in it: save the data set again")
     if not (folder / name).exists():
         raise InputError(f"{folder} lacks {name}, which it lists: copy or save it whole")
     return folder / name

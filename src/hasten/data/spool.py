@@ -132,7 +132,7 @@ def pack(conversation: Conversation) -> bytes:
         (*turn[:2], [tuple(call) for call in turn.calls], *turn[3:])
         for turn in conversation.messages
     ]
-    return pickle.dumps((turns, conversation.text, conversation.place), 5)
+    return pickle.dumps((turns, conversation.text, conversation.location), 5)
 
 
 def unpack(data: bytes) -> Conversation:

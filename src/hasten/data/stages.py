@@ -104,14 +104,14 @@ def _stage(example: Mapping[str, Any], filled: set[str], named: set[str]) -> str
     label = next((key for key in LABELS if key in filled and is_label(key, example[key])), None)
     if label and filled & {*ANSWERS}:
         return (
-            f"{label!r} says whether an answer is good, which is material of KTO: a false one is "
+            f"{label!r} marks whether an answer is good, which is material of KTO: a false one is "
             f"to be avoided; {OURS}, so leave the false ones and the column out"
         )
     media = next((key for key in MEDIA if key in filled), None)
     if media:
         return (
-            f"the column {media!r} holds what a text model can't read; hasten trains text alone, "
-            "so take other examples, or leave the column out if the text stands by itself"
+            f"the column {media!r} holds what a text model can't read; hasten trains text alone. "
+            "Take other examples, or leave the column out if the text is complete without it"
         )
     if "prompt" in filled and not named and not filled & {*ANSWERS, *_OTHER_ANSWERS}:
         return (
@@ -132,8 +132,8 @@ def _unused(example: Mapping[str, Any], filled: set[str]) -> str | None:
         )
     if "chat_template_kwargs" in filled:
         return (
-            "the column 'chat_template_kwargs' sets the chat template for one example, and hasten "
-            "has one template for all: leave it out, or write it into a chat_template file"
+            "the column 'chat_template_kwargs' sets the chat template for one example. "
+            "Hasten has one template for all: leave it out, or write it into a chat_template file"
         )
     thoughts = next((key for key in THOUGHTS if key in filled), None)
     if thoughts and filled & {*_TEXT_ANSWERS}:
@@ -196,8 +196,8 @@ _TEXTS = ("text", "content", "body", "document", "article")
 _ELSEWHERE = {
     "input_ids": "these are tokens already (input_ids), and hasten tokenises by itself: give the "
     "examples that they were made from",
-    "segments": "these are segments of a text with a label each, which hasten doesn't read: write "
-    "them as turns of messages, with weight: 0 for what isn't trained",
+    "segments": "hasten doesn't read segments of a text with a label each: write them as turns of "
+    "messages, with weight: 0 for what isn't trained",
     "chat": "'chat' has a whole dialogue in one text: write it as messages of role and content",
     "answers": "'answers' has several answers or calls in one text: write messages of role and "
     "content, with calls as tool_calls",
@@ -214,21 +214,21 @@ def advice(example: Mapping[str, Any]) -> str:
     keys = [key for key, value in example.items() if not _is_empty(value)]
     lower = {key.lower(): key for key in reversed(keys)}
 
-    def own(names: Iterable[str]) -> str | None:
+    def column_of(names: Iterable[str]) -> str | None:
         return next((lower[name] for name in names if name in lower), None)
 
-    turns, answer = own(_TURNS), own(_ANSWERS)
-    question = own(_QUESTIONS) or own(SOURCES)
+    turns, answer = column_of(_TURNS), column_of(_ANSWERS)
+    question = column_of(_QUESTIONS) or column_of(SOURCES)
     if turns and not isinstance(example[turns], str):
         return f"write columns: {{messages: {turns}}}"
     if question and answer:
-        source = own(SOURCES)
+        source = column_of(SOURCES)
         shape = (
             f"instruction: {question}, input: {source}, output: {answer}"
             if source and source != question
             else f"question: {question}, answer: {answer}"
         )
         return f"if that is what they mean, write columns: {{{shape}}}"
-    if text := own(_TEXTS):
+    if text := column_of(_TEXTS):
         return f"if that is what to train, write columns: {{text: {text}}}"
     return ""

@@ -206,7 +206,7 @@ def _declared(source: Any) -> Iterator[tuple[int, int]]:
     for message in messages:
         meta, body = message.metadata.to_pybytes(), message.body
         if _LEGACY in meta:
-            raise ValueError("its compression is of an Arrow version before 1.0: write it anew")
+            raise ValueError("its compression is of an Arrow version before 1.0: write it again")
         table = _Table(meta, int.from_bytes(meta[:4], "little"))
         kind, header = table.byte(1), table.table(2)
         batch = header.table(1) if kind == _DICTIONARY_BATCH and header else header
@@ -220,7 +220,7 @@ def _declared(source: Any) -> Iterator[tuple[int, int]]:
 def _size(body: Any, offset: int, length: int, packed: bool) -> int:
     """Bytes that a buffer of a message's body becomes: a compressed one begins with them."""
     if not 0 <= offset <= offset + length <= body.size:
-        raise ValueError("a buffer lies outside its message")
+        raise ValueError("a buffer is outside its message")
     if not packed or not length:
         return length
     (size,) = struct.unpack("<q", body.slice(offset, 8).to_pybytes())
@@ -392,7 +392,7 @@ def _opened(path: Path, kind: str) -> Iterator[Any]:
         raise
     except _FAULTS as error:
         raise InputError(
-            f"{path} isn't a whole {kind} file: {_line(error)}; write or fetch it anew"
+            f"{path} isn't a whole {kind} file: {_line(error)}; write or fetch it again"
         ) from error
     if twice := _twice(names):
         raise InputError(f"{path} has two columns {twice[0]!r}: give every column its own name")

@@ -195,18 +195,20 @@ class _Environment(ImmutableSandboxedEnvironment):
         # Jinja's own is an empty text until something is asked of it.
         raise SecurityError(f"{attribute!r} of a {type(obj).__name__} is not for templates")
 
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" or (operator == "%" and isinstance(left, str)):
+    def call_binop(self, context: Any, operator: str, left_value: Any, right_value: Any) -> Any:
+        if operator == "**" or (operator == "%" and isinstance(left_value, str)):
             raise SecurityError(f"the operator {operator} is not allowed on these")
-        sizes = [len(item) for item in (left, right) if isinstance(item, (str, list, tuple))]
-        numbers = [item for item in (left, right) if isinstance(item, int)]
+        sizes = [
+            len(item) for item in (left_value, right_value) if isinstance(item, (str, list, tuple))
+        ]
+        numbers = [item for item in (left_value, right_value) if isinstance(item, int)]
         if operator == "*" and sizes and numbers:
             self._fits(sizes[0] * max(numbers))
         elif operator == "*" and any(abs(number) > 1 << 64 for number in numbers):
             raise RunawayError("multiplies numbers beyond 64 bits")
         elif len(sizes) == 2:
             self._fits(sum(sizes))
-        return super().call_binop(context, operator, left, right)
+        return super().call_binop(context, operator, left_value, right_value)
 
 
 class _Namespace(Namespace):

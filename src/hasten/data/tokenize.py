@@ -252,7 +252,7 @@ def _task(conversations: IndexedConversations, span: _Span) -> TokenizeTask:
             span.part, [packed(conversations, at) for at in range(span.first, span.last)]
         )
 
-    places = f"{conversations[span.first].place} to {conversations[span.last - 1].place}"
+    places = f"{conversations[span.first].location} to {conversations[span.last - 1].location}"
     name = f"the chunk of examples {span.first + 1:,} to {span.last:,} ({places})"
     return TokenizeTask(name, span.last - span.first, load)
 

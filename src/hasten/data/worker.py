@@ -62,7 +62,7 @@ def write_part(work: TokenizeWork, chunk: RecordChunk) -> None:
         )
         for conversation, item in zip(conversations, encoded, strict=True):
             if item.reason is not None:
-                file, _, line = conversation.place.rpartition(":")
+                file, _, line = conversation.location.rpartition(":")
                 rejected.append((file, int(line) if line.isdecimal() else 0, item.reason))
             long += item.long
             thoughts += item.thoughts

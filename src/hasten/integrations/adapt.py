@@ -259,11 +259,11 @@ def _foreign(module: nn.Module) -> str:
     """Why a module isn't what the technique takes it for; empty if it is."""
     kind = type(module)
     if "forward" in vars(module):
-        return f"the forward of a {kind.__name__} was replaced by somebody"
+        return f"the forward of a {kind.__name__} was replaced by other code"
     library = kind.__module__.partition(".")[0]
     forward_module = getattr(kind.forward, "__module__", None) or kind.__module__
     if library not in LIBRARIES or forward_module.partition(".")[0] not in LIBRARIES:
-        return f"{kind.__name__} of {kind.__module__} is no class of the libraries it knows"
+        return f"{kind.__name__} of {kind.__module__} is no class of the supported libraries"
     return ""
 
 
@@ -408,7 +408,7 @@ def attach_communication(setup: Setup, module: nn.Module) -> None:
         setup.communication.attach(module)
     except ValueError as error:
         raise InputError(
-            f"{error}; build model and communication anew for another training"
+            f"{error}; build a new model and communication for another training"
         ) from error
 
 

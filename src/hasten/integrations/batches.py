@@ -50,7 +50,7 @@ def example_of(row: Any) -> TokenizedExample:
     trained = labels != -100
     if (labels[trained] != ids[trained]).any():
         raise InputError(
-            "a row's labels are other tokens than its input_ids; hasten trains a model to predict "
+            "a row's labels are other tokens than its input_ids. Hasten trains a model to predict "
             "its own tokens, so give labels that are input_ids or -100, not shifted"
         )
     return tokenized_example(ids[attended], trained[attended])
@@ -96,7 +96,7 @@ def _weighted(batch: Any, rows: Pass) -> dict[str, Any]:
     label_count = int((labels[..., 1:] != IGNORED).sum()) if isinstance(labels, Tensor) else 0
     if label_count != rows.trained:
         raise InputError(
-            f"the data collator labels {label_count} tokens of a batch whose rows label "
+            f"the data collator labels {label_count} tokens of a batch, but its rows label "
             f"{rows.trained}; "
             "with a sampler, give the loader a collator that only pads"
         )

@@ -118,7 +118,7 @@ def take_communication(setup: Setup, folder: Path) -> None:
         communication.load_state_dict(torch.load(folder / COMMUNICATION_FILE, weights_only=True))
     else:
         warnings.warn(
-            f"{folder} says nothing of the communication method: it begins anew, with its dense "
+            f"{folder} has no state of the communication method: it starts again with its dense "
             f"start",
             stacklevel=2,
         )

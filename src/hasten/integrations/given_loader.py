@@ -173,8 +173,8 @@ class GivenLoader:
         digests = [mark for rank in _of_all([*map(_digest, first)]) for mark in rank]
         if len(set(digests)) < len(digests):
             raise InputError(
-                "every rank gets the same examples from this loader; give it a DistributedSampler "
-                "(or DynamicBatchSampler(rank=, world_size=)), or say deal=False to train them all "
+                "every rank gets the same examples from this loader. Give it a DistributedSampler "
+                "(or DynamicBatchSampler(rank=, world_size=)), or set deal=False to train them all "
                 "on every rank"
             )
 

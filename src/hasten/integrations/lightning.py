@@ -380,12 +380,12 @@ def _check(trainer: Any, loader: Any, plan: Iterable[Technique]) -> None:
     replaced = trainer._accelerator_connector.use_distributed_sampler
     if sampler is not None and world.size > 1 and replaced:
         raise InputError(
-            f"{sampler}: Lightning would put a sampler of its own in its place; give "
+            f"{sampler}: Lightning would replace it with a sampler of its own; give "
             "lightning.Trainer use_distributed_sampler=False"
         )
     if Slot.COMMUNICATION in filled and trainer.scaler is not None:
         raise InputError(
-            f"{filled[Slot.COMMUNICATION]}: with 16-mixed Lightning scales gradients; say "
+            f"{filled[Slot.COMMUNICATION]}: with 16-mixed Lightning scales gradients; use "
             f"bf16-mixed instead"
         )
 

@@ -45,7 +45,7 @@ def autocast(
     elif enabled and dtype is torch.float16 and format_of(kind)[0] is not torch.float16:
         _say(
             "autocast: fp16 was asked for; hasten.GradScaler() scales nothing on this device, so "
-            "take GradScaler(dtype=torch.float16) beside it"
+            "take GradScaler(dtype=torch.float16) with it"
         )
     if dtype is None:
         return torch.autocast(kind, enabled=False)

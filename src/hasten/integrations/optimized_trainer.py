@@ -165,7 +165,7 @@ class OptimizedTrainer:
             raise InputError("resume=True needs checkpoint_dir, the folder to resume from")
         if folder is not None and not resume and checkpoints(folder):
             raise InputError(
-                f"{folder} holds checkpoints of an earlier run; say resume=True to go on from "
+                f"{folder} holds checkpoints of an earlier run; set resume=True to continue from "
                 "them, or give another checkpoint_dir"
             )
         context = context_of(self.model)
@@ -290,7 +290,7 @@ class OptimizedTrainer:
             if technique.slot is Slot.COMMUNICATION and context.world.size == 1:
                 print(f"{name}: with one rank no gradient travels, so none is compressed")
             elif technique is USUAL[name] and (reasons := technique.unsupported_reasons(context)):
-                print(f"{name}: going on without {technique}: {reasons[0]}")
+                print(f"{name}: continuing without {technique}: {reasons[0]}")
             else:
                 continue
             self.live_settings[name] = "off"

@@ -205,7 +205,7 @@ def _needs_rows(trainer: Trainer) -> str:
         return "include_num_input_tokens_seen counts by the attention_mask"
     adapters = getattr(trainer.model, "peft_config", None) or {}
     if any(getattr(one, "is_prompt_learning", False) for one in adapters.values()):
-        return "a learned prompt stands before each row"
+        return "a learned prompt comes before each row"
     dispatched = trainer.accelerator.dispatch_batches
     streamed = not hasattr(trainer.train_dataset, "__len__")
     if dispatched or (dispatched is None and streamed):  # accelerate does so with one rank too

@@ -66,7 +66,7 @@ def _call(name: str, *arguments: object) -> None:
         raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
-def words(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """Returns an error's text, without the number that Python puts before it."""
     if not isinstance(error, OSError) or error.strerror is None:
         return str(error) or type(error).__name__
@@ -520,7 +520,7 @@ class Keeper:
                 raise KeyError(verb)
             answer: dict[str, Any] = getattr(self, verb)(**request)
         except (OSError, KeyError, IndexError, ValueError, TypeError) as error:
-            return {"error": words(error)}
+            return {"error": error_text(error)}
         return answer
 
 
@@ -538,7 +538,7 @@ def _keep(
     try:
         keeper = kind(folder, spec)
     except Exception as error:  # whatever it is, the process that waits for the lab has to know
-        tell({"error": words(error)})
+        tell({"error": error_text(error)})
         return
 
     class Handler(socketserver.StreamRequestHandler):
@@ -576,7 +576,7 @@ def verification(folder: Path, kind: type[Keeper] = Keeper) -> None:  # noqa: C9
         elif spec["mode"] == "root":
             unshare(NEW_NET | NEW_PIDS)
     except OSError as error:
-        tell({"error": words(error)})
+        tell({"error": error_text(error)})
         shutil.rmtree(folder, ignore_errors=True)
         return
     if LINUX:  # become the parent of descendants whose own parent ends
@@ -592,7 +592,7 @@ def verification(folder: Path, kind: type[Keeper] = Keeper) -> None:  # noqa: C9
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
 
-    def there(owner: Mapping[str, Any]) -> bool:
+    def is_alive(owner: Mapping[str, Any]) -> bool:
         """Returns True if the owner lives.
 
         Its pipe can outlive it in a process that it forked.
@@ -605,7 +605,7 @@ def verification(folder: Path, kind: type[Keeper] = Keeper) -> None:  # noqa: C9
     while os.waitpid(child, os.WNOHANG) == (0, 0):
         if owner is None:
             time.sleep(LOOK_SECONDS)
-        elif select.select([0], [], [], LOOK_SECONDS)[0] or not there(owner):
+        elif select.select([0], [], [], LOOK_SECONDS)[0] or not is_alive(owner):
             end(0, None)
             os.waitpid(child, 0)
             break

@@ -101,7 +101,7 @@ def _known_hosts(store: object, size: int) -> list[str]:
 
 BACKENDS = ("auto", "gloo", "nccl")
 NCCL = "cpu:gloo,cuda:nccl"  # what lies on the host (numbers, objects, barriers) needs no GPU
-ONE_EACH = "nccl wants a GPU for each rank; start no more ranks than GPUs, or say backend: gloo"
+ONE_EACH = "nccl wants a GPU for each rank; start no more ranks than GPUs, or set backend: gloo"
 
 
 def backend_for(device: str, backend: str = "auto", ranks: int = 1) -> str:
@@ -119,9 +119,9 @@ def backend_for(device: str, backend: str = "auto", ranks: int = 1) -> str:
     if backend == "gloo" or (backend == "auto" and on_cpu):
         return "gloo"
     if backend == "nccl" and on_cpu:
-        raise InputError("backend: nccl moves a GPU's memory and this run is on cpu; say gloo")
+        raise InputError("backend: nccl moves a GPU's memory and this run is on cpu; set gloo")
     if backend == "nccl" and not dist.is_nccl_available():
-        raise InputError("backend: this torch was built without nccl; say gloo")
+        raise InputError("backend: this torch was built without nccl; set gloo")
     gpus = max(1, torch.accelerator.device_count())
     # A launcher may show each rank its own GPU alone; NCCL then notices two on the same one.
     if ranks > gpus and not (gpus == 1 and environment.is_shown_some_gpus()):

@@ -170,9 +170,9 @@ class AttemptResult:
     cause: str = ""
     step: int = 0  # the furthest step that any rank has finished
     trained: bool = False  # a step was finished in this attempt
-    words: str = ""  # a traceback, where there is one
+    traceback: str = ""  # of the rank, where there is one
     hung: bool = False
-    told: bool = False  # the cause is in the rank's own words
+    is_reported: bool = False  # the cause is in the rank's own words
 
 
 class Attempt:
@@ -250,7 +250,7 @@ class Attempt:
             rank = min(reports, key=lambda r: reports[r]["time"])
             report = reports[rank]
             code, line = report["code"], report["line"]
-            return replace(self._with(code, rank, line, report["traceback"]), told=True)
+            return replace(self._with(code, rank, line, report["traceback"]), is_reported=True)
         rank, exit_code = next((r, c) for r, c in enumerate(codes) if c)
         if exit_code < 0:
             return self._killed(rank, exit_code)
@@ -520,7 +520,7 @@ class _Supervisor:
 
     def _tell_final(self, ending: AttemptResult) -> None:
         """Prints a rank's final message once for all; the rank doesn't print it itself."""
-        if ending.told:
+        if ending.is_reported:
             self._say(ending.cause)
         elif ending.rank and ending.cause:  # rank 0 has the user's ear
             self._say(_sentence(ending))
@@ -553,4 +553,4 @@ class _Supervisor:
 def _sentence(ending: AttemptResult) -> str:
     who = "the ranks" if ending.rank is None else f"rank {ending.rank}"
     text = f"{who} failed after step {ending.step}: {ending.cause}"
-    return f"{ending.words.rstrip()}\n{text}" if ending.words else text
+    return f"{ending.traceback.rstrip()}\n{text}" if ending.traceback else text

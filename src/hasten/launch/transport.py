@@ -29,7 +29,7 @@ SHOWN: Mapping[str, str] = {
     "NCCL_NET_GDR_LEVEL": "how far GPU and card may be apart for direct access",
     "NCCL_P2P_DISABLE": "1: no direct copies between GPUs",
     "NCCL_ALGO": "ring, tree and so on; NCCL chooses better",
-    "NCCL_DEBUG": "INFO says which transport is used",
+    "NCCL_DEBUG": "INFO shows which transport is used",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0: a lost rank is a hang",
     "UCX_TLS": "UCX's transports",
     "UCX_NET_DEVICES": "UCX's devices",

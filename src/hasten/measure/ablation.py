@@ -112,8 +112,8 @@ class Design:
 class Variant:
     """Measured results of one plan.
 
-    ``rounds``, ``beside``, ``foreign_load`` and ``builds`` have an element for every round
-    that counts. The list ``beside`` has the baseline's value in the same rounds; without a
+    ``rounds``, ``baseline_rounds``, ``foreign_load`` and ``builds`` have an element for every round
+    that counts. The list ``baseline_rounds`` has the baseline's value in the same rounds; without a
     baseline it is empty. If variants were measured in groups, these values differ from the
     baseline's own ``rounds``.
     """
@@ -131,7 +131,7 @@ class Variant:
     failed: str | None = None  # why there is no result
     unfinished: str | None = None  # why what its techniques did, and its samples, aren't known
     kind: Kind = "other"
-    beside: list[float] = field(default_factory=list)
+    baseline_rounds: list[float] = field(default_factory=list)
     foreign_load: list[float] = field(default_factory=list)
     joules_per_token: float | None = None  # of the rounds that count, where energy was counted
     builds: list[int] = field(default_factory=list)  # which fresh build had the round, from 0
@@ -217,5 +217,5 @@ def check_turns(plans: Mapping[str, Plan], steps: int) -> None:
         if isinstance(every, int) and steps % every:
             raise InputError(
                 f"steps: {technique.name()} exchanges once in {every} steps, which most turns of "
-                f"{steps} would leave out; say --steps {every}"
+                f"{steps} would leave out; give --steps {every}"
             )

@@ -357,10 +357,9 @@ class BudgetTracker:
         """
         if not self._design.partial and not self._measured():
             raise InputError(
-                f"budget: {rounded_up(self._design.budget_seconds or 0.0)} is too short: it was "
-                "over before the first round, since the variants take so long to start on this job "
-                "and "
-                "machine; give twice as much"
+                f"budget: {rounded_up(self._design.budget_seconds or 0.0)} is too short: it "
+                "was over before the first round. The variants take so long to start on this job "
+                "and machine; give twice as much"
             )
         turned = {e["variant"] for e in self._record.events if e["event"] == "turn"}
         if self.every_variant:

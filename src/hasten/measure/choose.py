@@ -593,9 +593,10 @@ def _best(ratios: Mapping[str, Interval], reference: str = FIRST) -> str:
 
 def _ratio(variant: Variant) -> Interval | None:
     """Its speed over the first plan's; None: it is that plan, or was never raced."""
-    if variant.kind == "baseline" or not variant.beside or variant.failed:
+    if variant.kind == "baseline" or not variant.baseline_rounds or variant.failed:
         return None
-    return paired_ratio(variant.beside, variant.rounds)  # decisions allow for no process variance
+    # Decisions allow for no process variance.
+    return paired_ratio(variant.baseline_rounds, variant.rounds)
 
 
 def _verdicts(variants: Sequence[Variant]) -> dict[str, tuple[Interval, EffectVerdict]]:
@@ -605,7 +606,8 @@ def _verdicts(variants: Sequence[Variant]) -> dict[str, tuple[Interval, EffectVe
     for variant in variants:
         if _ratio(variant) is not None:
             ratios = [
-                ours / theirs for ours, theirs in zip(variant.rounds, variant.beside, strict=True)
+                ours / theirs
+                for ours, theirs in zip(variant.rounds, variant.baseline_rounds, strict=True)
             ]
             effects[variant.name] = ratio_of_rounds(ratios, process_variance), ratios
     judged = judge_effects(effects, process_variance=process_variance)

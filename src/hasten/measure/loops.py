@@ -31,7 +31,7 @@ from typing import Any
 
 from hasten.core.plan import Plan
 from hasten.errors import InputError
-from hasten.formatting import aligned, span, words
+from hasten.formatting import aligned, number_text, span
 from hasten.machine.locks import one_measurement
 from hasten.measure.ablation import Design, Variant
 from hasten.measure.experiment import ExperimentContext, measure_variants
@@ -183,14 +183,14 @@ def loop_reference(job: Job) -> str:
     name = getattr(job, "__qualname__", repr(job))
     if not inspect.isfunction(job) or not name.isidentifier():
         raise InputError(
-            f"{name} can't be built in another process: give a function that stands at the top "
+            f"{name} can't be built in another process: give a function at the top "
             "level of a script or module, or its name as 'module:function'"
         )
     if job.__module__ != "__main__":
         return f"{job.__module__}:{name}"
     file = Path(job.__code__.co_filename)
     if not file.is_file() or file.suffix != ".py":
-        raise InputError(f"{name} stands in no file: put it into a script, and start that")
+        raise InputError(f"{name} is in no file: put it into a script, and start that")
     return f"{file.resolve()}:{name}"
 
 
@@ -213,4 +213,10 @@ def _name(target: str) -> str:
 def _row(loop: Loop, ratio: str) -> list[str]:
     loss = loop.losses[-1] if loop.losses else None
     speed = span(spread(loop.rounds).summary(), "amount")
-    return [loop.name, speed, ratio, words(loss, "loss"), words(loop.peak_memory_bytes, "memory")]
+    return [
+        loop.name,
+        speed,
+        ratio,
+        number_text(loss, "loss"),
+        number_text(loop.peak_memory_bytes, "memory"),
+    ]

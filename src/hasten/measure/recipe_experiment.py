@@ -102,7 +102,7 @@ def prepared(
     if environment_.world().size > 1:
         raise InputError(
             "several ranks have been started by a launcher, and an experiment starts its own: run "
-            "the command once, and say nproc: N in the recipe"
+            "the command once, and set nproc: N in the recipe"
         )
 
     def tokenising(done: int, total: int) -> None:

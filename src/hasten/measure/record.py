@@ -148,14 +148,14 @@ def _read(path: Path, key: str) -> list[Event]:
             raise ValueError("an event without a name")
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(
-            f"{path} is not the record of an experiment: delete it, or say --fresh"
+            f"{path} is not the record of an experiment: delete it, or give --fresh"
         ) from error
     if recorded_key != key:
-        raise InputError(f"{path} is the record of another experiment: delete it, or say --fresh")
+        raise InputError(f"{path} is the record of another experiment: delete it, or give --fresh")
     if version != VERSION:
         raise InputError(
             f"{path} is a record of version {version!r}, and version {VERSION} is read: delete it, "
-            "or say --fresh"
+            "or give --fresh"
         )
     if len(complete) < len(content):
         os.truncate(path, len(complete))

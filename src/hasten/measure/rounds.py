@@ -175,7 +175,7 @@ def _variant(variant: Variant, rounds: Rounds) -> Variant:
     baseline_rates = [
         rounds.rate(key, rounds.base) for key in keys if rounds.base in rounds.turns[key]
     ]
-    variant.beside = baseline_rates if len(baseline_rates) == len(keys) else []
+    variant.baseline_rounds = baseline_rates if len(baseline_rates) == len(keys) else []
     variant.steps = [step for turn in turns for step in turn["steps"]]
     variant.foreign_load = [turn["background_load"] for turn in turns]
     variant.joules_per_token = _joules(turns)

@@ -76,7 +76,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     """
     for p in p_values:
         if not 0 <= p <= 1:
-            raise InputError(f"A p-value lies between 0 and 1, not at {p}.")
+            raise InputError(f"A p-value is between 0 and 1, not at {p}.")
     corrected, least, remaining = [1.0] * len(p_values), 0.0, len(p_values)
     for number in sorted(range(len(p_values)), key=p_values.__getitem__):
         least = max(least, min(1.0, remaining * p_values[number]))
@@ -164,9 +164,7 @@ def _with_reason(word: Effect, ratio: Interval, floor: float, p: float | None) -
         return word
     if ratio.low <= 1 + floor and ratio.high >= 1 - floor:
         return f"{word}: within the noise of {100 * floor:.1f} %"
-    return (
-        f"{word}: not beyond doubt among several variants (p = {p:.3g}, at most {DOUBT:g} wanted)"
-    )
+    return f"{word}: not certain among several variants (p = {p:.3g}, at most {DOUBT:g} wanted)"
 
 
 def rounds_needed(
@@ -263,7 +261,7 @@ def process_variance_of(variants: Sequence[Variant]) -> ProcessVariance | None:
     for variant in variants[1:]:
         row = [] if variant.failed is not None else _by_build(variant, variants[0])
         if row:
-            groups.setdefault(tuple(variant.beside), []).append(row)
+            groups.setdefault(tuple(variant.baseline_rounds), []).append(row)
     if not groups:
         return None
     builds = min(len(row) for rows in groups.values() for row in rows)
@@ -293,7 +291,7 @@ def with_process_variance(variants: Sequence[Variant]) -> list[Variant]:
 
 def _by_build(variant: Variant, base: Variant) -> Row:
     """The variant's mean log ratio to the baseline in each of its builds."""
-    baseline_rates = variant.beside or base.rounds
+    baseline_rates = variant.baseline_rounds or base.rounds
     pairs = list(zip(variant.rounds, baseline_rates, strict=False))
     builds = variant.builds or [0] * len(pairs)
     logs: dict[int, list[float]] = {}

@@ -167,8 +167,8 @@ def merge(model: PeftModel) -> PreTrainedModel:
     """
     if quantised_layers(model):
         raise InputError(
-            "an adapter can't be merged into a quantised base, whose few bits would round it away: "
-            "attach it to the full weights with with_adapter(), and merge it there"
+            "an adapter can't be merged into a quantised base: few bits would round it away. "
+            "Attach it to the full weights with with_adapter(), and merge it there"
         )
     return model.merge_and_unload()
 
@@ -282,7 +282,7 @@ def _listed(linears: list[str], experts: list[str], targets: Sequence[str]) -> l
             )
         chosen.update(matches)
     if not chosen:
-        raise InputError("the list of targets is empty: name at least one, or say auto")
+        raise InputError("the list of targets is empty: name at least one, or write auto")
     return [name for name in [*linears, *experts] if name in chosen]
 
 
@@ -293,7 +293,7 @@ def _matched(linears: list[str], experts: list[str], expression: str) -> list[st
         raise InputError(f"targets {expression!r} is no regular expression: {error}") from error
     if not matches:
         raise InputError(
-            f"targets {expression!r} matches no full name such as {linears[0]}: say auto, "
+            f"targets {expression!r} matches no full name such as {linears[0]}: write auto, "
             f"attention or all-linear, or list names from {_kinds([*linears, *experts])}"
         )
     return matches

@@ -54,7 +54,7 @@ class DistantKeys:
     chosen: int  # of these keys a query sees so many; 0: all
     series: int  # 2: each of them is made of the tokens before it, too
 
-    def seen(self, sequence: int) -> float:
+    def visible_keys(self, sequence: int) -> float:
         """Returns the keys per query, averaged over its position."""
         most = min(self.chosen * self.rate or sequence, sequence)
         return (most - most * most / 2 / sequence) / self.rate
@@ -253,7 +253,7 @@ class Architecture:
         """
         if self.compressed:
             every = (DistantKeys(1.0, 1, self.compressed.near, 1), *self.compressed.far)
-            return sum(keys.share * keys.seen(sequence) for keys in every)
+            return sum(keys.share * keys.visible_keys(sequence) for keys in every)
         if not self.window:
             return sequence / 2
         near = min(self.window, sequence)
@@ -498,7 +498,7 @@ def _need(fields: Mapping[str, Any], word: str, name: str) -> int:
         if fields.get(key) is not None:
             return _number(fields, key, name)
     raise InputError(
-        f"{name}: the config says nothing of {_NAMES[word][0]}, without which no step can be "
+        f"{name}: the config has no {_NAMES[word][0]}, without which no step can be "
         "predicted: add the field"
     )
 

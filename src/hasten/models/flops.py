@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 CONVENTION = (
     "model FLOPs of tokens: weights without the input embedding, active experts, causal attention "
-    "within documents; no recomputation, no padding; frozen weights 4 FLOPs instead of 6, "
+    "within documents. No recomputation, no padding. Frozen weights: 4 FLOPs instead of 6, "
     "attention in proportion"
 )
 ARCHITECTURES = ("llama", "qwen2", "deepseek_v2", "deepseek_v3")  # those the tests count
@@ -71,7 +71,7 @@ def model_flops(model: nn.Module) -> ModelFlops:
         active += numbers * share
         trained += numbers * share * learns
     if not active:
-        raise ValueError("the model has no weights whose FLOPs could be counted")
+        raise ValueError("the model has no weights with a known number of FLOPs")
     share = trained / active
     pair = 3 * _attention_width(config)  # 2 FLOPs, half the square, forward and twice that back
     return ModelFlops(per_token=4 * active + 2 * trained, per_pair=pair * (2 + share) / 3)

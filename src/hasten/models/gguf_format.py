@@ -4,12 +4,12 @@ The file has the tensors under llama.cpp's names, the numbers of the config, and
 Three architectures are supported: llama, qwen2 and deepseek2 (DeepSeek-V2 and V3). Anything that
 llama.cpp would compute in another way is refused in one sentence.
 
-(1) `check_convertible` refuses what the format can't hold => (2) each weight becomes one or two
-tensors by a `TensorRule` => (3) header, metadata and tensors are written one after the other, so
-that memory holds the model and one converted tensor => (4) `read_gguf` inverts the rules.
+(1) `check_convertible` refuses what the format can't hold. (2) Each weight becomes one or two
+tensors by a `TensorRule`. (3) Header, metadata and tensors are written one after the other, so
+that memory holds the model and one converted tensor. (4) `read_gguf` inverts the rules.
 
 The names and keys are those of the GGUF specification (ggml-org/ggml, docs/gguf.md) and of the
-``gguf`` package; what a tensor must look like is from llama.cpp's loaders (src/models/*.cpp).
+``gguf`` package. The form of a tensor is that of llama.cpp's loaders (src/models/*.cpp).
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def check_convertible(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     """Refuses a model or tokenizer that a GGUF file can't hold.
 
     Raises:
-        InputError: the ``gguf`` package is missing, or the architecture, its rotary scaling, its
-            choice of experts, or the tokenizer isn't one that llama.cpp computes in the same way.
+        InputError: the ``gguf`` package is missing, or llama.cpp computes the architecture, its
+            rotary scaling, its choice of experts or the tokenizer in another way.
     """
     try:
         import gguf  # noqa: F401
@@ -111,7 +111,7 @@ def check_convertible(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 
 
 def _differences(config: PreTrainedConfig) -> Iterator[str]:
-    """What of a config llama.cpp's graph of the architecture doesn't have."""
+    """Features of a config that llama.cpp's graph of the architecture doesn't have."""
     rope = dict(getattr(config, "rope_parameters", None) or {})
     scaling = rope.get("rope_type", "default")
     supported = ("default", "linear", "yarn") + (
@@ -164,8 +164,8 @@ def tensor_rules(config: PreTrainedConfig) -> list[TensorRule]:
 def _attention(config: PreTrainedConfig) -> Iterator[TensorRule]:
     """Grouped attention; llama's queries and keys are permuted, since llama.cpp rotates pairs.
 
-    transformers rotates the first half of a head against the second, llama.cpp's llama graph each
-    even row against the next one; its qwen2 graph rotates halves.
+    transformers rotates the first half of a head against the second. The llama graph of llama.cpp
+    rotates each even row against the next one. Its qwen2 graph rotates halves.
     """
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
@@ -274,8 +274,8 @@ def write_gguf(
 ) -> None:
     """Write the model and its tokenizer as one file.
 
-    Matrices are stored in ``kind``, vectors and routers in float32. A matrix whose rows aren't
-    whole blocks of 32 numbers is stored in float16 in a q8_0 file, too.
+    Matrices are stored in ``kind``, vectors and routers in float32. A matrix with rows that
+    aren't full blocks of 32 numbers is stored in float16 in a q8_0 file, too.
 
     Raises:
         InputError: a weight is larger than float16 can hold.
@@ -343,7 +343,7 @@ def read_gguf(file: Path, config: PreTrainedConfig) -> dict[str, Tensor]:
     """The weights of a file in float32 under the names of transformers, tied ones once.
 
     Raises:
-        InputError: a tensor that the config asks for isn't there.
+        InputError: a tensor that the config requires is missing.
     """
     from gguf import GGUFReader, quants
 
@@ -353,8 +353,8 @@ def read_gguf(file: Path, config: PreTrainedConfig) -> dict[str, Tensor]:
         parts = []
         for target in rule.targets:
             if target in tensors:
-                found = tensors[target]
-                values = quants.dequantize(found.data, found.tensor_type)
+                tensor = tensors[target]
+                values = quants.dequantize(tensor.data, tensor.tensor_type)
                 parts.append(torch.from_numpy(np.array(values, dtype=np.float32)))
         if parts:
             state[rule.source] = rule.join(parts)
@@ -480,8 +480,8 @@ def pre_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
         and levels[0].get("use_regex", True) == (not patterns)
         and set(kinds) <= {"Split", "ByteLevel", "Digits"}
     )
-    for known, name in PRE_TOKENIZERS.items() if is_byte_level else ():
-        same = len(known) == len(patterns) and all(map(str.startswith, patterns, known))
+    for rules, name in PRE_TOKENIZERS.items() if is_byte_level else ():
+        same = len(rules) == len(patterns) and all(map(str.startswith, patterns, rules))
         digits = ("Digits" in kinds) == (name in _WITH_DIGITS)
         # llama.cpp looks words up whole before it merges, for llama-bpe alone.
         if same and digits and bool(model.get("ignore_merges")) == (name == "llama-bpe"):

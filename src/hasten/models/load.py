@@ -113,8 +113,8 @@ def _check_adapter(folder: Path, needs_weights: bool) -> None:
         )
     if needs_weights:
         raise InputError(
-            f"{folder} holds an adapter ({ADAPTER}, of {base}) beside a model's weights: move the "
-            "adapter to another folder, or merge it into the weights first"
+            f"{folder} holds an adapter ({ADAPTER}, of {base}) together with a model's weights: "
+            "move the adapter to another folder, or merge it into the weights first"
         )
 
 

@@ -106,7 +106,7 @@ def with_vocabulary(
         for one in token_ids if isinstance(token_ids, list | tuple) else [token_ids]:
             if one is not None and not 0 <= one < config.vocab_size:
                 raise InputError(
-                    f"{key} {one} lies outside the vocabulary of {config.vocab_size} tokens: give "
+                    f"{key} {one} is outside the vocabulary of {config.vocab_size} tokens: give "
                     "the ids of the tokenizer that the model is trained with"
                 )
     return config

@@ -156,7 +156,7 @@ def _write_weights(
 
 def _overflowing(model: PreTrainedModel, formats: NumberFormats) -> str:
     """The first weight with a finite value beyond its saved format's largest; only float16's."""
-    if torch.float16 not in {formats.most, *formats.own.values()}:
+    if torch.float16 not in {formats.most, *formats.exceptions.values()}:
         return ""
     largest = torch.finfo(torch.float16).max
     for name, weight in model.named_parameters():

@@ -63,20 +63,20 @@ _SCALES: Final = ".weight_scale_inv"
 
 @dataclass(frozen=True)
 class NumberFormats:
-    """In which formats weights are stored: most of them in one, those of ``own`` in others."""
+    """Formats in which weights are stored: most in one, those of ``exceptions`` in others."""
 
     most: torch.dtype | None = None  # None: as they are in memory
-    own: Mapping[str, torch.dtype] = field(default_factory=dict)
+    exceptions: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     def of(self, name: str, weight: Tensor) -> torch.dtype:
         """The format of the parameter of that name; what isn't floating point stays as it is."""
         if self.most is None or not weight.is_floating_point():
             return weight.dtype
-        return self.own.get(name, self.most)
+        return self.exceptions.get(name, self.most)
 
     def __str__(self) -> str:
         most = "as in memory" if self.most is None else str(self.most).removeprefix("torch.")
-        others = sorted({str(d).removeprefix("torch.") for d in self.own.values()} - {most})
+        others = sorted({str(d).removeprefix("torch.") for d in self.exceptions.values()} - {most})
         return f"{most}, some in {', '.join(others)}" if others else most
 
 
@@ -201,7 +201,7 @@ def _indexed_files(folder: Path) -> list[Path]:
     """The files that the index of a folder names.
 
     Raises:
-        InputError: the index has no map of tensors to files, or one of these lies elsewhere.
+        InputError: the index has no map of tensors to files, or one of these is elsewhere.
     """
     index = folder / INDEX
     named = read_json_object(index, "model's index").get("weight_map")

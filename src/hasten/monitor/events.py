@@ -139,10 +139,10 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         with open_regular(path) as file:
             data = file.read(LARGEST + 1)
-        found = json.loads(data) if len(data) <= LARGEST else None
+        value = json.loads(data) if len(data) <= LARGEST else None
     except (FileNotFoundError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def short(value: Any) -> str:

@@ -436,7 +436,7 @@ class Run:
         return {k: number(v) if isinstance(v, float) else v for k, v in numbers.items()}
 
     def unreadable_copy(self, error: Exception) -> Run:
-        """A run of this name and folder without numbers, whose words are the error."""
+        """A run of this name and folder without numbers, with the error as its text."""
         copy = Run(self.name, self.folder)
         copy.trouble = told.short(f"its files hold numbers that can't be shown: {error}")
         return copy

@@ -166,8 +166,8 @@ def is_same_origin(headers: list[tuple[bytes, bytes]]) -> bool:
     if not origins:
         return True
     scheme, separator, host = origins[0].partition("://")
-    own = separator and scheme in ("http", "https") and len(origins) == 1
-    return bool(own) and host.lower() == _all(headers, b"host")[0].lower()
+    is_origin = separator and scheme in ("http", "https") and len(origins) == 1
+    return bool(is_origin) and host.lower() == _all(headers, b"host")[0].lower()
 
 
 def is_token(text: str, token: str) -> bool:
@@ -405,7 +405,10 @@ async def stream(watching: RunsReader, is_over: Callable[[], bool]) -> AsyncIter
 
 
 def _update_text(run: Run, cursor: Cursor) -> str:
-    """What a page lacks of a run as JSON; an error in a run's numbers takes no other run along."""
+    """The parts of a run that a page lacks, as JSON.
+
+    An error in a run's numbers takes no other run along.
+    """
     try:
         return json.dumps(page_update(run, cursor), allow_nan=False, separators=(",", ":"))
     except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:

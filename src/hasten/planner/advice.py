@@ -254,7 +254,7 @@ def rejected(cluster_plan: ClusterPlan, limit: int | None = None) -> list[Reject
     evaluated, best = cluster_plan.considered[0], cluster_plan.best[0]
     shown = {_deal(c.layout) for c in cluster_plan.best}
     rows = best_of_each_deal(evaluated)
-    rows = sorted(rows, key=lambda row: float(evaluated.found.step_seconds[row]))
+    rows = sorted(rows, key=lambda row: float(evaluated.predictions.step_seconds[row]))
     rejected_layouts: list[RejectedLayout] = []
     for row in rows:
         if limit is not None and len(rejected_layouts) == limit:
@@ -262,7 +262,7 @@ def rejected(cluster_plan: ClusterPlan, limit: int | None = None) -> list[Reject
         one = evaluated.candidate(row)
         if _deal(one.layout) in shown:
             continue
-        bits = int(evaluated.found.reasons[row]) & FATAL
+        bits = int(evaluated.predictions.reasons[row]) & FATAL
         if not bits:
             one = resimulated(cluster_plan.model, one, cluster_plan.job.task == "lora")
             reason = dominated(one, best)
@@ -280,7 +280,7 @@ def refusals(cluster_plan: ClusterPlan) -> list[str]:
     """How many ways to deal out the devices each rule has left out, and how many didn't fit."""
     evaluated = cluster_plan.considered[0]
     sentences = [f"{count} x {rule}" for rule, count in evaluated.enumeration.refused.items()]
-    bits = evaluated.found.reasons & FATAL
+    bits = evaluated.predictions.reasons & FATAL
     full = int(np.count_nonzero(bits & MEMORY))
     if full:
         sentences.append(f"{full:,} of {len(bits):,} layouts don't fit into memory")
@@ -289,7 +289,7 @@ def refusals(cluster_plan: ClusterPlan) -> list[str]:
 
 def best_of_each_deal(evaluated: EvaluatedLayouts) -> list[int]:
     """For each way to deal out the devices the row of its quickest that fits, or leanest."""
-    rows, predictions = evaluated.layouts, evaluated.found
+    rows, predictions = evaluated.layouts, evaluated.predictions
     deals = np.stack([rows.dp, rows.tp, rows.pp, rows.ep, rows.cp], axis=1)
     # Those that fit come first, by time; those that don't, by memory.
     value = np.where(predictions.fits, predictions.step_seconds, predictions.memory_p90)
@@ -348,7 +348,7 @@ class HardwareOption:
     """The same job on as many devices of another kind."""
 
     device: str
-    found: PlanCandidate | None
+    best: PlanCandidate | None
     reason: str = ""  # why there is none
     price_ratio: float = float("nan")  # an hour of it may cost so many times one of the plan's
 
@@ -419,7 +419,7 @@ def devices(cluster_plan: ClusterPlan) -> list[HardwareOption]:
             continue
         ratio = cluster_plan.best[0].step_seconds.middle / best.step_seconds.middle
         choices.append(HardwareOption(name, best, "", ratio))
-    return sorted(choices, key=lambda c: -c.price_ratio if c.found else 0.0)
+    return sorted(choices, key=lambda c: -c.price_ratio if c.best else 0.0)
 
 
 def what_if(cluster_plan: ClusterPlan, change: str) -> tuple[Cluster, ClusterPlan]:
@@ -450,7 +450,7 @@ def _faster(chip: Device, times: float) -> Device:
 def _changed(cluster_plan: ClusterPlan, name: str, cluster: Cluster) -> LayoutChange:
     """The plan's layout on the changed cluster, and the best of those that may be best there."""
     evaluated, best = cluster_plan.considered[0], cluster_plan.best[0].layout
-    order = np.argsort(evaluated.found.step_seconds)[:WORTH]
+    order = np.argsort(evaluated.predictions.step_seconds)[:WORTH]
     fitting = evaluated.order()[:WORTH]
     rows = [evaluated.layouts.at(int(row)) for row in {*order.tolist(), *fitting.tolist()}]
     # Closed forms may call another layout quicker than the best here already: not by the change.

@@ -142,7 +142,7 @@ def micro_batches_of(layout: PlannedLayout, job: PlannedJob) -> int:
     return max(1, -(-job.global_batch // (layout.dp * layout.micro_batch)))
 
 
-def words(layout: PlannedLayout) -> str:
+def layout_text(layout: PlannedLayout) -> str:
     """A layout for people: what differs from one device with nothing special."""
     parts = [f"{name}={getattr(layout, name)}" for name in ("dp", "tp", "pp", "ep", "cp")]
     parts = [s for s in parts if not s.endswith("=1")] or ["dp=1"]
@@ -206,22 +206,24 @@ def beyond_trainer(layout: PlannedLayout, lora: bool = False) -> str:
     lacks = ["cp"] if layout.cp > 1 else []
     others = [name for name in ("tp", "ep") if getattr(layout, name) > 1]
     if layout.pp > 1:
-        lacks += [f"{name} beside pp" for name in others]
-        lacks += ["zero beside pp"] if layout.zero > 1 and layout.dp > 1 else []
+        lacks += [f"{name} together with pp" for name in others]
+        lacks += ["zero together with pp"] if layout.zero > 1 and layout.dp > 1 else []
         lacks += [] if layout.schedule in TRAINER_SCHEDULES else [f"{layout.schedule} schedule"]
         chunks = layout.virtual if layout.schedule == "interleaved" else TRAINER_CHUNKS
         lacks += [f"interleaving of {chunks} chunks a rank"] if chunks != TRAINER_CHUNKS else []
         lacks += ["recomputation of some layers in a pipeline"] * (layout.recompute == "selective")
     elif layout.ep > 1:
-        lacks += ["tp beside ep"] if layout.tp > 1 else []
-        lacks += ["zero beside ep"] if layout.zero > 1 else []
-        lacks += ["recomputation of some layers beside ep"] * (layout.recompute == "selective")
+        lacks += ["tp together with ep"] if layout.tp > 1 else []
+        lacks += ["zero together with ep"] if layout.zero > 1 else []
+        lacks += ["recomputation of some layers together with ep"] * (
+            layout.recompute == "selective"
+        )
     lacks += ["recomputation of norms and activations alone"] * (layout.recompute == "light")
     lacks += [] if layout.precision in _PRECISIONS else [f"products in {layout.precision}"]
-    lacks += ["products in fp8 beside tp"] * (layout.precision == "fp8" and layout.tp > 1)
+    lacks += ["products in fp8 together with tp"] * (layout.precision == "fp8" and layout.tp > 1)
     if layout.compression != "none":
         cut = [name for name in ("tp", "pp", "ep") if getattr(layout, name) > 1]
-        lacks += [f"compressed gradients beside {name}" for name in cut]
+        lacks += [f"compressed gradients together with {name}" for name in cut]
     if not lacks:
         return ""
     lacking = f"hasten's own trainer has no {', no '.join(lacks)} yet"

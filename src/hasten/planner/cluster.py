@@ -73,7 +73,8 @@ class Cluster:
         name = device_name or by_topology.get(cloud.topology, "")
         if not name:
             raise InputError(
-                f"the topology {cloud.topology!r} doesn't say which devices: name one (h100, a100)"
+                f"the topology {cloud.topology!r} doesn't define which devices: "
+                "name one (h100, a100)"
             )
         chip = device(name)
         joined = chip.link if cloud.gpus_per_node <= chip.per_node else PCIE4 * _G
@@ -111,7 +112,7 @@ def own_machine(
         half = best.get("bf16") or best.get("fp16") or best["fp32"]
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(
-            f"{name} doesn't hold what `hasten env --bench -o` writes: measure this machine anew"
+            f"{name} doesn't hold what `hasten env --bench -o` writes: measure this machine again"
         ) from error
     single = max(best.get("fp32", 0.0), best.get("tf32", 0.0))
     chip = Device(

@@ -20,7 +20,7 @@ from hasten.models.architecture import Architecture
 from hasten.models.presets import PRESETS
 from hasten.planner import own_runs as actual
 from hasten.planner.advice import count_of
-from hasten.planner.candidate import candidate, words
+from hasten.planner.candidate import candidate, layout_text
 from hasten.planner.cluster import Cluster, own_machine
 from hasten.planner.layout import Layouts, LayoutSpace, PlannedJob, PlannedLayout
 from hasten.planner.numbers import Calibration, calibrated
@@ -88,7 +88,7 @@ def cluster_of(options: PlanOptions) -> Cluster:
     figures = _json(path)
     if figures.get("kind") == "hasten machine rates":
         if not options.memory:
-            raise InputError(f"{path} says nothing of memory: give --memory, GB of a device")
+            raise InputError(f"{path} has no memory size: give --memory, GB of a device")
         link = float(figures.get("link") or 10e9)
         measured_cluster = own_machine(figures, memory_bytes=options.memory * 1e9, link=link)
         if str(figures.get("device")) == "cpu":  # it takes tiles one by one, so none stand idle
@@ -306,7 +306,7 @@ def _closing(
     rows = Layouts.of([run.layout])
     prediction = predict(run.architecture, run.cluster, run.job, rows, calibration, stack)
     one = candidate(prediction, rows, 0, run.cluster, run.job)
-    head = f"{folder}, {words(run.layout)}: predicted as it ran on {run.cluster.device.name}"
+    head = f"{folder}, {layout_text(run.layout)}: predicted as it ran on {run.cluster.device.name}"
     return head, actual.terms_of_run(one, folder)
 
 
@@ -341,7 +341,7 @@ def machine_of(folder: Path) -> Cluster:
                 measured_cluster, device=dataclasses.replace(measured_cluster.device, units=1)
             )
     raise InputError(
-        f"{folder}: it ran on a processor, whose rates no datasheet tells: hasten env --bench -o "
+        f"{folder}: it ran on a processor, and no datasheet has its rates: hasten env --bench -o "
         f"bench.json, then hasten estimate {folder} --gpu bench.json --memory GB"
     )
 

@@ -122,7 +122,7 @@ def _batch(recipe: Recipe, job: Mapping[str, Any]) -> dict[str, Any]:
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise InputError(f"--plan: its job has no sequence or global_batch ({error})") from error
     if not steps:
-        raise InputError("megatron: say max_steps or max_tokens, it doesn't know epochs")
+        raise InputError("megatron: give max_steps or max_tokens, since it has no epochs")
     rates = ("learning_rate", "min_lr_ratio", "lr_schedule", "adam_betas", "weight_decay")
     values = {name: getattr(recipe, name) for name in (*rates, "max_grad_norm", "seed")}
     values["warmup_steps"] = share_of(recipe.warmup_steps, steps)

@@ -82,7 +82,7 @@ class _Elements:
         more = np.maximum(self.heads - self.latent, 0.0)
         return np.asarray(np.where(self.latent > 0, more, 0.0))
 
-    def whole(self, size: Value) -> Column:
+    def full(self, size: Value) -> Column:
         """Bytes of all that is kept without recomputation, at that size of products' inputs."""
         narrow = self.normed + self.active + self.routed
         broad = self.stream + self.heads + self.attended + self.wide + self.routed
@@ -106,16 +106,16 @@ def layer_bytes(model: ModelNumbers, layouts: Layouts) -> LayerBytes:
     boundary = broad * T * model.hidden / split
     retained_bytes, largest = [], np.zeros(len(T))
     for made in (_elements(model, layouts, False), _elements(model, layouts, True)):
-        full_bytes = T * made.whole(size) + scores
+        full_bytes = T * made.full(size) + scores
         # Latent attention goes back to its low ranks.
-        fewer = made.whole(broad) - broad * made.expanded
+        fewer = made.full(broad) - broad * made.expanded
         fewer = np.where(layouts.flash > 0, SELECTIVE_KEEPS, 1.0) * T * fewer
         retained = np.where(layouts.recompute == SELECTIVE, fewer, full_bytes)
         retained = np.where(layouts.recompute == LIGHT, T * made.light(size) + scores, retained)
         retained = np.where(layouts.recompute == FULL, boundary, retained)
         retained_bytes.append(np.where(made.stream > 0, retained, 0.0))
         # Softmax, mask and gradients of scores pass through memory beside what is kept of them.
-        largest = np.maximum(largest, T * made.whole(size) + 2 * scores)
+        largest = np.maximum(largest, T * made.full(size) + 2 * scores)
     return LayerBytes(retained_bytes[0], retained_bytes[1], largest)
 
 
@@ -186,10 +186,10 @@ class MemoryColumns:
 class PlannedRank:
     """One rank of a pipeline: what it holds of the model, and of micro-batches in flight."""
 
-    there: Column  # 1 where the pipeline has such a rank beside the others
+    exists: Column  # 1 where the pipeline has such a rank beside the others
     layers: Column
     ends: Column  # parameters of embedding and head
-    kept: Column  # bytes of activations that wait for their backward pass
+    waiting: Column  # bytes of activations that wait for their backward pass
     head: Column  # 1 where it makes the logits
 
 
@@ -221,7 +221,7 @@ def memory(
     one = layer_bytes(model, layouts)
     ranks = _ranks(model, layouts, micro_batches, one)
     rank_columns = [_held(rank, one, model, layouts, c, lora) for rank in ranks]
-    totals = np.stack([r.there * h.total for r, h in zip(ranks, rank_columns, strict=True)])
+    totals = np.stack([r.exists * h.total for r, h in zip(ranks, rank_columns, strict=True)])
     fullest = np.argmax(totals, axis=0)
     parts = {
         f.name: np.choose(fullest, [getattr(h, f.name) for h in rank_columns])
@@ -251,19 +251,19 @@ def _ranks(
     both, several = (layouts.schedule == DUALPIPE) & (pp > 1), pp > 1
     plain = model.layers - model.moe_layers
 
-    def kept(layers: Column, without: Column) -> Column:
+    def stored(layers: Column, without: Column) -> Column:
         return np.asarray(without * one.plain + (layers - without) * one.expert)
 
     layers, ends = first_rank(model, layouts)
     early = np.minimum(plain, dealt.first / virtual)  # of a rank's chunks the first has them
     early = np.where(several, np.maximum(early, dealt.first - model.moe_layers), plain)
     flight = in_flight(layouts, micro_batches)
-    entered = np.where(both, flight - 1, flight) * kept(dealt.first, early)
+    entered = np.where(both, flight - 1, flight) * stored(dealt.first, early)
     late = np.maximum(dealt.last - model.moe_layers, 0)
-    entered = entered + np.where(both, kept(dealt.last, late), 0.0)
+    entered = entered + np.where(both, stored(dealt.last, late), 0.0)
     inner = np.maximum(dealt.most - model.moe_layers, 0)
-    second = in_flight(layouts, micro_batches, 1) * kept(dealt.most, inner)
-    last = in_flight(layouts, micro_batches, pp - 1) * kept(dealt.last, late)
+    second = in_flight(layouts, micro_batches, 1) * stored(dealt.most, inner)
+    last = in_flight(layouts, micro_batches, pp - 1) * stored(dealt.last, late)
     always = np.ones(len(layouts))
     return (
         PlannedRank(always, layers, ends, entered, np.where(several & ~both, 0.0, 1.0)),
@@ -291,7 +291,7 @@ def _held(
     shards = layouts.dp * layouts.cp
     spread = np.maximum(shards * layouts.tp / layouts.ep, 1.0)
 
-    def held(stage: int, copies: Value = 1.0) -> Column:
+    def parameters_share(stage: int, copies: Value = 1.0) -> Column:
         """The rank's share of parameters, with what that ZeRO stage shards dealt out."""
         cut, rare = shards * copies, spread * copies
         sharded = layouts.zero >= stage
@@ -306,10 +306,13 @@ def _held(
     working = np.maximum(c.working * one.working - np.maximum(one.plain, one.expert), 0.0)
     logits = rank.head * tokens(model, layouts) * model.vocabulary / layouts.tp * c.logits
     return MemoryColumns(
-        weights=c.state * np.where(is_fp32, 4.0, 2.0) * (held(3) + gathered),
-        gradients=c.state * np.where((layouts.zero >= 2) & ~is_fp32, 2.0, 4.0) * held(2) * learns,
-        optimizer=c.state * np.where(is_fp32, 8.0, 12.0) * held(1, copies) * learns,
-        activations=c.activations * rank.kept + working,
+        weights=c.state * np.where(is_fp32, 4.0, 2.0) * (parameters_share(3) + gathered),
+        gradients=c.state
+        * np.where((layouts.zero >= 2) & ~is_fp32, 2.0, 4.0)
+        * parameters_share(2)
+        * learns,
+        optimizer=c.state * np.where(is_fp32, 8.0, 12.0) * parameters_share(1, copies) * learns,
+        activations=c.activations * rank.waiting + working,
         logits=logits,
-        overhead=c.context * 1e9 + 0 * rank.kept,
+        overhead=c.context * 1e9 + 0 * rank.waiting,
     )

@@ -302,7 +302,7 @@ class Calibration:
             )
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise InputError(
-                f"the calibration can't be used ({error}): write it anew with `make calibrate`"
+                f"the calibration can't be used ({error}): write it again with `make calibrate`"
             ) from error
 
 

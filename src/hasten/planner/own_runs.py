@@ -285,7 +285,9 @@ def measured_steps(run: Path) -> list[dict[str, Any]]:
         r for r in rows if isinstance(r, dict) and r.get("step_seconds") and not r.get("skipped")
     ]
     if not rows:
-        raise InputError(f"{path} holds no step that moved weights: let the run go on for a while")
+        raise InputError(
+            f"{path} holds no step that moved weights: let the run continue for a while"
+        )
     return rows[WARM_UP:] if len(rows) > 2 * WARM_UP else rows
 
 

@@ -52,14 +52,14 @@ def nothing_fits(
 ) -> str:
     """Why no layout can run, by how much, and what would, in one sentence."""
     cluster_text = f"{cluster.devices} x {cluster.device.name}"
-    bits = evaluated.found.reasons & FATAL
+    bits = evaluated.predictions.reasons & FATAL
     lean = np.flatnonzero((bits & ~MEMORY) == 0)
     if not len(lean):
         rarest = reason_sentences(int(bits[np.argmin([int(b).bit_count() for b in bits])]))
         return f"{model.name} has no layout on {cluster_text}: {'; '.join(rarest)}"
-    row = int(lean[np.argmin(evaluated.found.memory_p90[lean])])
-    needs, has = evaluated.found.memory_p90[row] / 1e9, cluster.device.memory_bytes / 1e9
-    part = largest_part(evaluated.found.memory, row)
+    row = int(lean[np.argmin(evaluated.predictions.memory_p90[lean])])
+    needs, has = evaluated.predictions.memory_p90[row] / 1e9, cluster.device.memory_bytes / 1e9
+    part = largest_part(evaluated.predictions.memory, row)
     fixes = suggested_fixes(model, cluster, job, fits)
     fit = f"it would fit {' or '.join(fixes)}" if fixes else "nothing that was tried would fit it"
     return (
@@ -121,20 +121,20 @@ class EvaluatedLayouts:
     cluster: Cluster
     job: PlannedJob
     enumeration: EnumeratedLayouts
-    found: Prediction
+    predictions: Prediction
 
     @property
     def layouts(self) -> Layouts:
         return self.enumeration.layouts
 
     def candidate(self, row: int) -> PlanCandidate:
-        return candidate(self.found, self.layouts, row, self.cluster, self.job)
+        return candidate(self.predictions, self.layouts, row, self.cluster, self.job)
 
     def order(self) -> NDArray[np.int64]:
         """Rows that fit, the quickest first; of equally quick ones the leanest."""
-        rows = np.flatnonzero(self.found.fits)
-        seconds = np.round(np.log(self.found.step_seconds[rows]), 3)
-        return np.asarray(rows[np.lexsort((self.found.memory_p90[rows], seconds))])
+        rows = np.flatnonzero(self.predictions.fits)
+        seconds = np.round(np.log(self.predictions.step_seconds[rows]), 3)
+        return np.asarray(rows[np.lexsort((self.predictions.memory_p90[rows], seconds))])
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def plan(
         raise InputError(f"top is {top}: ask for 1 layout at least")
     lora = job.task == "lora"
     evaluated = evaluate_layouts(architecture, machines, job, space, calibration, stack)
-    if not np.any(evaluated.found.fits):
+    if not np.any(evaluated.predictions.fits):
         raise InputError(
             nothing_fits(architecture, machines, job, evaluated, _tried(space, calibration))
         )
@@ -289,7 +289,7 @@ def _corners(evaluated: EvaluatedLayouts, steps: int = 12) -> list[PlanCandidate
     order = evaluated.order()
     if not len(order):
         return []
-    memory_bytes = evaluated.found.memory_p90[order]
+    memory_bytes = evaluated.predictions.memory_p90[order]
     limits = np.geomspace(
         memory_bytes.min() * 1.0001, max(memory_bytes.max(), memory_bytes.min() * 1.001), steps
     )
@@ -332,6 +332,6 @@ def _tried(space: LayoutSpace | None, calibration: Calibration | None) -> Any:
             evaluated = evaluate_layouts(model, cluster, job, space, calibration)
         except InputError:
             return False
-        return bool(np.any(evaluated.found.fits))
+        return bool(np.any(evaluated.predictions.fits))
 
     return fits

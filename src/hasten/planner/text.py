@@ -14,7 +14,7 @@ from hasten.formatting import fitted
 from hasten.machine.files import write_atomic
 from hasten.models.architecture import Architecture
 from hasten.planner.advice import PARTS, HardwareOption, LayoutChange, RejectedLayout, Shape
-from hasten.planner.candidate import JobCost, PlanCandidate, Span, spending, words
+from hasten.planner.candidate import JobCost, PlanCandidate, Span, layout_text, spending
 from hasten.planner.layout import PlannedJob, PlannedLayout
 from hasten.planner.numbers import calibrated
 from hasten.planner.planning import ClusterPlan
@@ -30,18 +30,18 @@ def heading(cluster_plan: ClusterPlan, seconds: float, assumed: Sequence[str]) -
     """Heading of the report: the request, the search, and the assumptions."""
     cluster = cluster_plan.cluster
     lines = [
-        asked(cluster_plan),
+        request_line(cluster_plan),
         f"{cluster.nodes} x {cluster.per_node} {cluster.device.name}, {cluster.topology}: "
         f"{cluster_plan.layouts:,} "
         f"layouts in {seconds:.1f} s",
         f"brackets: P10-P90, {basis(cluster_plan)}",
     ]
     if assumed:
-        lines.append(f"nobody said, so assumed: {' '.join(assumed)}")
+        lines.append(f"not specified, so assumed: {' '.join(assumed)}")
     return "\n".join(lines)
 
 
-def asked(cluster_plan: ClusterPlan) -> str:
+def request_line(cluster_plan: ClusterPlan) -> str:
     """Model and job in a line."""
     model, job = cluster_plan.model, cluster_plan.job
     size = f"{model.parameters() / 1e9:.3g} B parameters"
@@ -73,7 +73,7 @@ def _rows(
         cost = spending(one, job, price)
         cells = {
             "nodes": str(one.cluster.nodes),
-            "layout": words(one.layout),
+            "layout": layout_text(one.layout),
             "step s": spanned(one.step_seconds),
             "tokens/s/GPU": spanned(one.tokens_per_second_per_device),
             "MFU": shares(one.mfu_span),
@@ -138,7 +138,7 @@ def front(
 def rejections(nearest: Sequence[RejectedLayout], counted: Sequence[str]) -> str:
     """Why not the next ones."""
     lines = ["\nwhy not"]
-    lines += [f"  {words(r.layout)}: {r.reason}" for r in nearest]
+    lines += [f"  {layout_text(r.layout)}: {r.reason}" for r in nearest]
     return "\n".join([*lines, *(f"  left out: {rule}" for rule in counted)])
 
 
@@ -150,7 +150,7 @@ def changes_table(changes: Sequence[LayoutChange], width: int = WIDTH) -> str:
     """
     rows = [["what would change it (ratios of predictions)", "rate of 1", "of the best then", ""]]
     for change in changes:
-        note = change.note if change.layout is None else words(change.layout)
+        note = change.note if change.layout is None else layout_text(change.layout)
         rows.append([change.what, percent(change.same_layout), percent(change.best_layout), note])
     return "\n" + fitted(rows, width) + "\n"
 
@@ -158,8 +158,8 @@ def changes_table(changes: Sequence[LayoutChange], width: int = WIDTH) -> str:
 def why_text(layout: PlannedLayout, reasons: Sequence[str], one: PlanCandidate | None) -> str:
     """The answer to ``--why``, with what is predicted of the layout where it can be."""
     if not reasons:
-        return f"{words(layout)}: that is the plan's first"
-    lines = [f"why not {words(layout)}:", *(f"  {sentence}" for sentence in reasons)]
+        return f"{layout_text(layout)}: that is the plan's first"
+    lines = [f"why not {layout_text(layout)}:", *(f"  {sentence}" for sentence in reasons)]
     if one is not None:
         lines.append(
             f"  predicted: step {spanned(one.step_seconds)} s, "
@@ -175,7 +175,7 @@ def what_if_text(change: str, now: ClusterPlan, then: ClusterPlan) -> str:
     rate = one.step_seconds.middle / other.step_seconds.middle
     hours = [spending(candidate, now.job).device_hours.middle for candidate in (one, other)]
     return (
-        f"with {change}: {words(other.layout)}, step {spanned(other.step_seconds)} s, "
+        f"with {change}: {layout_text(other.layout)}, step {spanned(other.step_seconds)} s, "
         f"{percent(rate)} in rate, {hours[1] / hours[0]:.2f} x the GPU hours "
         f"({spanned(spending(other, now.job).device_hours)})"
     )
@@ -185,13 +185,15 @@ def devices_table(choices: Sequence[HardwareOption], job: PlannedJob) -> str:
     """The same job on as many devices of each kind."""
     rows = [["device", "layout", "step s", "GPU hours", "worth, of the plan's price per hour"]]
     for choice in choices:
-        one = choice.found
+        one = choice.best
         if one is None:
             rows.append([choice.device, "none", "-", "-", choice.reason.partition("; ")[0]])
             continue
         hours = spanned(spending(one, job).device_hours)
         worth = f"{choice.price_ratio:.2f} x"
-        rows.append([choice.device, words(one.layout), spanned(one.step_seconds), hours, worth])
+        rows.append(
+            [choice.device, layout_text(one.layout), spanned(one.step_seconds), hours, worth]
+        )
     return fitted(rows, WIDTH)
 
 
@@ -199,7 +201,9 @@ def shapes_text(shapes: Sequence[Shape], model: Architecture) -> str:
     """Neighbours of the config that train faster."""
     if not shapes:
         return f"no neighbour of {model.name} within 2 % of its parameters trains 1 % faster"
-    lines = ["shapes of the same size that train faster (whether they learn as well isn't told)"]
+    lines = [
+        "shapes of the same size that train faster (whether they learn as well isn't predicted)"
+    ]
     for shape in shapes:
         lines.append(
             f"  {shape.changed}: {shape.gain:+.1%} in rate at {shape.parameters_ratio:.1%} of the "
@@ -303,11 +307,11 @@ def page(
     cluster_text = f"{cluster.nodes} x {cluster.per_node} {cluster.device.name}"
     body = [
         f"<h1>{escape(cluster_plan.model.name)} on {escape(cluster_text)}</h1>",
-        f"<p>{escape(asked(cluster_plan))}<br>"
+        f"<p>{escape(request_line(cluster_plan))}<br>"
         f"Intervals: P10-P90, {escape(basis(cluster_plan))}</p>",
         "<h2>Layouts (figures with P10-P90)</h2>",
         _layouts(cluster_plan, cluster_plan.best, price),
-        f"<h2>Step of {escape(words(best.layout))}</h2>",
+        f"<h2>Step of {escape(layout_text(best.layout))}</h2>",
         _page_bars({PARTS[k]: v for k, v in best.step_parts.items()}, 1.0, "s"),
         "<h2>Memory of its fullest rank</h2>",
         _page_bars(best.memory_parts, 1e9, "GB"),
@@ -315,7 +319,7 @@ def page(
         "<h2>Nothing beats these in time, memory and GPU hours together</h2>",
         _layouts(cluster_plan, cluster_plan.pareto, price),
         "<h2>Why not</h2>",
-        html_table(["layout", "reason"], ([words(r.layout), r.reason] for r in nearest)),
+        html_table(["layout", "reason"], ([layout_text(r.layout), r.reason] for r in nearest)),
         "<h2>What would change it</h2>",
         html_table(
             ["change", "rate of the first", "of the best then"],

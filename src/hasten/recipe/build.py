@@ -201,7 +201,7 @@ def context_of(recipe: Recipe, data: PreparedData | None = None) -> JobContext:
     start_context = facts.seen_at_start()
     device = start_context.device if recipe.device == "auto" else recipe.device
     if device.startswith("cuda") and not start_context.hardware.accelerators:
-        raise InputError("device: this machine has no CUDA device; say device: auto or cpu")
+        raise InputError("device: this machine has no CUDA device; set device: auto or cpu")
     if recipe.device == "cuda":
         device = start_context.device
     context = replace(start_context, device=device, model=model_facts(recipe, data))
@@ -222,7 +222,7 @@ def model_facts(recipe: Recipe, data: PreparedData | None) -> ModelFacts:
         reason = str(error)
     if reason and asks_router_loss(skeleton):
         raise InputError(
-            f"model: the config of {recipe.model} asks for a loss of its routers "
+            f"model: the config of {recipe.model} requests a loss of its routers "
             f"(output_router_logits), which can't be added here: {reason}; set it to false"
         )
     return ModelFacts(
@@ -272,11 +272,11 @@ def plan_of(
     for technique in plan:
         reasons = technique.unsupported_reasons(context)
         if reasons and recipe.on_obstacle == "skip":
-            tell(f"going on without {technique}: {reasons[0]}")
+            tell(f"continuing without {technique}: {reasons[0]}")
             plan = plan.without(technique)
     conflicts = unsupported_reasons(plan, context)
     if conflicts:
-        raise InputError(f"plan: {conflicts[0]} (on_obstacle: skip goes on without it)")
+        raise InputError(f"plan: {conflicts[0]} (on_obstacle: skip continues without it)")
     return plan
 
 

@@ -245,7 +245,7 @@ def content_stamps(
 ) -> list[list[Any]]:
     """Name and content of each file, and of each in a folder; the names of what isn't there.
 
-    Files whose names end with one of ``without`` are left out of folders.
+    Files with names that end with one of ``without`` are left out of folders.
 
     Missing files have only a name.
 
@@ -285,8 +285,8 @@ def _stamps_apart(folder: Path, depth: int, output: Path) -> bool:
 OnProgress = Callable[[int, int], None]
 SHOWN_REASONS = 3  # for which examples were left out; rejected.jsonl has all
 _FATE = {
-    "truncate": "dialogues are cut, plain texts go on in further pieces",
-    "split": "they go on in further pieces, as far as those have a part of an answer",
+    "truncate": "dialogues are cut, plain texts continue in further pieces",
+    "split": "they continue in further pieces, as far as those have a part of an answer",
     "drop": "leave-one-out",
 }
 
@@ -581,7 +581,7 @@ class Overlap:
         verb = "stands" if self.count == 1 else "stand"
         return (
             f"{self.count:,} of {self.eval_data:,} eval examples {verb} in the training data "
-            "too, token for token, so the eval loss flatters: take duplicates out of the data, "
+            "too, token for token, so the eval loss flatters. Take duplicates out of the data, "
             "or give eval_data a file of its own"
         )
 

@@ -384,7 +384,7 @@ class Recipe(BaseModel):
         changed = [n for n in lora_keys if getattr(self, n) != Recipe.model_fields[n].default]
         if self.finetuning_type == "full" and changed:
             raise ValueError(
-                f"{changed[0]} has no effect on all weights: say finetuning_type: lora"
+                f"{changed[0]} has no effect on all weights: set finetuning_type: lora"
             )
         if self.min_nproc is not None and self.min_nproc > self.nproc:
             raise ValueError(f"min_nproc is {self.min_nproc}, above nproc, which is {self.nproc}")

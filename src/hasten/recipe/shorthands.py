@@ -45,13 +45,13 @@ def with_checkpoint_keys(values: Mapping[str, Any], plan: list[Any]) -> dict[str
     if every is not None:
         if index is not None:
             raise ValueError(
-                "checkpoint_every and checkpoints in the plan both say when to save; keep one"
+                "checkpoint_every and checkpoints in the plan both set when to save; keep one"
             )
         plan, index = [*plan, {NAME: {"interval": every}}], len(plan)
     if folder is not None:
         if index is None:
             raise ValueError(
-                "checkpoint_dir has no effect: say checkpoint_every, or put checkpoints into plan"
+                "checkpoint_dir has no effect: set checkpoint_every, or put checkpoints into plan"
             )
         plan = [
             *plan[:index],
@@ -169,9 +169,7 @@ def with_deepspeed(values: Mapping[str, Any], plan: list[Any]) -> dict[str, Any]
     names = {name_of(entry) for entry in plan}
     twice = next((entry for entry in more if name_of(entry) in names), None)
     if twice is not None:
-        raise ValueError(
-            f"{file} asks for {twice} and the plan says {name_of(twice)} too; keep one"
-        )
+        raise ValueError(f"{file} requests {twice} and the plan has {name_of(twice)} too; keep one")
     return {**merged, "plan": [*plan, *more], "deepspeed": None}
 
 

@@ -1,12 +1,12 @@
 """A run's model evaluated before and after training, on eval examples, prompt files and tasks.
 
-(1) each example gives its summed loss over trained tokens and, where it has a prompt, whether the
-greedy answer equals the written one => (2) the base model is scored on the same examples => (3) the
+(1) Each example gives its summed loss over trained tokens. With a prompt, it also gives whether the
+greedy answer equals the written one. (2) The base model is scored on the same examples. (3) The
 difference is estimated from the pairs, so that hard examples, which are hard for both, don't widen
-its interval => (4) p-values of all metrics pass Holm's correction before a word is given.
+its interval. (4) P-values of all metrics pass Holm's correction before a verdict is given.
 
-Tasks of EleutherAI's lm-eval harness are YAML files whose data lies on this machine's disks. They
-are read as plain YAML: a ``!function`` tag, which would run code, is refused.
+Tasks of EleutherAI's lm-eval harness are YAML files with data on this machine's disks. They are
+read as plain YAML: a ``!function`` tag, which would run code, is refused.
 """
 
 from __future__ import annotations
@@ -119,13 +119,13 @@ def file_examples(loaded: LoadedModel, file: Path) -> Sequence[TokenizedExample]
         strict=True,
     ):
         if not encoded.examples:
-            raise InputError(f"--tasks: {source.place} can't be evaluated: {encoded.reason}")
+            raise InputError(f"--tasks: {source.location} can't be evaluated: {encoded.reason}")
         examples += encoded.examples
     return examples
 
 
 def score(loaded: LoadedModel, task: str, examples: Sequence[TokenizedExample]) -> list[TaskMetric]:
-    """Loss per trained token, and the share of prompts whose greedy answer is the written one.
+    """Loss per trained token, and the share of prompts with the written answer as greedy answer.
 
     Exact match ignores white space at both ends; examples without a prompt have none.
     """
@@ -255,7 +255,7 @@ _EXPRESSION = re.compile(
 
 
 def read_task(file: Path) -> dict[str, Any]:
-    """The configuration of an lm-eval task whose data is local, paths made absolute.
+    """The configuration of an lm-eval task with local data, paths made absolute.
 
     Raises:
         InputError: the file is no task, could run code, or its data would be downloaded.

@@ -1,10 +1,10 @@
 """A finished run as files that others load, compared with the model that was trained.
 
-(1) run folder, output folder and tokenizer are checked, before any weight is read => (2) the
-trained model is built: the base with the adapter on top, or the trained weights => (3) its logits
-on 20 eval examples are computed => (4) the adapter is merged in float32 into the base's original
-weights, and folder or file is written in the format of the base => (5) what was written is read
-back, and its logits are compared with those of step 3. The table of step 5 is stored with the
+(1) Run folder, output folder and tokenizer are checked, before any weight is read. (2) The
+trained model is built: the base with the adapter on top, or the trained weights. (3) Its logits
+on 20 eval examples are computed. (4) The adapter is merged in float32 into the base's original
+weights, and folder or file is written in the format of the base. (5) The written files are read
+back, and their logits are compared with those of step 3. The table of step 5 is stored with the
 files, in `export.json` and in the model card.
 
 An adapter that was trained on a base in few bits is merged into the original weights too. How far
@@ -68,7 +68,7 @@ WEIGHTS: Final[tuple[WeightsOf, ...]] = get_args(WeightsOf)
 
 @dataclass(frozen=True)
 class Export:
-    """What is exported, and how.
+    """The weights to export, and their form.
 
     Args:
         run: the folder of a run.
@@ -91,10 +91,10 @@ class Export:
 class LogitComparison:
     """Logits of two models on the same tokens.
 
-    ``largest`` is the largest difference over the largest logit, ``mean`` the root mean square of
-    the differences over that of the logits, on the worst example. The tolerance is of ``largest``
-    in float32. In other formats it is of ``mean``, since rounding can send a single token to
-    another expert.
+    ``largest`` is the largest difference over the largest logit. ``mean`` is the root mean
+    square of the differences over that of the logits. Both are of the worst example. The
+    tolerance is of ``largest`` in float32. In other formats it is of ``mean``, since rounding can
+    send a single token to another expert.
     """
 
     name: str
@@ -116,9 +116,9 @@ class LogitComparison:
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, compared with what was trained.
+    """The written model, compared with the trained one.
 
-    ``problems`` are differences beside the logits; ``unsaved`` parts couldn't be written.
+    ``problems`` are differences in other things than logits; ``unsaved`` parts couldn't be written.
     """
 
     comparisons: tuple[LogitComparison, ...]
@@ -256,7 +256,9 @@ def _write(
     model.to("meta")  # makes room for the copy that is read back
     after = load_model(str(folder))
     take_own_attention(after)
-    names = {str(k).removeprefix("torch.") for k in (formats.most, *formats.own.values()) if k}
+    names = {
+        str(k).removeprefix("torch.") for k in (formats.most, *formats.exceptions.values()) if k
+    }
     kind = max(names or {"float32"}, key=lambda name: TOLERANCES.get(name, 0.0))
     return kind, after, _differences(folder, tokenizer, tokens[0], stop), unsaved
 
@@ -272,7 +274,7 @@ def _read_back(model: Any, file: Path) -> Any:
 def _differences(
     folder: Path, tokenizer: PreTrainedTokenizerBase, tokens: Tensor, stop: int | None
 ) -> list[str]:
-    """What a reader of the folder would get otherwise than it was trained, beside the weights."""
+    """Differences, except in weights, between the trained model and a reader's copy of it."""
     problems = []
     stored = load_tokenizer(str(folder))
     text = tokenizer.decode(tokens)
@@ -402,7 +404,7 @@ def _load_checkpoint(model: Any, path: Path) -> None:
 
 
 def _repair_generation(model: Any) -> str:
-    """Makes a contradictory generation config valid; the sentence says what was changed.
+    """Makes a contradictory generation config valid; the sentence names the changes.
 
     Published models list a temperature and switch sampling off, which transformers refuses to save.
 

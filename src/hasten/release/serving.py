@@ -1,8 +1,8 @@
 """A run's model behind OpenAI's HTTP interface, by the server of transformers or by vLLM.
 
-    transformers   the handlers of ``transformers serve`` in this process, on the loaded model: the
-                   run's adapter and exact tokenizer, which its own loader would replace
-    vLLM           ``vllm serve`` as a child process on the saved weights or adapter
+    transformers: the handlers of ``transformers serve`` in this process, on the loaded model with
+        the run's adapter and exact tokenizer. Its own loader would replace both.
+    vLLM: ``vllm serve`` as a child process on the saved weights or adapter.
 
     POST /v1/chat/completions, /v1/completions   whole or streamed, by the handlers
     GET  /v1/models, /health

@@ -1,8 +1,8 @@
 """The model of a finished run, loaded for use, and the text that it generates.
 
-(1) the weights of RUN/model, or RUN/adapter merged into its base
-(2) the tokenizer saved with them; its chat template renders the turns in the sandbox of training
-(3) generation stops at the tokens that the weights name, and at the end of an answer
+(1) the weights of RUN/model, or RUN/adapter merged into its base.
+(2) the tokenizer saved with them; its chat template renders the turns in the sandbox of training.
+(3) generation stops at the tokens that the weights name, and at the end of an answer.
 
 Weights are float32 on a processor and bfloat16 on an accelerator.
 """
@@ -119,7 +119,10 @@ def load_base(run: Path, weights: str = "") -> LoadedModel:
 
 
 def load_other(source: str, run: Path, weights: str = "") -> LoadedModel:
-    """What a run is compared with: ``base``, another run, or a model's folder or hub name."""
+    """Returns the model to compare with a run.
+
+    The source is ``base``, another run, or a model's folder or hub name.
+    """
     if source == BASE:
         return load_base(run, weights)
     if (Path(source) / RECIPE).is_file():
@@ -143,7 +146,7 @@ def _ready(
 
 
 def check_template(loaded: LoadedModel) -> None:
-    """Refuses a model without a chat template, and one whose template renders no question.
+    """Refuses a model without a chat template, and one with a template that renders no question.
 
     Raises:
         InputError: as above.

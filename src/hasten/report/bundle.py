@@ -36,14 +36,16 @@ class BundledMeasurement:
     """
 
     rounds: tuple[float, ...] = ()
-    beside: tuple[float, ...] = ()
+    baseline_rounds: tuple[float, ...] = ()
     idle: tuple[str, ...] = ()  # techniques that did not act
     failed: str | None = None
 
     @property
     def ratios(self) -> list[float]:
         """Against the baseline, round by round."""
-        return [speed / base for speed, base in zip(self.rounds, self.beside, strict=False)]
+        return [
+            speed / base for speed, base in zip(self.rounds, self.baseline_rounds, strict=False)
+        ]
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,16 @@ class Bundle:
     versions: Mapping[str, Any] = field(default_factory=dict)
     hardware: Mapping[str, Any] = field(default_factory=dict)
     data: Sequence[Mapping[str, Any]] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the bundle as its file stores it, with the stored key ``beside``."""
+        stored = asdict(self)
+        for name, measured in stored["measured"].items():
+            stored["measured"][name] = {
+                "beside" if key == "baseline_rounds" else key: numbers
+                for key, numbers in measured.items()
+            }
+        return stored
 
     def to_design(self, rounds: int | None = None) -> Design:
         """The same design, with another number of rounds if one is given; no budget cuts it short.
@@ -82,8 +94,8 @@ def measurements(variants: Iterable[Variant]) -> dict[str, BundledMeasurement]:
     return {
         variant.name: BundledMeasurement(
             rounds=tuple(variant.rounds),
-            beside=tuple(
-                () if base.failed else variant.beside or base.rounds[: len(variant.rounds)]
+            baseline_rounds=tuple(
+                () if base.failed else variant.baseline_rounds or base.rounds[: len(variant.rounds)]
             ),
             idle=tuple(str(a["technique"]) for a in variant.effective if a["effective"] is False),
             failed=variant.failed,
@@ -117,7 +129,7 @@ def write_bundle(bundle: Bundle, folder: Path) -> None:
     Raises:
         InputError: the place can't be written.
     """
-    text = json.dumps({"bundle": 1, **asdict(bundle)}, indent=1) + "\n"
+    text = json.dumps({"bundle": 1, **bundle.to_dict()}, indent=1) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / NAME, text)
@@ -276,4 +288,4 @@ def _span(measured: BundledMeasurement) -> Interval | None:
     if measured.failed is not None or not measured.ratios:
         return None
     count = len(measured.ratios)
-    return paired_ratio(measured.beside[:count], measured.rounds[:count])
+    return paired_ratio(measured.baseline_rounds[:count], measured.rounds[:count])

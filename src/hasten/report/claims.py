@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hasten.core.technique import Technique
-from hasten.formatting import span, words
+from hasten.formatting import number_text, span
 from hasten.measure.statistics import Effect, Interval, claim_verdict
 from hasten.report.judgement import NOT_MEASURED, on_the_whole, verdict_word
 
@@ -204,9 +204,9 @@ def _absolute(
         return "not measured", f"{UNKNOWN}: needs several ranks (nproc 2 or more)"
     if None in shares:
         return "not measured", f"{UNKNOWN}: this report has no figure for it"
-    text = " → ".join(words(share, "percent") for share in shares)
+    text = " → ".join(number_text(share, "percent") for share in shares)
     if metric == "utilisation" and (report.get("hardware") or {}).get("device") == "cpu":
-        return text, f"{UNKNOWN}: said of a GPU's busy time; here it is the cores' time"
+        return text, f"{UNKNOWN}: the claim is of a GPU's busy time; here it is the cores' time"
     reached = shares[1] >= claim["least"] if ABSOLUTE[metric] else shares[1] <= claim["most"]
     return text, "held" if reached else "fell short"
 
@@ -237,12 +237,14 @@ def _per_run(metric: str, final: Mapping[str, Any], report: Mapping[str, Any]) -
     if None in rates or not tokens:
         return "not measured"
     if metric == "samples_per_second":
-        return " → ".join(words(r * examples / tokens, "amount") for r in rates) + " examples/s"
+        return (
+            " → ".join(number_text(r * examples / tokens, "amount") for r in rates) + " examples/s"
+        )
     prices = cost.get("per_million_tokens") or {}
     paid = [prices.get(variant["name"]) for variant in (report["variants"][0], final)]
     if None in paid:
         return "not measured: the recipe has no price"
-    text = " → ".join(words(p * tokens / 1e6, "amount") for p in paid)
+    text = " → ".join(number_text(p * tokens / 1e6, "amount") for p in paid)
     return f"{text} {cost.get('currency') or ''} for a pass over the data"
 
 
@@ -254,7 +256,7 @@ def _quality(report: Mapping[str, Any]) -> tuple[str, str]:
     ]
     if None in losses or not assessment:
         return "not measured", UNKNOWN
-    text = " → ".join(words(loss, "loss") for loss in losses)
+    text = " → ".join(number_text(loss, "loss") for loss in losses)
     word = {"not worse": "held", "worse": "fell short"}.get(assessment["verdict"], UNKNOWN)
     return f"eval loss {text}, one seed", word
 
@@ -287,5 +289,5 @@ def _seconds(
     tokens = (report.get("design") or {}).get("epoch_tokens")
     rates = [one["tokens_per_second"]["median"] for one in (report["variants"][0], variant)]
     if claim["metric"] == "epoch_seconds" and tokens and None not in rates:
-        measured += f", {' → '.join(words(tokens / rate, 'seconds') for rate in rates)}"
+        measured += f", {' → '.join(number_text(tokens / rate, 'seconds') for rate in rates)}"
     return measured, word

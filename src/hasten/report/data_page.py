@@ -21,6 +21,7 @@ PAGE = """<!DOCTYPE html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <title>{{ title }}</title>
+
 <style>
 :root { color-scheme: light dark; --page: #fff; --ink: #16191d; --muted: #565e68; --rule: #dcdfe3;
   --accent: #1f5fbf; }
@@ -30,13 +31,17 @@ body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.5 sys
   font-variant-numeric: tabular-nums; overflow-wrap: break-word; }
 main { max-width: 800px; margin: 0 auto; padding: 40px 24px 72px; }
 h1, h2 { font-size: 1.25rem; font-weight: 600; } h2 { margin-top: 40px; }
+
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 4px 20px; }
 dt { color: var(--muted); } dd { margin: 0; }
+
 svg { display: block; width: 100%; height: auto; } .narrow { display: none; }
 svg text { font-size: 13px; fill: var(--ink); } svg .tick { fill: var(--muted); }
 svg .middle { text-anchor: middle; } svg .end { text-anchor: end; }
 svg .grid, svg .origin { stroke: var(--rule); } svg .bar { fill: var(--accent); }
+
 @media (max-width: 600px) { .wide { display: none; } .narrow { display: block; } }
+
 </style>
 </head>
 <body><main>

@@ -2,7 +2,7 @@
 
 A ratio is only calculated between rounds that ran in the same turn. Memory may force an
 experiment to measure its variants in groups. Each variant then has the baseline's
-values of its own rounds (``Variant.beside``). Two variants of different groups never
+values of its own rounds (``Variant.baseline_rounds``). Two variants of different groups never
 ran side by side.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from hasten import formatting
 from hasten.core.plan import Plan
-from hasten.formatting import signed, span, words
+from hasten.formatting import number_text, signed, span
 from hasten.measure.ablation import Variant
 from hasten.measure.quality.requirements import FAILED
 from hasten.measure.significance import (
@@ -47,7 +47,7 @@ def ratios_of(variant: Variant, base: Variant) -> list[float]:
     """
     if variant.failed is not None or base.failed is not None:
         return []
-    base_rounds = variant.beside or base.rounds
+    base_rounds = variant.baseline_rounds or base.rounds
     return [ours / theirs for ours, theirs in zip(variant.rounds, base_rounds, strict=False)]
 
 
@@ -70,8 +70,12 @@ def ratio_between(
     rounds.
     """
     if other is base or variant is base or _side_by_side([variant, other]):
-        theirs = variant.beside if other is base and variant.beside else other.rounds
-        ours = other.beside if variant is base and other.beside else variant.rounds
+        theirs = (
+            variant.baseline_rounds if other is base and variant.baseline_rounds else other.rounds
+        )
+        ours = (
+            other.baseline_rounds if variant is base and other.baseline_rounds else variant.rounds
+        )
         ratios = [a / b for a, b in zip(ours, theirs, strict=False)]
         return (ratio_of_rounds(ratios, variant.process_variance), ratios) if ratios else None
     sides = ratios_of(other, base), ratios_of(variant, base)
@@ -98,7 +102,7 @@ def noise_of(variants: Sequence[Variant]) -> dict[str, Any] | None:
         text += " One round doesn't show how far rounds vary."
     elif not ratio.low <= 1 <= ratio.high:
         text += (
-            " The two are the same program, and yet they differ beyond doubt: something on this "
+            " The two are the same program, and yet they certainly differ: something on this "
             "machine favours one process over another."
         )
     text += f" Changes below {100 * floor:.1f} % are not counted as gain or harm."
@@ -132,7 +136,7 @@ def _losses_apart(variants: Sequence[Variant]) -> str:
         f" The copies' training losses differ from step {step} on, by "
         f"{100 * max(loss_differences):.2g} % at "
         "most: this program doesn't compute the same twice, and no eval loss of a single "
-        "process says more than that."
+        "process is more exact than that."
     )
 
 
@@ -194,11 +198,11 @@ def _again(variants: Sequence[Variant]) -> list[float]:
 
 def _side_by_side(variants: Sequence[Variant]) -> bool:
     """Returns True if round i of all these variants ran in the same turn."""
-    return all(variant.beside == variants[0].beside for variant in variants)
+    return all(variant.baseline_rounds == variants[0].baseline_rounds for variant in variants)
 
 
 def _joint(together: Variant, singles: Sequence[Variant], base: Variant) -> Interval:
-    base_rounds = together.beside or base.rounds
+    base_rounds = together.baseline_rounds or base.rounds
     every = [base_rounds, together.rounds, *(variant.rounds for variant in singles)]
     rounds = min(len(values) for values in every)
     first, second, *others = (values[:rounds] for values in every)
@@ -470,7 +474,7 @@ class SwitchGain:
 
     technique: str
     alone: Row | None
-    beside: Interval | None
+    with_others: Interval | None
 
 
 def result_of(variants: Sequence[Row]) -> Row:
@@ -510,7 +514,7 @@ def measured_variant(row: Row, base: Row) -> Variant:
         effective=row["effective"],
         failed=row["verdict"] if failed else None,
         kind=row["kind"],
-        beside=list(row["beside"]) if len(row["beside"]) == len(row["rounds"]) else [],
+        baseline_rounds=list(row["beside"]) if len(row["beside"]) == len(row["rounds"]) else [],
         process_variance=ProcessVariance(**process_variance) if has_variance else None,
     )
 
@@ -616,13 +620,13 @@ def unpaid(report: Mapping[str, Any]) -> list[dict[str, str]]:
             entries.append({"name": variant["name"], "why": "; ".join(reasons), "word": word})
     listed = {row["name"] for row in entries}
     for switch in switches(variants):
-        gain = switch.beside
+        gain = switch.with_others
         listed_alone = switch.alone is not None and switch.alone["name"] in listed
         if gain is None or listed_alone or (word := word_of(gain, floor)) == "helped":
             continue
         alone = f"alone {span(switch.alone['ratio'], 'times')}, but " if switch.alone else ""
         what = "slower with it than without" if word == "hurt" else "no gain beyond the noise"
-        why = f"{alone}beside all the others {said(gain)}: {what}"
+        why = f"{alone}with all the others {gain_text(gain)}: {what}"
         entries.append({"name": switch.technique, "why": why, "word": word})
     guilty = (row for row in report["verification"] if verdict_word(row["verdict"]) in GUILTY)
     return entries + [
@@ -634,7 +638,7 @@ def any_known(terms: Mapping[str, float | None]) -> bool:
     return any(value is not None for value in terms.values())
 
 
-def said(ratio: Interval | None) -> str:
+def gain_text(ratio: Interval | None) -> str:
     """A ratio with its interval, in words."""
     return formatting.NOT_MEASURED if ratio is None else span(ratio.summary(), "times")
 
@@ -657,7 +661,7 @@ def reason_of(row: Mapping[str, Any]) -> str:
 def amount(value: object) -> str:
     """A number or text that a verification found, as it is printed."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return words(float(value), "found") if number else str(value)  # type: ignore[arg-type]
+    return number_text(float(value), "found") if number else str(value)  # type: ignore[arg-type]
 
 
 def _in_turn(variant: Row, base: Row) -> bool:

@@ -27,7 +27,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from hasten.core.plan import name_of
 from hasten.errors import InputError
-from hasten.formatting import duration, measure, outline, span, words
+from hasten.formatting import duration, measure, number_text, outline, span
 from hasten.machine.files import write_atomic
 from hasten.recipe.write_back import plain_entry
 from hasten.report.judgement import (
@@ -161,7 +161,12 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"words": words, "span": span, "outline": outline, "amount": amount}
+    environment.filters |= {
+        "words": number_text,
+        "span": span,
+        "outline": outline,
+        "amount": amount,
+    }
     environment.filters |= {
         "head": verdict_word,
         "priced": priced,
@@ -313,10 +318,10 @@ def table_of(report: Mapping[str, Any]) -> ReportTable:
                 "effect": effect_words(variant, usual),
                 "verdict": verdict_word(variant["verdict"]),
                 "ratio": span(variant["ratio"], "times"),
-                "speed": words(variant["tokens_per_second"]["median"], "amount"),
+                "speed": number_text(variant["tokens_per_second"]["median"], "amount"),
                 "quality": verdict_word(variant["quality"]) or "–",
-                "memory": words(variant["peak_memory_bytes"], "memory"),
-                "loss": words(variant["eval_loss"], "loss"),
+                "memory": number_text(variant["peak_memory_bytes"], "memory"),
+                "loss": number_text(variant["eval_loss"], "loss"),
             }
         )
     return ReportTable(columns, rows)
@@ -331,7 +336,7 @@ def machine(hardware: Mapping[str, Any]) -> str:
     parts += [v for key, v in hardware.items() if isinstance(v, str) and v and key != "device"]
     cores, memory = hardware.get("usable_cores"), hardware.get("memory_limit_bytes")
     parts += [f"{cores} cores"] if isinstance(cores, int) else []
-    return " · ".join([*parts, words(memory, "memory")] if isinstance(memory, int) else parts)
+    return " · ".join([*parts, number_text(memory, "memory")] if isinstance(memory, int) else parts)
 
 
 def proofs(variants: Sequence[Row]) -> list[dict[str, Any]]:
@@ -367,7 +372,7 @@ def terms(variants: Sequence[Row], part: str, unit: str) -> list[dict[str, Any]]
     for number, name in enumerate(first, start=1):
         pair = first[name], last[name]
         if pair != (None, None):
-            texts = [words(value, unit) for value in pair]
+            texts = [number_text(value, unit) for value in pair]
             rows.append({"name": name, "number": number, "before": texts[0], "after": texts[1]})
     return rows
 
@@ -422,7 +427,7 @@ def unmeasured(report: Mapping[str, Any]) -> list[str]:
     ledgers = [variant["ledger"] for variant in (variants[0], result_of(variants))]
     absent = {
         "noise: no second copy of the baseline ran": report["noise"]["ratio"] is None,
-        "the proof of equal quality that each switch owes": not report["verification"],
+        "the proof of equal quality that each switch needs": not report["verification"],
         "independence of the loss from packing, splits and neighbours": not report["invariance"],
         "where a step's time goes": not any(any_known(x["step"]) for x in ledgers),
         "what memory holds": not any(any_known(x["memory"]) for x in ledgers),
@@ -455,7 +460,7 @@ def load_of_others(variants: Sequence[Row]) -> str | None:
     load = [value for variant in variants for value in variant["foreign_load"] if value is not None]
     if not load:
         return None
-    mean, most = words(statistics.fmean(load), "percent"), words(max(load), "percent")
+    mean, most = number_text(statistics.fmean(load), "percent"), number_text(max(load), "percent")
     return f"others used {mean} of the processor during the rounds, {most} at most"
 
 
@@ -502,7 +507,7 @@ def _notes(read: Mapping[str, Any]) -> Iterator[str]:  # noqa: C901  # a clause 
             yield f"{cell(variant['name'])}: would be decided by {more}"
     if read["mfu"]:
         some = variants if len(variants) <= 4 else [variants[0], result_of(variants)]
-        shares = ", ".join(f"{cell(a['name'])} {words(a['mfu'], 'percent')}" for a in some)
+        shares = ", ".join(f"{cell(a['name'])} {number_text(a['mfu'], 'percent')}" for a in some)
         yield f"{shares} {cell(read['mfu'])}"
     yield from _noise(read)
     for row in read["invariance"]:
@@ -516,7 +521,9 @@ def _noise(read: Mapping[str, Any]) -> Iterator[str]:
     if noise["text"] or noise["ratio"]:
         copies = span(noise["ratio"], "times") if noise["ratio"] else "not measured"
         floor = (
-            "" if noise["floor"] is None else f", noise floor {words(noise['floor'], 'percent')}"
+            ""
+            if noise["floor"] is None
+            else f", noise floor {number_text(noise['floor'], 'percent')}"
         )
         yield cell(noise["text"] or f"two copies of the baseline: {copies}{floor}")
     if together["text"] or together["ratio"]:
@@ -531,12 +538,13 @@ def _money(read: Mapping[str, Any]) -> Iterator[str]:
     if prices is not None:
         ends = [read["variants"][0], result_of(read["variants"])]
         price_text = " → ".join(
-            words(priced(prices, variant), "price") for variant in ends[: len(read["variants"])]
+            number_text(priced(prices, variant), "price")
+            for variant in ends[: len(read["variants"])]
         )
         yield f"{cell(cost['currency'] or 'cost')} per million tokens: {price_text}"
     experiment = cost["experiment"]
     if experiment["money"] is not None:
-        spent = words(experiment["money"], "price")
+        spent = number_text(experiment["money"], "price")
         yield f"the experiment cost {spent} {cell(cost['currency'] or '')}"
     if cost["payback"]["text"]:
         yield cell(cost["payback"]["text"])

@@ -33,7 +33,7 @@ import numpy as np
 from hasten import formatting
 from hasten.errors import InputError
 from hasten.foreign_files import open_regular, read_json_object
-from hasten.formatting import aligned, words
+from hasten.formatting import aligned, number_text
 from hasten.report.svg import visible
 
 LARGEST_FILE = 256 << 20  # bytes
@@ -145,8 +145,8 @@ class LossPoints(Sequence[Point]):
         if isinstance(index, slice):
             return [self[each] for each in range(len(self))[index]]
         tokens = self._tokens[index]
-        known = None if math.isnan(tokens) else tokens
-        return Point(int(self._steps[index]), known, self._losses[index])
+        known_tokens = None if math.isnan(tokens) else tokens
+        return Point(int(self._steps[index]), known_tokens, self._losses[index])
 
 
 @dataclass
@@ -165,8 +165,8 @@ class _Log:
         self.lines += 1
         self.last_step = _whole(entry.get("step"))
         tokens, loss = number(entry.get("tokens")), number(entry.get("loss"))
-        known = tokens is not None and self.tokens is not None
-        self.tokens = self.tokens + tokens if known else None  # type: ignore[operator]
+        has_tokens = tokens is not None and self.tokens is not None
+        self.tokens = self.tokens + tokens if has_tokens else None  # type: ignore[operator]
         if loss is not None:
             self.curve.append(self.last_step or self.lines, number(self.tokens), loss)
         if seconds := number(entry.get("step_seconds")):
@@ -414,7 +414,7 @@ def render(comparison: Mapping[str, Any]) -> str:
     for key, heading, unit in ROWS:
         if key == "loss_at_equal" and equal["value"] is not None:
             heading += f" at {equal['value']:,.0f} {equal['unit']}"
-        lines.append([heading, *(words(row[key], unit) for row in runs)])
+        lines.append([heading, *(number_text(row[key], unit) for row in runs)])
     text = _table([*head, *lines])
     if comparison["differs"]:
         rows = [[key, *map(_short, values)] for key, values in comparison["differs"].items()]
@@ -552,7 +552,7 @@ def section(studies: Mapping[str, Mapping[str, Any]]) -> str:
             lines.append(f"  its trials can't be read ({type(error).__name__}: {error})")
         lines.append(f"  page: {Path(folder) / 'study.html'}")
     if len(studies) > SHOWN:
-        lines.append(f"{len(studies) - SHOWN} older studies beside it")
+        lines.append(f"{len(studies) - SHOWN} older studies next to it")
     return "\n".join(lines)
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,7 +50,7 @@ class CumulativeStep:
     technique: str
     # Against the plan so far, with the interval of the decision; None: not measured.
     ratio: dict[str, float | None] | None
-    kept: bool
+    accepted: bool
     why: str
 
 
@@ -70,12 +70,22 @@ class GreedySearch:
         rows = [["technique", f"times the plan so far [{sure:.3g} %]", "kept", "why"]]
         for rung in self.rungs:
             ratio_text = "not measured" if rung.ratio is None else span(rung.ratio, "times")
-            rows.append([rung.technique, ratio_text, "yes" if rung.kept else "no", cell(rung.why)])
+            rows.append(
+                [rung.technique, ratio_text, "yes" if rung.accepted else "no", cell(rung.why)]
+            )
         return f"{markdown_table(rows)}\nkept: {self.plan if len(self.plan) else 'nothing'}"
 
     def rows(self) -> list[dict[str, Any]]:
         """The rungs as plain dictionaries, for a report."""
-        return [asdict(rung) for rung in self.rungs]
+        return [
+            {
+                "technique": rung.technique,
+                "ratio": rung.ratio,
+                "kept": rung.accepted,
+                "why": rung.why,
+            }
+            for rung in self.rungs
+        ]
 
 
 def greedy_search(
@@ -95,7 +105,7 @@ def greedy_search(
         wider = plan.with_(technique)
         rung = decide(technique, *measure(plan, wider), doubt=DOUBT / len(techniques))
         rungs.append(rung)
-        plan = wider if rung.kept else plan
+        plan = wider if rung.accepted else plan
     return GreedySearch(plan, tuple(rungs))
 
 

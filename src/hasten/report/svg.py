@@ -17,15 +17,15 @@ from html import escape
 from itertools import pairwise
 from typing import Any
 
-from hasten.formatting import NOT_MEASURED, UNITS, span, words
+from hasten.formatting import NOT_MEASURED, UNITS, number_text, span
 from hasten.report.judgement import (
     Row,
     SwitchGain,
     any_known,
     cumulative_of,
+    gain_text,
     on_the_whole,
     result_of,
-    said,
     switches,
     verdict_word,
     word_of,
@@ -64,7 +64,7 @@ class Frame:
         below = self.mark / 2 + (5 if self.narrow else 7)
         return self.top + (row + 1) * self.pitch - below
 
-    def words(self, row: int, label: str, text: str) -> str:
+    def row_text(self, row: int, label: str, text: str) -> str:
         """A row's label, at the left, and its text, at the right."""
         y = self.middle(row) + (-self.mark / 2 - 8 if self.narrow else 4.5)
         short = fit(label, int(self.label / LETTER))
@@ -262,7 +262,7 @@ def bar_chart(
     for row, bar in enumerate(bars):
         body += _bar(bar, x, origin, frame.middle(row))
     body.append(line("origin", x(origin), frame.top, x(origin), frame.bottom))
-    body += [frame.words(row, bar.label, bar.text) for row, bar in enumerate(bars)]
+    body += [frame.row_text(row, bar.label, bar.text) for row, bar in enumerate(bars)]
     account = [f"{bar.label}: {bar.text}" for bar in bars]
     return svg(title, account, (width, frame.bottom + 22), body)
 
@@ -283,7 +283,7 @@ def stack_chart(title: str, stacks: Sequence[Stack], width: int, formatter: Word
                     middle, y = (left_x + right_x) / 2, frame.middle(row) + 4.5
                     body.append(svg_text("inside middle", middle, y, name))
                 end += extent
-        body.append(frame.words(row, stack.label, stack.text))
+        body.append(frame.row_text(row, stack.label, stack.text))
     account = [
         f"{stack.label}, {name}: "
         f"{formatter(finite([value])[0]) if finite([value]) else NOT_MEASURED}"
@@ -311,7 +311,7 @@ def strip_chart(title: str, strips: Sequence[Strip], width: int, levels: bool = 
             (0 if levels else -reach, reach), (frame.middle(row) + 13, frame.middle(row) - 13)
         )
         body.append(line("grid", frame.left, y(0), frame.right, y(0)))
-        body.append(frame.words(row, strip.label, strip.text))
+        body.append(frame.row_text(row, strip.label, strip.text))
         body += path([(x(i), y(value)) for i, value in enumerate(values)], strip.tone, dots)
     account = [f"{strip.label}: {strip.text}" for strip in strips]
     return svg(title, account, (width, frame.bottom + 2), body)
@@ -422,7 +422,7 @@ def _speeds(report: Mapping[str, Any]) -> dict[str, Draw]:
     """The waterfall, the pairs, and bars for the variants that neither of them shows."""
     variants, floor = report["variants"], report["noise"]["floor"]
     cumulative, gains = cumulative_of(variants), switches(variants)
-    pairs = _pairs(gains, report) if any(switch.beside for switch in gains) else []
+    pairs = _pairs(gains, report) if any(switch.with_others for switch in gains) else []
     shown = {variant["name"] for variant in cumulative}
     if pairs:
         shown |= {switch.alone["name"] for switch in gains if switch.alone}
@@ -480,13 +480,13 @@ def _pairs(gains: Sequence[SwitchGain], report: Mapping[str, Any]) -> list[Bar]:
         if switch.alone:
             alone = _speed(switch.alone, report)
             bars.append(replace(alone, label=switch.technique))
-        label = "beside the others" if switch.alone else switch.technique
-        ratio = switch.beside
+        label = "with the others" if switch.alone else switch.technique
+        ratio = switch.with_others
         summary = ratio.summary() if ratio else dict.fromkeys(("median", "low", "high"))
         ends = summary["median"], summary["low"], summary["high"]
         word = "undecided" if ratio is None else word_of(ratio, report["noise"]["floor"])
         tone = f"{_HUES.get(word, 'other')} hollow"
-        bars.append(Bar(f"↳ {label}", said(ratio), *ends, tone))
+        bars.append(Bar(f"↳ {label}", gain_text(ratio), *ends, tone))
     return bars
 
 
@@ -520,7 +520,7 @@ def _loads(variants: Sequence[Row]) -> dict[str, Draw]:
         variant for variant in variants if any(v is not None for v in variant["foreign_load"])
     ):
         loads = [value for value in variant["foreign_load"] if value is not None]
-        text = f"most {words(max(loads), 'percent')}"
+        text = f"most {number_text(max(loads), 'percent')}"
         strips.append(Strip(variant["name"], text, loads, _tone(variant, variants)))
     title = "Processor time used by others in each round"
     return {"load": lambda width: strip_chart(title, strips, width, True)} if strips else {}
@@ -548,7 +548,7 @@ def _stacks(title: str, variants: Sequence[Row], part: str) -> Draw:
     for variant, total in zip(variants, sums, strict=True):
         terms = variant["ledger"][part].items()
         parts = {name: None if value is None else value / unit for name, value in terms}
-        text = words(total, "memory" if part == "memory" else "seconds")
+        text = number_text(total, "memory" if part == "memory" else "seconds")
         stacks.append(Stack(variant["name"], text if any_known(parts) else NOT_MEASURED, parts))
     return lambda width: stack_chart(title, stacks, width, lambda v: f"{v:.3g} {sign}")
 
@@ -567,8 +567,8 @@ def _used(variant: Row, base: Row) -> str:
     """A variant's peak memory with its change from the baseline."""
     used, before = variant["peak_memory_bytes"], base["peak_memory_bytes"]
     comparable = variant is not base and used is not None and before
-    return words(used, "memory") + (
-        f" ({words(used / before - 1, 'change')})" if comparable else ""
+    return number_text(used, "memory") + (
+        f" ({number_text(used / before - 1, 'change')})" if comparable else ""
     )
 
 
@@ -578,4 +578,6 @@ def _reach(rounds: Sequence[float | None]) -> str:
     middle = statistics.median(speeds) if speeds else 0
     if not middle:
         return NOT_MEASURED
-    return " to ".join(words(end / middle - 1, "change") for end in (min(speeds), max(speeds)))
+    return " to ".join(
+        number_text(end / middle - 1, "change") for end in (min(speeds), max(speeds))
+    )

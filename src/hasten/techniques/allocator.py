@@ -132,9 +132,9 @@ class HostAllocator:
             stands = variable in start
             effective = effective and stands
             evidence.append(
-                "huge pages are asked for"
+                "huge pages are requested"
                 if stands
-                else f"no huge pages: {variable} must stand before the process starts"
+                else f"no huge pages: set {variable} before the process starts"
             )
         return EffectCheck(effective, "; ".join(evidence))
 

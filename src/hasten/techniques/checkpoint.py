@@ -140,8 +140,8 @@ class SessionCheckpoints:
         if isinstance(session.optimizer, CompactAdamW) and not self._setup.layout.replicated:
             raise InputError(
                 "checkpoints: compact_adamw keeps moments in blocks of its own, which can't be "
-                "brought together from ranks that hold parts; take another optimizer, or leave "
-                "checkpoints out"
+                "joined across this layout's ranks; take another optimizer, or leave checkpoints "
+                "out"
             )
         tensors = session.loss_module.state_dict(keep_vars=True).values()
         # Tied weights count once; one that is dealt out over ranks has no memory of its own.
@@ -170,6 +170,6 @@ def _as_advice() -> Iterator[None]:
         raise InputError(f"checkpoints: {error}") from error
     except (KeyError, TypeError, AttributeError) as error:
         raise InputError(
-            f"checkpoints: what was saved is not the state of a run ({error!r}); go on with the "
+            f"checkpoints: the saved data is not the state of a run ({error!r}); continue with the "
             "program that wrote it, or choose another folder"
         ) from error

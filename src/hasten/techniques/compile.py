@@ -105,7 +105,7 @@ class Compiled(Technique):
                 )
         if self.backend == "inductor" and (shared := _shared_cache()):
             reasons.append(
-                f"torch.compile runs what lies in {shared}, and other users may write to it; "
+                f"torch.compile runs the code in {shared}, and other users may write to it; "
                 "set TORCHINDUCTOR_CACHE_DIR to a folder of your own"
             )
         if context.model.layers == 1:

@@ -69,8 +69,8 @@ class ExpertsImplementation(Technique):
         architectures = FUSED if self.kind == "fused" else ARCHITECTURES
         if context.model.architecture not in architectures or not context.model.experts:
             return (
-                f"there are no experts in {context.model.architecture} here whose code can be "
-                f"{self.kind}; it is for models with experts of {', '.join(architectures)}",
+                f"there are no experts in {context.model.architecture} here that {self.kind} code "
+                f"can compute; it is for models with experts of {', '.join(architectures)}",
             )
         if self.kind != "fused":
             return ()

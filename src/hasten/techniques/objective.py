@@ -45,8 +45,8 @@ class MultiTokenPrediction(Technique):
         def add(loss_module: nn.Module) -> None:
             if not setup.layout.replicated:
                 raise InputError(
-                    "multi_token_prediction runs where every rank holds the whole model, and the "
-                    "plan's layout deals it out; take ddp as the layout, or leave one of them out"
+                    "multi_token_prediction needs the whole model on every rank, and the plan's "
+                    "layout splits it; take ddp as the layout, or leave one of them out"
                 )
             try:
                 model = multi_token.model_of(loss_module)

@@ -109,7 +109,7 @@ class Muon(Technique):
 
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum is {self.momentum}; it lies in [0, 1)")
+            raise ValueError(f"momentum is {self.momentum}; it must be in [0, 1)")
 
     def apply(self, setup: Setup) -> None:
         def build(adamw: AdamW, named: Named) -> Optimizer:
@@ -181,7 +181,9 @@ def _in_place_of_adamw(
                 f"hasn't been stepped, or leave {name} out of the plan"
             )
         if any(group["amsgrad"] or group["maximize"] for group in adamw.param_groups):
-            raise InputError(f"{name} knows neither amsgrad nor maximize; give AdamW without them")
+            raise InputError(
+                f"{name} supports neither amsgrad nor maximize; give AdamW without them"
+            )
         return build(adamw, pairs)
 
     return factory

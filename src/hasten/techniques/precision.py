@@ -56,9 +56,8 @@ def _slow_bf16(context: JobContext) -> tuple[str, ...]:
     ):
         return ()
     return (
-        f"{context.hardware.cpu} multiplies bf16 in software only (neither AVX-512 nor AMX nor "
-        f"Arm's "
-        "bf16), many times slower than float32: leave it out (emulate: true has it all the same)",
+        f"{context.hardware.cpu} multiplies bf16 in software only, many times slower than "
+        "float32 (no AVX-512, AMX or Arm bf16); leave it out, or force it with emulate: true",
     )
 
 
@@ -233,7 +232,7 @@ class Float8(Technique):
             reasons.append(f"{old[0].name} has no float8 products (compute capability below 9.0)")
         if not self.emulate and self.recipe == "blockwise":
             reasons.append(
-                "the blockwise recipe exists emulated only: say rowwise, or emulate: true"
+                "the blockwise recipe exists emulated only; set rowwise, or emulate: true"
             )
         if context.model.hidden_size % SIDE:
             reasons.append(

@@ -45,7 +45,7 @@ class BalancedRouting(Technique):
     def __post_init__(self) -> None:
         for name, value in (("speed", self.speed), ("sequence_loss", self.sequence_loss)):
             if not (value >= 0 and math.isfinite(value)):
-                raise ValueError(f"{name} is {value}; give 0 or a small number, say 0.001")
+                raise ValueError(f"{name} is {value}; give 0 or a small number, for example 0.001")
 
     @property
     def fidelity(self) -> Fidelity:

@@ -75,7 +75,7 @@ class Threads(Technique):
         if self.affinity and not threads.usable_cores():
             reasons.append(
                 f"{context.hardware.system} has no core masks, so {name} can't keep to its cores; "
-                "say affinity: false"
+                "set affinity: false"
             )
         nodes = len(threads.memory_nodes())
         if self.numa and nodes < 2:
@@ -154,7 +154,7 @@ class HostThreads:
         evidence.append(
             f"idle threads wait {how}"
             if stands
-            else "how idle threads wait was settled before this process knew its plan"
+            else "the waiting mode of idle threads was set before this process read its plan"
         )
         if self.collector is not None and self.collector.updates:
             effective = effective and not gc.isenabled()

@@ -59,7 +59,7 @@ def with_chosen_plan(
     if recipe.auto_plan is None:
         return recipe, None
     if recipe.resume != "never" and (saved_entries := _of_the_run(recipe)) is not None:
-        audience.tell(f"plan: auto: going on with the plan of {recipe.output}")
+        audience.tell(f"plan: auto: continuing with the plan of {recipe.output}")
         return _with_plan(recipe, saved_entries), None
     choice = choose(recipe, audience, fresh=fresh)
     if prove and choice.source == "measured":
@@ -102,7 +102,9 @@ def _of_the_run(recipe: Recipe) -> list[Any] | None:
         plan = read_manifest(path)["meta"]["job"]["plan"]
         return [{"technique": name, **entry["settings"]} for name, entry in plan.items()]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        _LOG.warning("%s tells no plan (%s), so it is chosen anew", path, type(error).__name__)
+        _LOG.warning(
+            "%s contains no plan (%s), so a plan is chosen again", path, type(error).__name__
+        )
         return None
 
 
@@ -127,7 +129,7 @@ def _proven(recipe: Recipe, choice: Choice, audience: Audience) -> Choice:
     if not wrong and failed_checks:
         audience.tell(f"plan: auto: a proof of equal quality failed: {'; '.join(failed_checks)}")
     for name, text in wrong.items():
-        audience.tell(f"plan: auto: without {name}, whose proof of equal quality failed: {text}")
+        audience.tell(f"plan: auto: without {name}: its proof of equal quality failed: {text}")
     entries = [entry for entry in choice.entries if name_of(entry) not in wrong]
     proven = [row["technique"] for row in report["verification"] if row["verdict"] == "equal"]
     proof = f"verified, each against a reference on this job: {', '.join(proven) or 'none'}"

@@ -91,7 +91,7 @@ def _self_test(recipe: Recipe, path: Path, seed: int) -> int:
         if not good and name == "undisturbed":
             break
     if failed:
-        print(f"what happened lies in {folder}")
+        print(f"the files of the checks are in {folder}")
         return FAILED
     shutil.rmtree(folder)
     return 0
@@ -177,9 +177,9 @@ class SelfTest:
         self._compare(output)
         if checkpoints(output / "checkpoints"):
             raise CheckFailedError("a checkpoint was committed that can't have been written")
-        if "training goes on" not in log_text:
-            raise CheckFailedError("no word was said of the checkpoints that couldn't be written")
-        return "no checkpoint could be written: training went on and said so, same bits"
+        if "training continues" not in log_text:
+            raise CheckFailedError("no message reported the checkpoints that couldn't be written")
+        return "no checkpoint could be written: training continued with a message, same bits"
 
     # One start of the job
 

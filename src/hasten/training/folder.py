@@ -65,7 +65,7 @@ def archive_previous_run(output: Path, keep_checkpoints: bool) -> str:
         return ""
     return (
         f"the earlier run in {output} was not done and is now in {archive}; "
-        f"resume={saved[-1]} goes on with it, and resume=auto does so without moving it"
+        f"resume={saved[-1]} continues it, and resume=auto continues it without moving it"
     )
 
 
@@ -117,8 +117,8 @@ class _LineFile:
         except OSError as error:
             if not was_waiting:
                 warnings.warn(
-                    f"{self._path} can't be written: {error.strerror or error}; training goes on, "
-                    "and its lines follow once there is room",
+                    f"{self._path} can't be written: {error.strerror or error}; training "
+                    "continues, and its lines follow once there is room",
                     stacklevel=2,
                 )
 

@@ -114,7 +114,7 @@ class _Tuning:
         subject, options = self._subject, self._options
 
         def proposer(noise: float, memory: float | None) -> Proposer:
-            prior, tell = subject.known(noise, memory), self._audience.tell
+            prior, tell = subject.prior_knowledge(noise, memory), self._audience.tell
             return proposer_of(options.sampler, subject.space, prior, options.seed, tell)
 
         cores, together = host.hardware().usable_cores, subject.together
@@ -131,10 +131,10 @@ class _Tuning:
                 tell=self._audience.show,
                 on_trial=self._keep,
                 began=self._began,
-                room=lambda: subject.known(0.0, None).limit or math.inf,
+                room=lambda: subject.prior_knowledge(0.0, None).limit or math.inf,
             )
             study = search.run()
-            return study, search.left
+            return study, search.remaining_seconds
 
     def _keep(self, study: Study) -> None:
         """The best so far, on the disk before the next trial begins."""

@@ -171,7 +171,7 @@ class ReferencePair:
             raise OutOfTimeError
         if not measurement.logs:
             raise InputError(
-                f"tune: a second copy of the job fails beside the first: {measurement.why}"
+                f"tune: a second copy of the job fails next to the first: {measurement.why}"
             )
         return max(math.sqrt(statistics.fmean(x * x for x in measurement.logs)), LEAST_NOISE)
 

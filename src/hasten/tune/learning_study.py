@@ -63,7 +63,7 @@ def document(learnt: LearningResult, space: Space, about: Mapping[str, Any]) -> 
     }
 
 
-def said(document: Mapping[str, Any]) -> str:
+def learning_sentence(document: Mapping[str, Any]) -> str:
     """The result in a sentence or two."""
     states = [t["state"] for t in document["trials"]]
     pruned, failed = (states.count(s) for s in ("pruned", "failed"))
@@ -98,7 +98,7 @@ def _final_comparison(learnt: LearningResult) -> dict[str, Any] | None:
         verdict = "helped: a lower loss from fresh seeds"
     else:
         worse = ratio is not None and ratio.high < 1
-        verdict = "hurt: a higher loss" if worse else "undecided: no lower loss beyond doubt"
+        verdict = "hurt: a higher loss" if worse else "undecided: no certainly lower loss"
         verdict += " from fresh seeds"
     row = {
         "name": "the best again",
@@ -231,7 +231,7 @@ class _Study:
                 "seconds": round(time.monotonic() - self._began, 1),
             }
             study = document(learnt, job.space, about)
-            study["said"] = said(study)
+            study["said"] = learning_sentence(study)
             result = self._result(study)
             folder.keep(study)
             if learnt.unproven is None:
@@ -257,7 +257,9 @@ class _Study:
         settings = winner["settings"] if winner else document["start"]["settings"]
         point = self._job.space.point(settings)
         if document["unproven"]:  # best.yaml keeps what the trainings found
-            text = recipe_text(self._job.recipe_at(point), self._job.given.plan, [said(document)])
+            text = recipe_text(
+                self._job.recipe_at(point), self._job.given.plan, [learning_sentence(document)]
+            )
         else:
-            text = self._write(point, [said(document)])
+            text = self._write(point, [learning_sentence(document)])
         return StudyResult(document, settings, text, self._folder.path)

@@ -6,6 +6,8 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from html import escape
+from pathlib import Path
+from string import Template
 from typing import Any
 
 from hasten.measure.ablation import Variant
@@ -22,27 +24,6 @@ from hasten.tune.study import Study
 
 SCHEMA = 1
 WIDTH, HEIGHT, LEFT, ROW = 720, 220, 44, 22
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
-<meta name="viewport" content="width=device-width">
-<style>
-:root {{ color-scheme: light dark; --ink: #1d2733; --faint: #8a97a5; --good: #1b7f5c;
-  --bad: #b3401f; --ground: #fff; }}
-@media (prefers-color-scheme: dark) {{ :root {{ --ink: #e4e9ee; --good: #4ec59a; --bad: #f08a66;
-  --ground: #14191f; }} }}
-body {{ font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--ground);
-  max-width: 760px; margin: 2rem auto; padding: 0 1rem; }}
-table {{ border-collapse: collapse; width: 100%; font-size: 13px; }}
-td, th {{ text-align: left; padding: 2px 8px 2px 0; vertical-align: top; }}
-svg {{ max-width: 100%; height: auto; }} text {{ fill: var(--ink); font-size: 12px; }}
-.dot {{ fill: var(--faint); }} .cross {{ stroke: var(--bad); stroke-width: 2; }}
-.best {{ fill: none; stroke: var(--good); stroke-width: 2; }} .bar {{ fill: var(--good); }}
-.axis {{ stroke: var(--faint); }}
-</style></head><body><h1>{title}</h1><p>{lead}</p>
-<h2>Final comparison</h2>{final_comparison}
-{final}<h2>History</h2>{history}<h2>Importance</h2>{importance}<h2>Trials</h2>{trials}
-</body></html>
-"""
 
 
 def study_document(
@@ -177,7 +158,8 @@ def is_proven(document: Mapping[str, Any]) -> bool:
 
 def page(document: Mapping[str, Any], title: str, sentence: str) -> str:
     """One file of HTML without anything to load; ``sentence`` is the result in a sentence."""
-    return PAGE.format(
+    template = Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
+    return template.substitute(
         title=escape(title),
         lead=escape(sentence),
         final_comparison=_final_comparison(document["final_comparison"]),

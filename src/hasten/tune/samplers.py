@@ -164,7 +164,7 @@ class ForecastProposer(Proposer):
         best = better[int(np.argmax(self.believed(better)))]
         self._strangers(best)
         untried = self._left()
-        near = [p for p in untried if self.space.apart(p, best) <= CLOSE]
+        near = [p for p in untried if self.space.distance(p, best) <= CLOSE]
         promising = near and float(self._worth(near).max()) > PROMISING
         return near if promising else untried
 
@@ -214,7 +214,7 @@ class ForecastProposer(Proposer):
         for index in np.argsort(-worth, kind="stable"):
             if len(chosen) == count or worth[index] <= 0:
                 break
-            if all(self.space.apart(untried[index], other) > 1 for other in chosen):
+            if all(self.space.distance(untried[index], other) > 1 for other in chosen):
                 chosen.append(untried[index])
         return chosen
 
@@ -466,6 +466,6 @@ def proposer_of(
     if name == "bandit":
         return Bandit(space, seed)
     if name == "gp" and importlib.util.find_spec("scipy") is None:
-        tell("sampler: gp needs scipy, which isn't installed; going on with tpe")
+        tell("sampler: gp needs scipy, which isn't installed; continuing with tpe")
         name = "tpe"
     return OptunaProposer(name, space, seed)

@@ -122,7 +122,7 @@ class Space:
                     near_points[near] = None
         return list(near_points)
 
-    def apart(self, one: Point, other: Point) -> int:
+    def distance(self, one: Point, other: Point) -> int:
         """In how many choices two points differ; the knobs of another technique aren't counted."""
         both = zip(self.active(one), self.active(other), strict=True)
         same = zip(one, other, both, strict=True)
@@ -182,7 +182,7 @@ class PlanSpace:
 
     space: Space
     kinds: Mapping[str, Technique]  # by name, as they are without a knob turned
-    kept: tuple[Technique, ...]  # of slots that aren't tuned
+    fixed: tuple[Technique, ...]  # of slots that aren't tuned
     context: JobContext
     plan: Callable[[Point], Plan]  # of a point; the errors are its techniques'
 

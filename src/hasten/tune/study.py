@@ -193,7 +193,7 @@ class Search:
         self._record.append("final", variants=rows)
 
     @property
-    def left(self) -> float:
+    def remaining_seconds(self) -> float:
         """Seconds of the budget that are left."""
         return self._end - self._clock()
 
@@ -260,7 +260,7 @@ class Search:
             done, reserved_seconds = len(study.rows), self._kept(study)
             if self._most is not None and done >= self._most:
                 return f"{done} trials were done"
-            if self.left - self._trial_time < reserved_seconds:
+            if self.remaining_seconds - self._trial_time < reserved_seconds:
                 return TIME_USED
             if done >= FEWEST and proposer.promise() < HOPE:
                 return f"no untried point is expected to gain more than {100 * HOPE:g} %"

@@ -132,7 +132,7 @@ class RecipeSubject:
         likely = self.space.summit(self._plans.gain, self._options.seed)
         return self._workers.opened(folder, self._plans.plan(likely))
 
-    def known(self, noise: float, memory: float | None) -> PriorKnowledge:
+    def prior_knowledge(self, noise: float, memory: float | None) -> PriorKnowledge:
         """Predictions of the techniques, and the free memory next to the start's process."""
         hardware = self._given.context.hardware
         free = processes.available_bytes(hardware.memory_limit_bytes)
@@ -217,7 +217,7 @@ class RecipeSubject:
         if not new:
             return None
         if self._prove is None:
-            return f"{new[0]} is other mathematics, and nobody was asked to prove its quality"
+            return f"{new[0]} is other mathematics, and no proof of its quality was requested"
         try:
             return next(iter(self._prove(self._given, plan)), None)
         except InputError as error:  # the study is not lost for it

@@ -148,15 +148,15 @@ class TrainingProcess:
     def loss_at(self, look: int, patience: float) -> float:
         deadline = time.monotonic() + patience
 
-        def left() -> float:
+        def remaining() -> float:
             return max(deadline - time.monotonic(), 0.0)
 
         if not self._begun:
-            self._worker.ready(left())
+            self._worker.ready(remaining())
             self._begun = True
         count = self._steps[look] - self._steps[look - 1]
-        self._worker.request("steps", left(), count=count)
-        return float(self._worker.request("evaluate", left())["eval_loss"])
+        self._worker.request("steps", remaining(), count=count)
+        return float(self._worker.request("evaluate", remaining())["eval_loss"])
 
     def end(self, at_once: bool = False) -> None:
         self._worker.close(kill=at_once)

@@ -145,11 +145,11 @@ def test_a_bound_is_widened_by_the_bare_jobs_own_error_and_not_for_ever() -> Non
     def usual(error: float) -> dict[str, Any]:
         return {"error": error, "worst": 0.0, "loss_error": 0.0, "name": "w"}
 
-    assert bound_of(False, None).whole == FLOAT32
-    assert bound_of(False, usual(FLOAT32 / 10)).whole == FLOAT32
-    assert bound_of(False, usual(FLOAT32)).whole == pytest.approx(4 * FLOAT32)
-    assert bound_of(False, usual(1.0)).whole == pytest.approx(10 * FLOAT32)
-    assert bound_of(False, usual(float("nan"))).whole == FLOAT32
+    assert bound_of(False, None).gradient == FLOAT32
+    assert bound_of(False, usual(FLOAT32 / 10)).gradient == FLOAT32
+    assert bound_of(False, usual(FLOAT32)).gradient == pytest.approx(4 * FLOAT32)
+    assert bound_of(False, usual(1.0)).gradient == pytest.approx(10 * FLOAT32)
+    assert bound_of(False, usual(float("nan"))).gradient == FLOAT32
 
 
 def test_a_number_that_is_not_finite_passes_no_bound() -> None:

@@ -54,24 +54,24 @@ def by_clock(monkeypatch: pytest.MonkeyPatch, now: Callable[[], float]) -> None:
 
 def test_a_long_write_is_told_with_its_rate_and_a_fast_one_is_not() -> None:
     found = Slowness("/there")
-    assert found.words() == ""
+    assert found.due_warning() == ""
     found.wrote(4_000_000_000, 40.0)
-    assert found.words() == ""
+    assert found.due_warning() == ""
     found.wrote(80_000_000, 40.0)
-    assert found.words() == (
+    assert found.due_warning() == (
         "/there is slow: a checkpoint of 80.0 MB took 40.0 s, 2.0 MB/s; save less often, or to a "
         "faster folder"
     )
-    assert found.words() == "", "once"
+    assert found.due_warning() == "", "once"
     found.wrote(80_000_000, 81.0)
-    assert "1.0 MB/s" in found.words(), "again where it became twice as slow"
+    assert "1.0 MB/s" in found.due_warning(), "again where it became twice as slow"
 
 
 def test_training_that_waits_is_told_however_short_the_write() -> None:
     found = Slowness("s3://bucket/run")
     found.wrote(3_000_000, 2.0)
-    assert "1.5 MB/s, and training waited 1.2 s for it; save less often" in found.words(1.2)
-    assert found.words(1.2) == ""
+    assert "1.5 MB/s, and training waited 1.2 s for it; save less often" in found.due_warning(1.2)
+    assert found.due_warning(1.2) == ""
 
 
 @given(st.integers(0, 10**13), st.floats(0, 1e5), st.floats(0, 1e4))
@@ -82,7 +82,7 @@ def test_a_sentence_comes_only_where_one_of_both_is_slow(
     found.wrote(size, seconds)
     known = size > 0 and seconds > 0
     due = known and (waited >= WAITED or (seconds >= LONG and size / seconds < SLOW))
-    assert bool(found.words(waited)) == due
+    assert bool(found.due_warning(waited)) == due
 
 
 @pytest.mark.filterwarnings("error")

@@ -87,7 +87,9 @@ def test_a_rank_that_has_ended_is_named_within_the_limit(three: list[Any]) -> No
 
 def test_hosts_with_unequal_numbers_of_ranks_are_refused_in_words(three: list[Any]) -> None:
     for rank in three:
-        assert "quantised: scope 'hosts' needs as many ranks on each host" in rank["uneven"]
+        assert (
+            "quantised: scope 'hosts' needs the same number of ranks on each host" in rank["uneven"]
+        )
 
 
 @pytest.mark.parametrize("path", ON_THE_NETWORK, ids=lambda p: p.stem)

@@ -261,7 +261,7 @@ def test_nccl_without_a_gpu_is_gloo_in_one_sentence() -> None:
         ({"sparsity_method": "diloco", "every": 0}, "every is 0"),
         ({"sparsity_method": "stream", "scope": "hosts"}, "scope='hosts' is for gradients"),
         ({"scope": "rack"}, "it is all or hosts"),
-        ({"compression_ratio": 0.0}, "share that is kept"),
+        ({"compression_ratio": 0.0}, "share of kept numbers is 0.0"),
         ({"sparsity_method": "powersgd", "rank": 0}, "rank is 0"),
         ({"sparsity_method": "int8", "momentum": 0.9}, "momentum corrects topk"),
         ({"momentum": 1.0}, "below 1"),

@@ -65,4 +65,4 @@ def test_a_link_that_is_cut_for_good_is_an_error_on_both_sides() -> None:
     for rank, said in enumerate(found):
         assert said.startswith("bringing weights together failed")
         assert f"rank {1 - rank}" in said or "every rank is alive" in said
-        assert "go on from the last checkpoint" in said
+        assert "resume from the last checkpoint" in said

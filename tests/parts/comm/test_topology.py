@@ -200,7 +200,7 @@ def test_a_name_says_where_its_figures_are_from(name: str) -> None:
 def test_what_cannot_be_a_topology_is_refused() -> None:
     with pytest.raises(ValueError, match="every rank from 0 on"):
         Topology(((0, 2),), FAST, SLOW, "")
-    with pytest.raises(ValueError, match="no host is empty"):
+    with pytest.raises(ValueError, match="no host may be empty"):
         Topology(((0,), ()), FAST, SLOW, "")
     with pytest.raises(ValueError, match="more than 0"):
         Link(0.0, 0.0)

@@ -64,7 +64,7 @@ def test_records_keep_their_order_and_none_is_lost(form: str, sizes: list[int], 
             made.update_after_step()
         seen += [i for batch in made.flush() for i in ids(batch)]
         assert seen == list(range(start))
-        assert made.held == 0
+        assert made.waiting_examples == 0
 
 
 def limited(size: int = 4, meter: Any = plenty) -> DynamicBatcher:
@@ -92,7 +92,7 @@ def test_beyond_the_largest_size_or_what_fits_the_rest_waits() -> None:
             r"loader gives 10 and a step tak",
         ):
             assert made.adjust_batch(torch.arange(10)).tolist() == [0, 1, 2, 3]
-        assert made.held == 6
+        assert made.waiting_examples == 6
         assert made.adjust_batch(torch.arange(10, 12)).tolist() == [4, 5, 6, 7]  # said once
         assert [b.tolist() for b in made.flush()] == [[8, 9, 10, 11]]
 

@@ -32,7 +32,7 @@ def test_a_cover_holds_records_of_one_length_as_often_as_there_are_any() -> None
     sizes, counts = np.array([6, 4, 3, 2]), np.array([1, 3, 2, 3])
     rows, work = full_rows(sizes, counts, 10)
     assert work > 0
-    found = RowSearch(rows, counts).found(1000, random.Random(0))
+    found = RowSearch(rows, counts).choose_rows(1000, random.Random(0))
     assert found is not None
     assert sorted(sizes[place] for row in found for place in row) == [2, 2, 2, 3, 3, 4, 4, 4, 6]
     assert [sum(sizes[row].tolist()) for row in found] == [10, 10, 10]
@@ -41,5 +41,5 @@ def test_a_cover_holds_records_of_one_length_as_often_as_there_are_any() -> None
 def test_where_there_is_no_cover_the_search_says_so() -> None:
     sizes, counts = np.array([6, 5, 3]), np.array([2, 1, 1])
     cover = RowSearch(full_rows(sizes, counts, 10)[0], counts)
-    assert cover.found(1000, random.Random(0)) is None
+    assert cover.choose_rows(1000, random.Random(0)) is None
     assert cover.exhausted

@@ -457,7 +457,9 @@ def test_a_loss_beside_a_stage_takes_part_in_the_stages_backward_pass(
 
     stages = {index: whole.stage(span) for index, span in enumerate(spans)}
     work = PipelineWork(
-        PipelineSettings(schedule, 2, checkpoint), PassHooks(beside=beside), torch.device("cpu")
+        PipelineSettings(schedule, 2, checkpoint),
+        PassHooks(run_forward=beside),
+        torch.device("cpu"),
     )
     x, y = torch.randn(4, 2, 5).double(), torch.randn(4, 2, 3).double()
     pieces = [{"x": x[i], "y": y[i], "loss_fn": F.mse_loss} for i in range(4)]

@@ -51,7 +51,7 @@ def variant(name: str, run: Run, dtype: torch.dtype = torch.float32, **more: Any
     )
 
 
-RIGHT = variant("right", lambda x, lengths: (x + x,), own=False)
+RIGHT = variant("right", lambda x, lengths: (x + x,), by_hasten=False)
 
 
 def one_wrong(value: float) -> Run:
@@ -328,4 +328,4 @@ def test_a_planted_error_of_a_real_kernel_is_found(monkeypatch: pytest.MonkeyPat
     own = [w for w in registry.variants() if w.operation is kernel_variants.GATES]
     proofs = verify(own)
     wrong = [key for key, proof in proofs.items() if proof.fault]
-    assert wrong == [w.key for w in own if w.own]
+    assert wrong == [w.key for w in own if w.by_hasten]

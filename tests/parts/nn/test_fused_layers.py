@@ -106,7 +106,7 @@ def test_names_classes_and_parameters_stay(architecture: str) -> None:
 
 
 def test_a_model_without_known_layers_is_refused() -> None:
-    with pytest.raises(ValueError, match="Sequential has no layer that the fused code knows"):
+    with pytest.raises(ValueError, match="Sequential has no layer that the fused code supports"):
         fuse_layers(nn.Sequential(nn.ReLU()))
 
 

@@ -267,7 +267,7 @@ def test_settings_that_make_no_sense_are_refused(mode: dict[str, Any], message: 
 
 
 def test_a_model_without_enough_blocks_is_refused() -> None:
-    with pytest.raises(ValueError, match="no two blocks of one class"):
+    with pytest.raises(ValueError, match="no two neighbouring blocks of one class"):
         BlockRecompute()(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="has 4 blocks"):
         BlockRecompute(segments=5)(model("llama"))

@@ -107,7 +107,7 @@ def test_every_token_has_its_sequence_and_filler_none(lengths: list[int], more: 
 
 @pytest.mark.parametrize("shape", [(1, 5), (2, 9), (3, 2)])
 def test_lengths_that_fit_no_batch_are_refused(shape: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="don't tell where they lie"):
+    with pytest.raises(ValueError, match="have no defined positions"):
         sequence_ids([3, 3, 3], shape)
 
 

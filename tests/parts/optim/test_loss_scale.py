@@ -72,7 +72,7 @@ def test_a_restored_scale_goes_on_as_if_it_had_never_stopped(
     [{"initial": 0.5}, {"initial": math.nan}, {"growth": 1.0}, {"backoff": 1.0}, {"interval": 0}],
 )
 def test_impossible_numbers_are_refused(numbers: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="a loss scale begins at 1 or more"):
+    with pytest.raises(ValueError, match="a loss scale needs initial >= 1"):
         LossScale(**numbers)  # type: ignore[arg-type]
 
 

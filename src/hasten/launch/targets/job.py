@@ -54,8 +54,8 @@ class Launch:
         interface: network interface between nodes; libraries search for one if left out.
         image: container image; volume: claim that is mounted at ``workdir`` (Kubernetes).
         accelerator: devices' name for SkyPilot (H100, A100-80GB).
-        words: partition, account, qos, constraint, reservation (Slurm); namespace, rdma
-            (Kubernetes).
+        scheduler_options: partition, account, qos, constraint, reservation (Slurm); namespace,
+            rdma (Kubernetes).
         config: fields of the model's Hugging Face config; layout, batch: of the plan
             (Megatron).
 
@@ -79,7 +79,7 @@ class Launch:
     image: str = ""
     volume: str = ""
     accelerator: str = ""
-    words: Mapping[str, str] = field(default_factory=dict)
+    scheduler_options: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     layout: Mapping[str, Any] = field(default_factory=dict)
     batch: Mapping[str, Any] = field(default_factory=dict)
@@ -99,13 +99,13 @@ class Launch:
                 raise InputError(f"--hosts: {host!r} is no host's name or address")
         if self.hosts and len(self.hosts) != self.cloud.nodes:
             raise InputError(
-                f"--hosts names {len(self.hosts)} hosts and --nodes says {self.cloud.nodes}"
+                f"--hosts names {len(self.hosts)} hosts and --nodes is {self.cloud.nodes}"
             )
         _check_numbers(self)
         for name in ("workdir", "python"):
             if "\0" in getattr(self, name) or not getattr(self, name):
                 raise InputError(f"--{name} is empty or has a zero byte in it; name a path")
-        options = {**self.words, "interface": self.interface, "image": self.image}
+        options = {**self.scheduler_options, "interface": self.interface, "image": self.image}
         options |= {"volume": self.volume, "gpu": self.accelerator}
         for name, word in options.items():
             if word and not WORD.fullmatch(word):
@@ -179,7 +179,7 @@ def variables(cloud: CloudConfig, interface: str = "", grace: int = 300) -> tupl
         settings.append(Variable("NCCL_SOCKET_IFNAME", interface, why))
         settings.append(Variable("GLOO_SOCKET_IFNAME", interface, why))
     settings.append(
-        Variable("NCCL_DEBUG", "WARN", "says why a link can't be used; INFO shows which is")
+        Variable("NCCL_DEBUG", "WARN", "prints why a link can't be used; INFO shows which is")
     )
     if cloud.topology == "rail_optimized":
         settings.append(
@@ -189,7 +189,9 @@ def variables(cloud: CloudConfig, interface: str = "", grace: int = 300) -> tupl
         )
     if cloud.topology in RDMA and cloud.nodes >= 64:
         settings.append(
-            Variable("NCCL_IB_TIMEOUT", "22", "17 s (4.096 us x 2^22) before a packet is sent anew")
+            Variable(
+                "NCCL_IB_TIMEOUT", "22", "17 s (4.096 us x 2^22) before a packet is sent again"
+            )
         )
     if cloud.topology == "ethernet":
         settings += [

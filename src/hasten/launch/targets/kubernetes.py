@@ -60,8 +60,8 @@ def _text(manifests: list[dict[str, Any]]) -> str:
 
 def _metadata(launch: Launch, suffix: str = "") -> dict[str, Any]:
     metadata: dict[str, Any] = {"name": launch.name + suffix}
-    if launch.words.get("namespace"):
-        metadata["namespace"] = launch.words["namespace"]
+    if launch.scheduler_options.get("namespace"):
+        metadata["namespace"] = launch.scheduler_options["namespace"]
     return metadata
 
 
@@ -80,8 +80,8 @@ def _pod(launch: Launch, container: str) -> dict[str, Any]:
     """Returns the specification of a pod of the job, for both manifests."""
     devices = {"nvidia.com/gpu": str(launch.cloud.gpus_per_node)}
     security: dict[str, Any] = {}
-    if launch.words.get("rdma"):
-        devices[launch.words["rdma"]] = "1"
+    if launch.scheduler_options.get("rdma"):
+        devices[launch.scheduler_options["rdma"]] = "1"
         security = {"securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}}  # pinned buffers
     mounts = [("scripts", MOUNT), ("work", launch.workdir), ("memory", "/dev/shm")]
     return {

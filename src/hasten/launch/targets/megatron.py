@@ -31,7 +31,7 @@ def files(launch: Launch) -> dict[str, str]:
     if launch.minutes is not None:  # it saves and ends by itself, before the scheduler does it
         saving = math.ceil(launch.grace / 60)
         lines.append(("--exit-duration-in-mins", str(max(1, launch.minutes - saving))))
-    missing = f'"${{1:?say where ranks meet: megatron.sh FIRST_HOST:{launch.port}}}"'
+    missing = f'"${{1:?give the address where ranks meet: megatron.sh FIRST_HOST:{launch.port}}}"'
     text = script(
         "megatron",
         port=launch.port,

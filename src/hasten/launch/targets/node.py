@@ -70,7 +70,7 @@ FIRST = (
 def files(launch: Launch) -> dict[str, str]:
     """The scripts and the recipe."""
     first = f"{launch.hosts[0]}:{launch.port}" if launch.hosts else ""
-    missing = f"say where ranks meet: node.sh FIRST_HOST:{launch.port}"
+    missing = f"give the address where ranks meet: node.sh FIRST_HOST:{launch.port}"
     head = f'"${{1:-{first}}}"' if first else f'"${{1:?{missing}}}"'
     text = node_script(launch, meeting_at(launch, launch.nodes, head, launch.name, FIRST))
     texts = {"recipe.yaml": launch.recipe, "node.sh": text}

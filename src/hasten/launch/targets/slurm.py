@@ -64,6 +64,10 @@ def _directives(launch: Launch) -> list[str]:
         options.append(f"time={hours}:{minutes:02d}:00")
     options += [f"signal=B:USR1@{launch.grace}", "requeue", "open-mode=append"]
     options.append("output=%x-%j.log")
-    options += [f"{key}={launch.words[key]}" for key in WORDS if launch.words.get(key)]
+    options += [
+        f"{key}={launch.scheduler_options[key]}"
+        for key in WORDS
+        if launch.scheduler_options.get(key)
+    ]
     head = ["#!/usr/bin/env bash", f"{MARK}: sbatch job.sbatch"]
     return [*head, *(f"#SBATCH --{option}" for option in options)]

@@ -61,9 +61,8 @@ def _check_build() -> None:
     version = runpy.run_path(str(Path(package.origin).with_name("version.py")))
     if version.get("cuda") or version.get("hip"):
         raise InputError(
-            "a step is simulated with the CPU build of torch, and this is a build for "
-            "GPUs: "
-            "install the CPU build in another environment (README, choosing a torch build)"
+            "a step is simulated with the CPU build of torch, and this is a build for GPUs. "
+            "Install the CPU build in another environment (README, choosing a torch build)"
         )
 
 

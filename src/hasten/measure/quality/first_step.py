@@ -303,8 +303,8 @@ class FirstStepProof:
             if _on_any_rank(noise.loss > LOSS_BOUND * abs(loss)) and not self._is_noisy:
                 self._is_noisy = True
                 _LOG.warning(
-                    "speed_up: %s differs from itself by %.1e of the loss on the same batch; "
-                    "differences up to %g times that can't be told from its noise",
+                    "speed_up: %s differs from itself by %.1e of the loss on the same batch. "
+                    "Differences up to %g times that can't be distinguished from its noise",
                     self._name,
                     noise.loss / max(abs(loss), 1e-12),
                     NOISE_FACTOR,

@@ -38,12 +38,12 @@ class Invariance:
 
     what: str
     verdict: str  # equal | differs | not tested
-    found: float | None
+    measured: float | None
     tolerance: float | None
     text: str
 
     def to_dict(self) -> dict[str, Any]:
-        return _plain(asdict(self))
+        return _stored(self)
 
 
 @dataclass(frozen=True)
@@ -54,20 +54,20 @@ class VerificationRow:
     fidelity: str
     test: str
     verdict: str  # equal | not worse | worse | differs | undecided | not tested
-    found: float | None
+    measured: float | None
     allowed: float | None
     text: str
     seeds: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        return _plain(asdict(self))
+        return _stored(self)
 
 
 def owed(
     technique: Technique, test: str, verdict: str, text: str, **numbers: Any
 ) -> VerificationRow:
-    """A line for a technique; ``numbers`` are found, allowed and seeds where there are any."""
-    values = {"found": None, "allowed": None, **numbers}
+    """A line for a technique; ``numbers`` are measured, allowed and seeds where there are any."""
+    values = {"measured": None, "allowed": None, **numbers}
     return VerificationRow(
         technique.name(), technique.fidelity.name, test, verdict, text=text, **values
     )
@@ -85,24 +85,24 @@ def failures(report: Mapping[str, Any]) -> list[str]:
 class Bound:
     """How far a gradient may be from float64: as a whole, in each tensor, and its loss."""
 
-    whole: float
+    gradient: float
     tensor: float
     loss: float
 
     def excess(self, answer: Mapping[str, Any]) -> float:
         """The largest error as a share of what is allowed; above 1 it fails."""
         shares = (
-            answer["error"] / self.whole,
+            answer["error"] / self.gradient,
             answer["worst"] / self.tensor,
             answer["loss_error"] / self.loss,
         )
         return math.inf if any(math.isnan(s) for s in shares) else max(shares)
 
-    def words(self, answer: Mapping[str, Any]) -> str:
+    def errors_text(self, answer: Mapping[str, Any]) -> str:
         """The three errors, the one that fails first with what it may be."""
         checks = [
             (answer["loss_error"], self.loss, "loss off by"),
-            (answer["error"], self.whole, "gradient off by"),
+            (answer["error"], self.gradient, "gradient off by"),
             (answer["worst"], self.tensor, f"worst tensor {answer['name']} off by"),
         ]
         wrong = [f"{w} {e:.2g}, allowed {b:.2g}" for e, b, w in checks if not e <= b]
@@ -126,9 +126,15 @@ def bound_of(half: bool, usual: Mapping[str, Any] | None) -> Bound:
     return Bound(*(max(fixed, min(TIMES * error, WIDEST * fixed)) for fixed, error in allowed))
 
 
-def _plain(row: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no word for infinity: what isn't finite wasn't measured."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+def _stored(row: Invariance | VerificationRow) -> dict[str, Any]:
+    """Returns the row as a report stores it: ``measured`` as "found", and no infinite numbers.
+
+    JSON has no infinity: a number that isn't finite becomes None.
+    """
+    numbers = {"found" if k == "measured" else k: v for k, v in asdict(row).items()}
+    return {
+        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in numbers.items()
+    }
 
 
 # EXACT, proven: the plan's losses with the technique and without it, compared bit by bit.
@@ -188,17 +194,17 @@ def _row(
         return owed(technique, test, "not tested", "the job has fewer steps than were asked for")
     if not _differs(full_reply, reduced_reply):
         text = f"{len(ours)} losses and the weights after them are the same to the last bit"
-        return owed(technique, test, "equal", text, found=0.0, allowed=0.0)
+        return owed(technique, test, "equal", text, measured=0.0, allowed=0.0)
     pairs = list(zip(ours, theirs, strict=True))
     first = next((i for i, (a, b) in enumerate(pairs, start=1) if a != b), None)
     off = max(abs(a - b) / max(abs(b), 1e-300) for a, b in pairs if a != b) if first else 0.0
     if not repeats:
         text = "the plan itself doesn't repeat its bits, so nothing follows"
-        return owed(technique, test, "undecided", text, found=off, allowed=0.0)
+        return owed(technique, test, "undecided", text, measured=off, allowed=0.0)
     text = "the losses are the same, the weights after them aren't"
     if first:
         text = f"the loss of step {first} is the first to differ; by {off:.2g} at most"
-    return owed(technique, test, "differs", text, found=off, allowed=0.0)
+    return owed(technique, test, "differs", text, measured=off, allowed=0.0)
 
 
 def _numbers(answer: Reply) -> Sequence[float]:
@@ -272,9 +278,9 @@ def _lossy_row(
     verdict = min((f.verdict for f in outcomes), key=WORST_FIRST.index)
     upper = max(f.upper for f in outcomes) - 1
     tokens = f"{usable[0][0]['tokens']:,} and {usable[0][1]['tokens']:,} tokens"
-    descriptions = [m.words(f) for m, f in zip(measures, outcomes, strict=True)]
+    descriptions = [m.outcome_text(f) for m, f in zip(measures, outcomes, strict=True)]
     text = f"after {tokens}, {len(usable)} seeds: {'; '.join(descriptions)}"
-    numbers = {"found": upper if math.isfinite(upper) else None, "allowed": margin}
+    numbers = {"measured": upper if math.isfinite(upper) else None, "allowed": margin}
     test = _test(margin, [m.name for m in measures])
     return owed(technique, test, verdict, text, seeds=len(usable), **numbers)
 
@@ -294,7 +300,7 @@ class _Measure:
         without, with_ = ([1 / value for value in values] for values in (self.without, self.with_))
         return non_inferiority(without, with_, margin)
 
-    def words(self, outcome: NonInferiority) -> str:
+    def outcome_text(self, outcome: NonInferiority) -> str:
         """Means with and without, by how much it is worse, and how sure that is."""
         mean = sum(self.without) / len(self.without), sum(self.with_) / len(self.with_)
         change = f"{100 * (outcome.ratio - 1):+.2f} %{' worse' if self.rises else ''}"
@@ -304,8 +310,8 @@ class _Measure:
         if outcome.verdict != "undecided":
             return text
         if outcome.more is None:
-            return f"{text}; no number of seeds would tell it from the margin"
-        return f"{text}; about {outcome.more} more seeds would tell"
+            return f"{text}; no number of seeds would separate it from the margin"
+        return f"{text}; about {outcome.more} more seeds would decide it"
 
 
 def _own_measures(pairs: list[tuple[Reply, Reply]]) -> list[_Measure]:
@@ -371,19 +377,20 @@ def split_row(ranks: int, replies: Found, bound: Bound) -> Invariance:
     good, alone_good = (bound.excess(answer) <= 1 for answer in (planned, alone))
     if good and alone_good:
         text = f"on {ranks} ranks the gradient is {short(planned)}, in one process {short(alone)}"
-        return Invariance(what, "equal", planned["error"], bound.whole, text)
+        return Invariance(what, "equal", planned["error"], bound.gradient, text)
     if good:
-        text = f"in one process {bound.words(alone)}; not so on {ranks} ranks"
-        return Invariance(what, "differs", alone["error"], bound.whole, text)
-    text = f"{bound.words(planned)}; {'not so' if alone_good else 'nor is it equal'} in one process"
-    return Invariance(what, "differs", planned["error"], bound.whole, text)
+        text = f"in one process {bound.errors_text(alone)}; not so on {ranks} ranks"
+        return Invariance(what, "differs", alone["error"], bound.gradient, text)
+    in_one_process = "not so" if alone_good else "nor is it equal"
+    text = f"{bound.errors_text(planned)}; {in_one_process} in one process"
+    return Invariance(what, "differs", planned["error"], bound.gradient, text)
 
 
 def communication_row(
     technique: Technique, ranks: int, replies: Found, bound: Bound
 ) -> VerificationRow:
     """The row for communication: gradients must arrive equal, except for rounding."""
-    test = f"gradient of one step on {ranks} ranks against float64, all that isn't lossy beside it"
+    test = f"gradient of one step on {ranks} ranks against float64, with all that isn't lossy"
     if ranks == 1:
         return owed(technique, "gradient of one step against float64", "not tested", ONE_PROCESS)
     answer, without = replies["communication"], replies["planned"]
@@ -391,16 +398,16 @@ def communication_row(
     if failed:
         return owed(technique, test, "not tested", failed)
     if bound.excess(without) > 1:
-        text = f"without it, too: {bound.words(without)}"
+        text = f"without it, too: {bound.errors_text(without)}"
         return owed(technique, test, "undecided", text)
     allowed = Bound(
-        max(COMMUNICATION, bound.whole),
+        max(COMMUNICATION, bound.gradient),
         max(TENSOR * COMMUNICATION, bound.tensor),
         max(LOSS_FLOAT32, bound.loss),
     )
     verdict = "equal" if allowed.excess(answer) <= 1 else "differs"
-    text = f"{allowed.words(answer)}; without it the gradient is {short(without)}"
-    return owed(technique, test, verdict, text, found=answer["error"], allowed=allowed.whole)
+    text = f"{allowed.errors_text(answer)}; without it the gradient is {short(without)}"
+    return owed(technique, test, verdict, text, measured=answer["error"], allowed=allowed.gradient)
 
 
 def _failed(ranks: int, planned: Reply, other: Reply) -> str | None:
@@ -567,12 +574,12 @@ class Gradients:
         what, answer = LAYOUTS[name][0], self.found[name]
         if "failed" in answer:
             return Invariance(what, "not tested", None, None, self._why(answer))
-        good, description = self._passes(name, name), self.bound.words(answer)
+        good, description = self._passes(name, name), self.bound.errors_text(answer)
         text = (
             f"{description} ({self._taken()})" if good else f"{description}; {self._blamed(name)}"
         )
         verdict = "equal" if good else "differs"
-        return Invariance(what, verdict, answer["error"], self.bound.whole, text)
+        return Invariance(what, verdict, answer["error"], self.bound.gradient, text)
 
     def _leak_row(self, name: str) -> Invariance:
         allowed = self._leak_allowed(name)
@@ -622,7 +629,7 @@ class Gradients:
         return rows
 
     def _rounding(self, technique: Technique) -> VerificationRow:
-        test = "gradient of one step against float64, the plan's other techniques beside it"
+        test = "gradient of one step against float64, with the plan's other techniques"
         if technique.slot is Slot.LAYOUT and self.ranks == 1:
             return owed(technique, test, "not tested", ONE_PROCESS)
         answers = {n: self.found[n] for n in ("planned", "half") if n in self.found}
@@ -635,7 +642,7 @@ class Gradients:
                 continue
             guilty = self.guilty[name]
             if technique.name() in guilty or not guilty:
-                text = f"{bounds[name].words(answer)}; {self._blamed(name)}"
+                text = f"{bounds[name].errors_text(answer)}; {self._blamed(name)}"
                 return self._judged(technique, test, "differs", answer, bounds[name], text)
         wrong = next((n for n in answers if not self._passes(n, n)), None)
         if wrong:
@@ -652,7 +659,7 @@ class Gradients:
             return owed(technique, test, "not tested", self._why(answer))
         bound = bound_of(True, None)
         verdict = "equal" if bound.excess(answer) <= 1 else "differs"
-        text = f"{bound.words(answer)} ({self._taken()})"
+        text = f"{bound.errors_text(answer)} ({self._taken()})"
         return self._judged(technique, test, verdict, answer, bound, text)
 
     def _moved(self, technique: Technique) -> VerificationRow:
@@ -662,12 +669,14 @@ class Gradients:
         allowed = max(UPDATE, 4 * answer["floor"])
         verdict = "equal" if answer["error"] <= allowed else "differs"
         text = f"after {answer['steps']} steps the weights have moved {answer['error']:.2g} apart"
-        return owed(technique, test, verdict, text, found=answer["error"], allowed=allowed)
+        return owed(technique, test, verdict, text, measured=answer["error"], allowed=allowed)
 
     def _judged(
         self, technique: Technique, test: str, verdict: str, answer: Reply, bound: Bound, text: str
     ) -> VerificationRow:
-        return owed(technique, test, verdict, text, found=answer["error"], allowed=bound.whole)
+        return owed(
+            technique, test, verdict, text, measured=answer["error"], allowed=bound.gradient
+        )
 
 
 def _layers(reference: Reply) -> str:

@@ -110,7 +110,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if newer:
         raise NewerFormatError(
             f"{path} has format {manifest['format']} and this version reads {FORMAT}; "
-            "go on with the version that wrote it"
+            "read it with the version that wrote it"
         )
     return {**manifest, "seal": seal}
 
@@ -139,7 +139,7 @@ def _check(manifest: Mapping[str, Any]) -> None:
     if type(manifest["step"]) is not int or not 0 <= manifest["step"] <= LAST_STEP:
         raise ValueError(f"{manifest['step']!r} is no step")
     if not isinstance(manifest.get("coded") or {}, dict):
-        raise ValueError("what is said of packed tensors isn't by name")
+        raise ValueError(f"the entry 'coded' of {MANIFEST} is no mapping by tensor name")
     base = manifest.get("base")
     if base is not None and not STEP.fullmatch(base["name"]):
         raise ValueError(f"{base['name'][:120]!r} can't be a checkpoint's name")
@@ -194,7 +194,7 @@ class Digest:
         self._fast.update(block)
         self._slow.update(block)
 
-    def found(self) -> dict[str, Any]:
+    def size_and_hashes(self) -> dict[str, Any]:
         return {
             "bytes": self._bytes,
             "xxh3_128": self._fast.hexdigest(),
@@ -226,7 +226,7 @@ def write_blocks(path: Path, blocks: Iterator[memoryview], disk: Disk) -> dict[s
     finally:
         os.close(descriptor)
     disk.sync(path)
-    return digest.found()
+    return digest.size_and_hashes()
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

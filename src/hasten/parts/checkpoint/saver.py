@@ -46,7 +46,7 @@ from hasten.parts.checkpoint.format import (
 from hasten.parts.checkpoint.remote import Mirror, is_address
 from hasten.parts.checkpoint.verify import load, load_latest
 
-# Copies state aside and writes it in a thread, while training goes on: one save at a time.
+# Copies state aside and writes it in a thread, while training continues: one save at a time.
 
 
 class Staging:
@@ -142,8 +142,12 @@ class Slowness:
         """A checkpoint of so many bytes has reached the place; any thread may call it."""
         self._last = (size, seconds)
 
-    def words(self, waited: float = 0.0) -> str:
-        """A sentence where one is due, else nothing; ``waited``: seconds of training, just now."""
+    def due_warning(self, waited: float = 0.0) -> str:
+        """Returns a warning if one is due, else an empty text.
+
+        Args:
+            waited: seconds that training has just waited for the write.
+        """
         size, seconds = self._last
         if not size or seconds <= 0:
             return ""
@@ -255,7 +259,7 @@ class Saver:
         """
         began = time.perf_counter()
         self._writer.wait()
-        self._alarm_if(self._slowness.words(time.perf_counter() - began))
+        self._alarm_if(self._slowness.due_warning(time.perf_counter() - began))
         self.look()
         if not self.asynchronous:
             try:
@@ -273,7 +277,7 @@ class Saver:
         """
         self._tell(self._writer.error())
         if not self.busy:
-            self._alarm_if(self._slowness.words())
+            self._alarm_if(self._slowness.due_warning())
 
     def wait_for_writer(self) -> None:
         """Until nothing is under way; its error is seen."""
@@ -370,7 +374,7 @@ class Saver:
             reason = getattr(error, "strerror", None) or str(error) or "out of memory"
             self.alarm(
                 f"no checkpoint could be written to {self.address}: {reason}; "
-                "training goes on, and the checkpoints before are as they were"
+                "training continues, and the earlier checkpoints are unchanged"
             )
         elif error is not None:
             raise error
@@ -390,5 +394,5 @@ def _told(compression: bool | str) -> DeltaChoice | None:
     if compression is True:
         return None
     if compression is False:
-        return DeltaChoice(PLAIN, "compression off: as the setting says")
-    return DeltaChoice(str(compression), f"compression {compression}: as the setting says")
+        return DeltaChoice(PLAIN, "compression off: set by the user")
+    return DeltaChoice(str(compression), f"compression {compression}: set by the user")

@@ -69,7 +69,7 @@ class SaveInterval:
     longest_loss: float = 1800.0
     recovery: float = 30.0
     failures: int = 0
-    seen: float = 0.0  # seconds of running before this process
+    earlier_seconds: float = 0.0  # seconds of running before this process
     writing: float = 0.0  # seconds from the copy to the committed checkpoint, the last time
     blocked: deque[float] = field(default_factory=lambda: deque(maxlen=5))
     _began: float = field(default_factory=time.monotonic)
@@ -81,7 +81,7 @@ class SaveInterval:
     @property
     def mean_between_failures(self) -> float:
         """The prior and what was seen, in seconds."""
-        running = self.seen + time.monotonic() - self._began
+        running = self.earlier_seconds + time.monotonic() - self._began
         return (self.between_failures + running) / (1 + self.failures)
 
     def seconds(self) -> float:
@@ -96,11 +96,11 @@ class SaveInterval:
         self.recovery = max(recovery, 1.0)
 
     def state_dict(self) -> dict[str, Any]:
-        running = self.seen + time.monotonic() - self._began
+        running = self.earlier_seconds + time.monotonic() - self._began
         return {"failures": self.failures, "seen": running, "recovery": self.recovery}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with what an earlier process saw.
+        """Continues with the counts of an earlier process.
 
         Raises:
             ValueError: it isn't such a state.
@@ -112,7 +112,7 @@ class SaveInterval:
             raise ValueError(f"the history of failures can't be read: {error!r}") from error
         if failures < 0 or not (0 <= observed_seconds < math.inf and 0 <= recovery < math.inf):
             raise ValueError(f"{state} can't be a history of failures")
-        self.failures, self.seen, self.recovery = failures, observed_seconds, recovery
+        self.failures, self.earlier_seconds, self.recovery = failures, observed_seconds, recovery
 
 
 class SaveSteps:

@@ -132,8 +132,8 @@ def _check_same(name: str, stateful: Any, state: Any, path: Path) -> None:
                 "another folder"
             )
         numbers = [number for group in state["param_groups"] for number in group["params"]]
-        own = [weight for group in stateful.param_groups for weight in group["params"]]
-        weights = dict(zip(numbers, own, strict=True))
+        our_weights = [weight for group in stateful.param_groups for weight in group["params"]]
+        weights = dict(zip(numbers, our_weights, strict=True))
         for number, values in state["state"].items():
             problem = (
                 check_moments(weights[number], values)

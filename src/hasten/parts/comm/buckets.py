@@ -311,7 +311,7 @@ class RankMeeting:
             dist.all_gather_object(groups, tuple(dist.get_process_group_ranks(group)))
             members = sorted(set(groups))
         if members and self._settings.scope == "hosts":
-            raise ValueError("scope 'hosts' is for gradients of all ranks; say scope='all'")
+            raise ValueError("scope 'hosts' is for gradients of all ranks; set scope='all'")
         self.ranks = Ranks(self._seconds, self._backend, members)
         self.ranks.agree(asdict(self._settings))
         if self._settings.scope == "hosts":

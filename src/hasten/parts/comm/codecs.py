@@ -502,7 +502,7 @@ class ChunkedTopK(PackedCodec):
             ValueError: a share that isn't above 0 and at most 1.
         """
         if not 0 < share <= 1:
-            raise ValueError(f"the share that is kept lies above 0 and up to 1, not at {share}")
+            raise ValueError(f"share of kept numbers is {share}; give more than 0 and at most 1")
         return cls(math.ceil(share * CHUNK))
 
     @property

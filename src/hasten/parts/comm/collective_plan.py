@@ -193,7 +193,7 @@ class CollectiveSettings:
             raise ValueError(f"timeout is {self.timeout}; it must be more than 0 seconds")
         if self.coded and self.way not in ("auto", "hierarchical"):
             raise ValueError(
-                f"way={self.way!r} uses no codec: leave within and between at 'none', or say "
+                f"way={self.way!r} uses no codec: leave within and between at 'none', or set "
                 "way='hierarchical'"
             )
 

@@ -175,7 +175,7 @@ class TopoAwareCollective:
             ValueError: the number of ranks doesn't divide the tensor.
         """
         if op not in ("sum", "mean"):
-            raise ValueError(f"op is {op!r}; reduce_scatter knows sum and mean")
+            raise ValueError(f"op is {op!r}; reduce_scatter supports sum and mean")
         self.wait_all()
         topology = self._prepared().topology
         if tensor.numel() % topology.ranks:

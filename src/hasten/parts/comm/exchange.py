@@ -183,8 +183,8 @@ class Hosts:
         sizes = [len(ranks) for ranks in hosts]
         if len(set(sizes)) > 1:
             raise CommunicationError(
-                f"scope 'hosts' needs as many ranks on each host, and there are "
-                f"{', '.join(map(str, sizes))}: start as many everywhere, or say scope='all'"
+                f"scope 'hosts' needs the same number of ranks on each host, and the hosts have "
+                f"{', '.join(map(str, sizes))}: start the same number on each, or set scope='all'"
             )
         self.within = Ranks(seconds, backend, hosts, reports)
         self.across = Ranks(seconds, backend, list(zip(*hosts, strict=True)), reports)

@@ -351,7 +351,7 @@ class Drift:
         assert self._reports is not None  # where nothing travels nothing is lost
         failure = self._reports.failed("bringing weights together", error)
         return DriftError(
-            f"{failure}; this rank's own weights are whole: go on from the last checkpoint",
+            f"{failure}; this rank's own weights are complete: resume from the last checkpoint",
             failure.missing,
         )
 
@@ -371,8 +371,8 @@ def rank_answers(headers: Sequence[Sequence[float]]) -> Answer:
     wrong = [rank for rank, (_, flags) in enumerate(headers) if int(flags) & NOT_FINITE]
     if wrong:
         raise DriftError(
-            f"the weights of rank {wrong[0]} are not finite; nothing of them was taken over: lower "
-            "the learning rate and go on from the last checkpoint"
+            f"the weights of rank {wrong[0]} are not finite, and no rank has used them: lower "
+            "the learning rate and resume from the last checkpoint"
         )
     total = sum(tokens for tokens, _ in headers)
     shares = [tokens / total if total else 1 / len(headers) for tokens, _ in headers]
@@ -437,7 +437,7 @@ class LocalTraining(ABC):
         """Returns True if something has been sent."""
         return self.exchanges > 0
 
-    def words(self) -> str:
+    def summary(self) -> str:
         """Returns a summary of the exchanges so far."""
         each = f"{self.message_bytes:,} bytes each"
         return f"{self.exchanges} exchanges in {self.steps} steps, {each}"

@@ -573,8 +573,8 @@ def _orthonormal(columns: Tensor) -> Tensor:
 
 METHODS = ("none", "half", "bf16", "int8", "int4", "topk", "powersgd")
 WHOLE = {  # methods that take a model and not a gradient, and what they do with it
-    "diloco": "sends weights in the place of gradients",
-    "stream": "sends weights in the place of gradients",
+    "diloco": "sends weights instead of gradients",
+    "stream": "sends weights instead of gradients",
 }
 SCOPES = ("all", "hosts")
 BACKENDS = ("nccl", "gloo", None)
@@ -625,7 +625,7 @@ class CompressionSettings:
         if self.method in WHOLE:
             raise ValueError(
                 f"{what} has no meaning for {self.method!r}, which {WHOLE[self.method]}: call "
-                "attach(model) once in its place"
+                "attach(model) once instead"
             )
         if alone and self.scope != "all":
             raise ValueError(

@@ -161,7 +161,7 @@ def drift_message(wrong: Sequence[int], steps: int) -> str:
     """Returns the message about ranks with other weights than rank 0."""
     return (
         f"replicas have drifted apart: after step {steps} the weights of rank "
-        f"{', '.join(map(str, wrong))} are not those of rank 0; go on from a checkpoint"
+        f"{', '.join(map(str, wrong))} are not those of rank 0; resume from a checkpoint"
     )
 
 

@@ -94,7 +94,8 @@ class Topology:
         ranks = sorted(self.order)
         if ranks != list(range(len(ranks))) or not ranks or not all(self.hosts):
             raise ValueError(
-                f"hosts {self.hosts}: every rank from 0 on stands on one host, and no host is empty"
+                f"hosts {self.hosts}: every rank from 0 on must be on exactly one host, and no "
+                "host may be empty"
             )
 
     @property

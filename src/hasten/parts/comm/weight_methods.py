@@ -50,7 +50,7 @@ def start_method(
     trained = [p for p in model.parameters() if p.requires_grad]
     if replicas:
         raise ValueError(
-            f"{settings.method} sends weights in the place of gradients: attach the module "
+            f"{settings.method} sends weights instead of gradients: attach the module "
             "itself; DistributedDataParallel would average gradients as well"
         )
     if dist.is_available() and dist.is_initialized():
@@ -107,9 +107,10 @@ class MissingUpdates:
         if self._gradients == PATIENCE and not self.over:
             self.over = True
             warnings.warn(
-                f"{PATIENCE} gradients and no step of a torch optimizer that has the model's first "
-                f"trained weight: {self._otherwise}; if the optimizer is of another kind, or has "
-                "copies of the weights, use hasten.parts.comm.local_sgd or "
-                "streaming_local_sgd and call after each update what they say",
+                f"after {PATIENCE} gradients, no torch optimizer with the model's first trained "
+                f"weight has made a step: {self._otherwise}. If the optimizer is of another kind, "
+                "or has copies of the weights, use hasten.parts.comm.local_sgd.LocalSteps or "
+                "hasten.parts.comm.streaming_local_sgd.Stream, and call after_step() after each "
+                "update",
                 stacklevel=2,
             )

@@ -58,11 +58,11 @@ class DynamicBatcher:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         meter = meter or memory_meter(device or accelerator or torch.device("cpu"))
         self._room = Headroom(initial_size, max_size, growth_factor, memory_threshold, meter)
-        self._held: list[Any] = []
+        self._waiting: list[Any] = []
         self._last = 0  # examples of the batch that was given last
         self._came = 0  # examples that the loader gave last
         self._said: set[str] = set()
-        weakref.finalize(self, _tell_what_waits, self._held)  # at the program's end, too
+        weakref.finalize(self, _tell_what_waits, self._waiting)  # at the program's end, too
 
     @property
     def size(self) -> int:
@@ -70,9 +70,9 @@ class DynamicBatcher:
         return self._room.size
 
     @property
-    def held(self) -> int:
+    def waiting_examples(self) -> int:
         """Examples that wait for the next call."""
-        return sum(example_count(part) for part in self._held)
+        return sum(example_count(part) for part in self._waiting)
 
     def adjust_batch(self, data: Any) -> Any:
         """Returns the waiting examples and ``data``, as far as they fit.
@@ -88,14 +88,14 @@ class DynamicBatcher:
         """
         count = example_count(data)
         if count:
-            self._held.append(data)
+            self._waiting.append(data)
         if not self._room.ceiling:
-            self._room.reach(self.held)
+            self._room.reach(self.waiting_examples)
         batch = self._take()
-        if self.held:
+        if self.waiting_examples:
             self._warn(
                 "waits",
-                f"{self.held} examples wait: the loader gives {count} and a step takes "
+                f"{self.waiting_examples} examples wait: the loader gives {count} and a step takes "
                 f'{self._last}. Take "for batch in batcher.batches(loader)", which trains every '
                 "example once",
             )
@@ -110,15 +110,15 @@ class DynamicBatcher:
 
     def flush(self) -> Iterator[Any]:
         """Yields the examples that still wait, in batches of the current size."""
-        while self._held:
+        while self._waiting:
             yield self._take()
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Every example of a loader once, in batches of the size that is current at each moment."""
         for data in loader:
             if example_count(data):
-                self._held.append(data)
-            while self.held >= self.size:
+                self._waiting.append(data)
+            while self.waiting_examples >= self.size:
                 yield self._take()
         yield from self.flush()
 
@@ -181,11 +181,11 @@ class DynamicBatcher:
 
     def state_dict(self) -> dict[str, Any]:
         """The size, what is known of the memory, and the examples that wait."""
-        return {"room": self._room.state_dict(), "held": list(self._held), "last": self._last}
+        return {"room": self._room.state_dict(), "held": list(self._waiting), "last": self._last}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._room.load_state_dict(state["room"])
-        self._held[:], self._last = state["held"], int(state["last"])
+        self._waiting[:], self._last = state["held"], int(state["last"])
 
     def _warn(self, what: str, message: str) -> None:
         if what not in self._said:
@@ -194,11 +194,11 @@ class DynamicBatcher:
 
     def _take(self) -> Any:
         wanted, parts = self.size, []
-        while self._held and wanted:
-            first = self._held.pop(0)
+        while self._waiting and wanted:
+            first = self._waiting.pop(0)
             count = example_count(first)
             if count > wanted:
-                self._held.insert(0, select_examples(first, wanted, count))
+                self._waiting.insert(0, select_examples(first, wanted, count))
                 first, count = select_examples(first, 0, wanted), wanted
             parts.append(first)
             wanted -= count
@@ -476,8 +476,8 @@ def _length(example: Any, index: int) -> int:
     elif not isinstance(example, Mapping) and _has_length(example):
         return len(example)
     raise ValueError(
-        f"example {index} is a {type(example).__name__} and doesn't say how many tokens it has: "
-        f"there is no {', '.join(LENGTH_KEYS)} with a length; give lengths="
+        f"example {index} is a {type(example).__name__} of unknown length: "
+        f"it has no {', '.join(LENGTH_KEYS)} with a length; give lengths="
     )
 
 

@@ -179,7 +179,7 @@ class _Search:
             if self.work <= 0:
                 return None
             before = cover.work
-            solution = cover.found(looks, random.Random(number))
+            solution = cover.choose_rows(looks, random.Random(number))
             self.work -= cover.work - before
             if solution is not None:
                 return [tuple(sizes[row].tolist()) for row in solution]

@@ -113,7 +113,7 @@ class RowSearch:
         self.needing = _needing(rows, len(counts))
         self.work, self.exhausted = 0, False
 
-    def found(self, looks: int, draw: random.Random) -> list[list[int]] | None:
+    def choose_rows(self, looks: int, draw: random.Random) -> list[list[int]] | None:
         """Chosen rows, as positions of lengths; None after ``looks`` tries or if none exist.
 
         ``exhausted`` is True if there are none.

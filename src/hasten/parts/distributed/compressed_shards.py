@@ -301,7 +301,7 @@ class CopiedShards:
             named = ", ".join(str(alike[index]) for index in wrong)
             raise CommunicationError(
                 f"copies have drifted apart: after step {self.steps} the shards of rank {named} "
-                f"are not those of rank {alike[0]}; go on from a checkpoint"
+                f"are not those of rank {alike[0]}; resume from a checkpoint"
             )
 
     def predicted(self) -> int:
@@ -354,4 +354,6 @@ class CopiedShards:
 
 def _pieces(group: ShardGroup) -> Pieces:
     """A rank's row of a group, as a bucket."""
-    return tuple(BucketPart(f"shard of {w.name}", (w.piece(group.ranks),)) for w in group.weights)
+    return tuple(
+        BucketPart(f"shard of {w.name}", (w.padded_shard_size(group.ranks),)) for w in group.weights
+    )

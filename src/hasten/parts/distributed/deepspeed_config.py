@@ -395,7 +395,7 @@ def _rows(config: Mapping[str, Any]) -> Iterator[DeepSpeedKey]:
             continue
         if key in ("fp16", "bf16", "bfloat16") and section_enabled(config, key) is not True:
             auto = section_enabled(config, key) == AUTO
-            yield DeepSpeedKey(key, HONOURED, "auto: as the plan says" if auto else "off")
+            yield DeepSpeedKey(key, HONOURED, "auto: the plan decides" if auto else "off")
             continue
         for name, item in value.items():
             if is_comment(name):
@@ -456,6 +456,6 @@ SPECIAL: dict[str, Callable[[Any], str | None]] = {
         None if str(value) in SCHEDULES else f"{value!r} is none of {', '.join(SCHEDULES)}"
     ),
     "fp16.loss_scale": lambda value: (
-        None if value == 0 else f"a fixed loss scale of {value}: say 0, a dynamic one"
+        None if value == 0 else f"a fixed loss scale of {value}: set 0 for a dynamic one"
     ),
 }

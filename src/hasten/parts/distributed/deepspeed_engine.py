@@ -57,7 +57,7 @@ class ZeroTrainer:
         )[0]
         self.stage = int(self.engine.zero_optimization_stage())
 
-    def held(self) -> int:
+    def local_weight_count(self) -> int:
         """Number of trained weights with optimizer state on this rank, padding included."""
         if self.stage < 3:
             pieces = self.engine.optimizer.single_partition_of_fp32_groups
@@ -97,7 +97,7 @@ class ZeroTrainer:
         finally:
             delattr(zero, name)
 
-    def whole(self, weight: nn.Parameter) -> Tensor:
+    def gather_weight(self, weight: nn.Parameter) -> Tensor:
         """A true weight in one piece; every rank calls it, in the same order."""
         from deepspeed import zero
         from deepspeed.utils import safe_get_full_fp32_param
@@ -120,7 +120,7 @@ class ZeroTrainer:
         """
         full_weights: dict[int, nn.Parameter] = {}
         for weight in model.parameters():
-            value = self.whole(weight)
+            value = self.gather_weight(weight)
             if is_first:
                 value = value.to(weight.device, torch.float32)
                 full_weights[id(weight)] = nn.Parameter(value, weight.requires_grad)

@@ -60,7 +60,7 @@ class TokenTraffic:
 
     passes: int = 0  # forward passes, recomputed ones included
     rows: int = 0  # tokens that left in them, once for each rank that they went to
-    kept: int = 0  # rows for experts of this rank
+    local_rows: int = 0  # rows for experts of this rank
     bytes: int = 0  # of all messages, backward included
     messages: int = 0  # exchanges in which every rank takes part
 
@@ -116,7 +116,7 @@ def depart(
     routes = RowRoutes(group, traffic, len(x), tokens, leaving, coming, homes)
     rank = dist.get_rank(group)
     traffic.passes += 1
-    traffic.kept += leaving[rank]
+    traffic.local_rows += leaving[rank]
     traffic.rows += sum(leaving) - leaving[rank]
     if not len(homes):
         nothing = rows.sum() + shares.sum()  # of no rows: keeps the way back in the graph
@@ -287,7 +287,7 @@ class ExpertLayer:
         routes, self._routes = self._routes, None
         return results if routes is None else come_home(routes, results)
 
-    def whole(self, part: Tensor) -> Tensor | None:
+    def gather_to_rank0(self, part: Tensor) -> Tensor | None:
         """All parts of a weight, or of what belongs to it, on the first rank of all.
 
         Every rank calls it; those of other groups, which hold copies, have nothing to do.
@@ -300,7 +300,7 @@ class ExpertLayer:
         dist.gather(part, pieces, group=self.group, group_dst=0)
         return full_weight
 
-    def own(self, full_weight: Tensor) -> Tensor:
+    def local_shard(self, full_weight: Tensor) -> Tensor:
         """This rank's part of a weight, or of what belongs to it."""
         return full_weight[self.first : self.first + self.here]
 
@@ -341,7 +341,7 @@ class SharedExperts:
         fits = not first or has_room(parts[0].device, needed)
         for weight in self.parameters():
             # one after the other: others need no memory
-            full_weight = layer_of(weight).whole(weight)
+            full_weight = layer_of(weight).gather_to_rank0(weight)
             if full_weight is not None:
                 weight.data = full_weight if fits else full_weight.cpu()
         self._stand_alone(first)

@@ -129,8 +129,8 @@ class Weight(NamedTuple):
     def numbers(self) -> int:
         return math.prod(self.shape)
 
-    def piece(self, ranks: int) -> int:
-        """Numbers of it in a row, what it is filled up with included."""
+    def padded_shard_size(self, ranks: int) -> int:
+        """Returns the weight's number of elements in a row, padding included."""
         return -(-self.shape[0] // ranks) * math.prod(self.shape[1:])
 
 
@@ -145,7 +145,7 @@ class ShardGroup:
     @property
     def row(self) -> int:
         """Numbers of a row."""
-        return sum(weight.piece(self.ranks) for weight in self.weights)
+        return sum(weight.padded_shard_size(self.ranks) for weight in self.weights)
 
     @property
     def name(self) -> str:
@@ -238,7 +238,7 @@ def values_of(rows: Tensor, group: ShardGroup) -> dict[str, Tensor]:
 
 def _parts(rows: Tensor, group: ShardGroup) -> list[tuple[Weight, Tensor]]:
     """Each weight with its columns; all rows of them, end to end, are the weight."""
-    pieces = rows.split([weight.piece(group.ranks) for weight in group.weights], dim=1)
+    pieces = rows.split([weight.padded_shard_size(group.ranks) for weight in group.weights], dim=1)
     return list(zip(group.weights, pieces, strict=True))
 
 

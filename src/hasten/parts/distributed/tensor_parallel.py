@@ -283,8 +283,8 @@ def _check_dropout(config: Any) -> None:
     share = getattr(config, "attention_dropout", 0.0)
     if share:
         raise ValueError(
-            f"attention_dropout is {share}, and each rank would drop the same places in its own "
-            "heads as the others in theirs; set it to 0, or take fsdp2 as the layout"
+            f"attention_dropout is {share}: each rank would drop the same positions in its own "
+            "heads as the others; set it to 0, or use the layout fsdp2"
         )
 
 

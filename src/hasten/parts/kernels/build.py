@@ -272,8 +272,9 @@ def _opened(folder: Path) -> Iterator[int]:
     if not is_private(os.fstat(folder_fd)):
         os.close(folder_fd)
         warnings.warn(
-            f"{folder} belongs to another user or may be written by others, so kernels in it are "
-            "not loaded but compiled for this process alone; make it your own, with mode 700",
+            f"{folder} belongs to another user or may be written by others. So hasten doesn't load "
+            "kernels from it and compiles them for this process alone. Make it your own, with mode "
+            "700",
             stacklevel=4,
         )
         folder_fd = os.open(_own_folder(), os.O_RDONLY | os.O_DIRECTORY)

@@ -135,7 +135,7 @@ class KernelVariant:
         run: from inputs in ``dtype`` to the results of the operation's reference; the inputs are
             its own and may be overwritten.
         bound: the largest error, over the sum of a number's size and the root mean square of all.
-        own: a kernel of hasten's, not torch's.
+        by_hasten: True for a kernel of hasten, False for one of torch.
         why_not: why it doesn't run on a device, in words; empty where it does.
     """
 
@@ -144,7 +144,7 @@ class KernelVariant:
     dtype: torch.dtype
     run: Callable[..., tuple[Tensor, ...]]
     bound: float
-    own: bool = True
+    by_hasten: bool = True
     why_not: Callable[[str], str] = _runs
 
     @property
@@ -311,7 +311,7 @@ def difference(output: Tensor, expected: Tensor, of_largest: bool = False) -> tu
     Over the sum of a number's size and the root mean square of all, or over the largest number.
     """
     if output.shape != expected.shape:
-        shapes = f"{tuple(output.shape)} in the place of {tuple(expected.shape)}"
+        shapes = f"{tuple(output.shape)} instead of {tuple(expected.shape)}"
         return math.inf, f"a result of shape {shapes}"
     one, other = output.detach().cpu().double(), expected.detach().cpu().double()
     if count := int((one.isfinite() != other.isfinite()).sum()):
@@ -597,7 +597,7 @@ def faults(device: str, *operations: Operation) -> tuple[str, ...]:
         f"its kernel for {variant.operation.name} ({variant.name}) can't be used: {fault} "
         "(hasten env --bench --fresh looks again)"
         for variant in variants()
-        if variant.own
+        if variant.by_hasten
         and variant.operation.name in names
         and (fault := proofs.get(variant.key, Verdict()).fault)
     )

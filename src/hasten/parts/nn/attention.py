@@ -240,8 +240,8 @@ def _by_documents(decoder: Any, usual: Callable[..., Any], *args: Any, **kwargs:
         mask = inputs.get("attention_mask")
         if isinstance(mask, Tensor) and mask.numel() and not bool(mask.all()):
             raise ValueError(
-                "document_lengths say which tokens see each other, and an attention_mask that "
-                "hides some was given too; leave one of them out"
+                "document_lengths define which tokens attend to each other, and an attention_mask "
+                "that hides tokens was given too; leave one of them out"
             )
     else:
         inputs = {**inputs, **_found_documents(decoder, states, inputs)}
@@ -312,7 +312,7 @@ DOCUMENTS = ("document_lengths", "boundaries")
 
 
 def lead_around(module: nn.Module, arguments: dict[str, Any]) -> None:
-    """Moves the document arguments out of an attention's arguments, for `apart`."""
+    """Moves the document arguments out of an attention's arguments, for `attend_uncompiled`."""
     _around[module] = {name: arguments.pop(name) for name in DOCUMENTS if name in arguments}
 
 
@@ -322,7 +322,7 @@ def lead_through(module: nn.Module) -> None:
 
 
 @torch.compiler.disable
-def apart(
+def attend_uncompiled(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -345,7 +345,7 @@ def _register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     for usual in USUAL:
-        for ours, function in ((NAME, attend), (APART, apart)):
+        for ours, function in ((NAME, attend), (APART, attend_uncompiled)):
             AttentionInterface.register(_name(ours, usual), function)
             AttentionMaskInterface.register(_name(ours, usual), _usual_mask)
 

@@ -107,7 +107,7 @@ def fuse_layers(model: nn.Module, device: str = "cpu") -> Counter[str]:
             rebind.bind(module, _FUSED[kind])
             bound[kind] += 1
     if not bound:
-        raise ValueError(f"{type(model).__name__} has no layer that the fused code knows")
+        raise ValueError(f"{type(model).__name__} has no layer that the fused code supports")
     return bound
 
 

@@ -141,7 +141,7 @@ add(
 )
 
 NORMS_BESIDE = Operation(
-    "norm beside a residual",
+    "norm with a residual",
     "byte",
     _norm_inputs,
     gradients(lambda x, weight: norm(x, weight) + x),

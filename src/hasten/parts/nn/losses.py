@@ -89,7 +89,7 @@ class LossTerms:
                 f"label_smoothing is {self.label_smoothing}; give at least 0 and less than 1"
             )
         if not (self.z_loss >= 0 and math.isfinite(self.z_loss)):
-            raise ValueError(f"z_loss is {self.z_loss}; give 0 or a small weight, say 1e-4")
+            raise ValueError(f"z_loss is {self.z_loss}; give 0 or a small weight such as 1e-4")
         if self.softcap is not None and not (self.softcap > 0 and math.isfinite(self.softcap)):
             raise ValueError(f"softcap is {self.softcap}; give a number above 0, or None")
         if not (self.scale > 0 and math.isfinite(self.scale)):
@@ -480,12 +480,12 @@ def head_cross_entropy(
 ) -> Tensor:
     """The summed loss of any ``head``, a chunk at a time; backward computes each chunk again."""
 
-    def piece(rows: Tensor, wanted: Tensor) -> Tensor:
+    def chunk_loss(rows: Tensor, wanted: Tensor) -> Tensor:
         return whole_cross_entropy(head(rows), wanted, terms)
 
     # No rows at all are one empty chunk: its gradients are zeros, which replicas wait for.
     chunks = zip(hidden.split(chunk), labels.split(chunk), strict=True)
-    losses = [checkpoint(piece, rows, wanted, use_reentrant=False) for rows, wanted in chunks]
+    losses = [checkpoint(chunk_loss, rows, wanted, use_reentrant=False) for rows, wanted in chunks]
     return torch.stack(losses).sum()
 
 

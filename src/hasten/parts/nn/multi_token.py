@@ -235,7 +235,7 @@ def check(depth: int, weight: float) -> None:
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
         raise ValueError(f"depth is {depth!r}; give how many tokens ahead, 1 or more")
     if not 0 <= weight < float("inf"):
-        raise ValueError(f"weight is {weight}; give 0 or a small number, say 0.3")
+        raise ValueError(f"weight is {weight}; give 0 or a small number such as 0.3")
 
 
 def _chunk(loss_of: Any) -> int:

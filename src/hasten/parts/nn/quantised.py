@@ -98,7 +98,7 @@ class QuantisedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, kind: Kind) -> None:
         super().__init__()
         if kind not in KINDS:
-            raise ValueError(f"the format {kind!r} is unknown: say int8 or nf4")
+            raise ValueError(f"the format {kind!r} is unknown; supported: int8 and nf4")
         if not bool(torch.isfinite(linear.weight).all()):
             raise ValueError("a weight that isn't finite can't be quantised")
         self.kind = kind
@@ -411,9 +411,9 @@ class Float8Layers:
 
     def __init__(self, recipe: Recipe = "rowwise", emulate: bool = False) -> None:
         if recipe not in RECIPES:
-            raise ValueError(f"recipe {recipe!r} is unknown: say rowwise or blockwise")
+            raise ValueError(f"recipe {recipe!r} is unknown; supported: rowwise and blockwise")
         if recipe == "blockwise" and not emulate:
-            raise ValueError("blockwise float8 exists emulated only: say emulate, or rowwise")
+            raise ValueError("blockwise float8 is emulated only: set emulate, or use rowwise")
         self.recipe, self.emulate = recipe, emulate
         self._rounding = Rounding(recipe, emulate)
         self._weights: list[Float8Weight] = []
@@ -445,8 +445,8 @@ class Float8Layers:
             layer.forward = partial(self._forward, name, layer, self._weights[-1])
         if not self.names:
             raise ValueError(
-                f"no linear layer is left whose sides are multiples of {SIDE}; layers of a base in "
-                "few bits, heads and routers don't count"
+                f"no linear layer has sides that are multiples of {SIDE}; layers of a base in few "
+                "bits, heads and routers don't count"
             )
 
     def detach(self) -> None:

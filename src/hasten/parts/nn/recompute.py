@@ -62,8 +62,8 @@ def decoder_blocks(module: nn.Module) -> list[nn.Module]:
     ]
     if not lists:
         raise ValueError(
-            "the model has no two blocks of one class beside each other, so nothing can be "
-            "recomputed block by block; name them with blocks=, or leave recomputation out"
+            "the model has no two neighbouring blocks of one class, so none can be recomputed; "
+            "name them with blocks=, or leave recomputation out"
         )
     return max(lists, key=lambda members: sum(_parameters(m) for m in members))
 
@@ -220,8 +220,8 @@ class BlockRecompute:
         same = named.keys() == kwargs.keys() and all(named[k] is kwargs[k] for k in named)
         if len(args) != 1 or args[0] is not output or not same:
             raise ValueError(
-                "the blocks of this model are not called one after the other with the same "
-                "arguments, so they can't be recomputed in segments; leave segments out"
+                "this model doesn't call its blocks one after the other with the same arguments, "
+                "so they can't be recomputed in segments; leave segments out"
             )
         if segment.position == segment.start + segment.size - 1:
             self._open = None
@@ -248,7 +248,7 @@ class BlockRecompute:
         self.passes += 1
         if self._held is not None:
             self._held += [a for a in args if isinstance(a, Tensor)]
-        return checkpoint(_told(run), *args, use_reentrant=False, **kwargs)
+        return checkpoint(_mark_first_pass(run), *args, use_reentrant=False, **kwargs)
 
     def _measure(self, start: int, run: Forward, args: Any, kwargs: dict[str, Any]) -> None:
         """Measures the bytes that this block would store, in a pass without side effects."""
@@ -296,11 +296,11 @@ def is_thrown_away() -> bool:
     return not compiling and bool(getattr(_first_pass, "now", False))
 
 
-def _told(run: Forward) -> Forward:
+def _mark_first_pass(run: Forward) -> Forward:
     """``run``, in which ``is_thrown_away`` holds the first time that it is called."""
     again = False
 
-    def told(*args: Any, **kwargs: Any) -> Any:
+    def marked_run(*args: Any, **kwargs: Any) -> Any:
         nonlocal again
         if torch.compiler.is_compiling():
             return run(*args, **kwargs)
@@ -311,7 +311,7 @@ def _told(run: Forward) -> Forward:
         finally:
             _first_pass.now = before
 
-    return told
+    return marked_run
 
 
 def blocks_to_recompute(sizes: list[tuple[int, int]], budget: float) -> set[int]:

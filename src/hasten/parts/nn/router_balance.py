@@ -70,8 +70,8 @@ def sequence_ids(lengths: Sequence[int], shape: Sequence[int]) -> Tensor:
         return ids.flatten()
     if rows != 1 or sum(lengths) > width:
         raise ValueError(
-            f"{len(lengths)} sequences of {sum(lengths)} tokens don't tell where they lie in "
-            f"{rows} rows of {width}; lay them out one per row, or all in one row"
+            f"{len(lengths)} sequences of {sum(lengths)} tokens have no defined positions in "
+            f"{rows} rows of {width}; put one in each row, or all in one row"
         )
     ends = [0, *itertools.accumulate(lengths)]
     for number, (start, end) in enumerate(itertools.pairwise(ends)):

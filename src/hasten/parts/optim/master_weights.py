@@ -123,10 +123,10 @@ class MasterWeights:
                 master.grad = None
 
     def accumulate_gradients(self) -> None:
-        """Add the working weights' gradients to the masters', in float32, and free them.
+        """Adds the working weights' gradients to the masters', in float32, and frees them.
 
-        An optimizer that reads the working format gets the first one as it is: a step of one
-        micro-batch then holds no float32 gradient at all.
+        For an optimizer that reads the working format, the first gradient stays in that format.
+        A step of one micro-batch then holds no float32 gradient at all.
         """
         for working, master in self._pairs:
             if working.grad is None:
@@ -240,9 +240,8 @@ class LossScale:
     ) -> None:
         if not initial >= 1 or not growth > 1 or not 0 < backoff < 1 or interval < 1:
             raise ValueError(
-                f"a loss scale begins at 1 or more, grows by more than 1 and backs off by less "
-                f"than 1 after 1 step or more: initial {initial}, growth {growth}, backoff "
-                f"{backoff}, interval {interval}"
+                "a loss scale needs initial >= 1, growth > 1, 0 < backoff < 1 and interval >= 1, "
+                f"not initial {initial}, growth {growth}, backoff {backoff}, interval {interval}"
             )
         self.value = float(initial)
         self.growth, self.backoff, self.interval = growth, backoff, interval

@@ -76,7 +76,7 @@ class MuonAdamW(Optimizer):
         momentum: float = 0.95,
     ) -> None:
         if not 0 <= momentum < 1:
-            raise ValueError(f"momentum is {momentum}; it lies in [0, 1)")
+            raise ValueError(f"momentum is {momentum}; it must be in [0, 1)")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         # The groups get all of AdamW's keys from it, so that its step() can work on them.
         plain = AdamW([{**g, "params": list(g["params"])} for g in groups], **defaults)

@@ -35,7 +35,7 @@ class WeightAverage:
 
     def __init__(self, decay: float = 0.999) -> None:
         if not 0 < decay < 1:
-            raise ValueError(f"decay is {decay}; it lies between 0 and 1, say 0.999")
+            raise ValueError(f"decay is {decay}; give a number between 0 and 1, such as 0.999")
         self.decay = decay
         self.updates = 0
         self._means: list[Tensor] = []

@@ -96,7 +96,7 @@ def default_warmup(draft: RecipeDraft) -> None:
     else:
         draft.say("warmup_ratio", "warmup_steps", WARMUP_SHARE)
         explanation = (
-            f"at most {WARMUP_STEPS} steps there: beyond 3,334 steps say warmup_steps: 100"
+            f"at most {WARMUP_STEPS} steps there: beyond 3,334 steps set warmup_steps: 100"
         )
         draft.note("warmup_steps", "unmapped", explanation)
     draft.at_default = False
@@ -435,7 +435,7 @@ def patience(draft: RecipeDraft, key: str, value: Any) -> None:
 
 def saves_per_epoch(draft: RecipeDraft, key: str, value: Any) -> None:
     if value:
-        explanation = "say checkpoint_every: dynamic, or a number of steps"
+        explanation = "set checkpoint_every: dynamic, or a number of steps"
         draft.note(key, "unmapped", explanation)
 
 

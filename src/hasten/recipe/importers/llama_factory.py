@@ -140,7 +140,8 @@ def packing(draft: RecipeDraft) -> None:
     draft.at_default = False
     if key == "packing":
         explanation = (
-            "examples of a row see each other there; here each sees itself (as neat_packing)"
+            "there examples of a row attend to each other; here each attends to itself "
+            "(as neat_packing)"
         )
         draft.row(key, source.get(key, LEFT_OUT), "unmapped", explanation)
 

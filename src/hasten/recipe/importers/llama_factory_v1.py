@@ -130,7 +130,7 @@ def layout(draft: RecipeDraft, key: str, value: Any) -> None:
         deepspeed(draft, key, settings.pop("config_file", None))
         other_settings(draft, key, settings)
     elif name is not None:
-        draft.note(key, "unmapped", f"there is no layout {name!r}: say layout in the recipe")
+        draft.note(key, "unmapped", f"there is no layout {name!r}: set layout in the recipe")
 
 
 def kernels(draft: RecipeDraft, key: str, value: Any) -> None:

@@ -253,7 +253,7 @@ def saves(draft: RecipeDraft, key: str, value: Any) -> None:
     elif number >= 1:
         draft.say(key, "checkpoint_every", whole_number(number))
     elif number > 0:
-        explanation = "say checkpoint_every in steps, or dynamic; `hasten check` counts the steps"
+        explanation = "set checkpoint_every in steps, or dynamic; `hasten check` counts the steps"
         draft.note(key, "unmapped", explanation)
     else:
         draft.note(key, "needless", "the model is saved at the end")
@@ -261,7 +261,7 @@ def saves(draft: RecipeDraft, key: str, value: Any) -> None:
 
 def save_strategy(draft: RecipeDraft, key: str, value: Any) -> None:
     if value in ("epoch", "best"):
-        explanation = "say checkpoint_every in steps, or dynamic; `hasten check` counts the steps"
+        explanation = "set checkpoint_every in steps, or dynamic; `hasten check` counts the steps"
         draft.note(key, "unmapped", explanation)
     else:
         draft.note(key, "needless", "checkpoint_every decides")
@@ -293,7 +293,7 @@ def per_epoch(draft: RecipeDraft, key: str, value: Any) -> None:
 def evaluations(draft: RecipeDraft, key: str, count: float) -> None:
     """So many evaluations of a whole training, as a share of all steps."""
     if float(draft.source.get("max_steps") or 0) > 0:
-        explanation = "say eval_every in steps; `hasten check` says how many there are"
+        explanation = "set eval_every in steps; `hasten check` counts the steps"
         draft.note(key, "unmapped", explanation)
     elif count <= 1:
         draft.note(key, "needless", "eval examples are evaluated at the end")
@@ -316,7 +316,7 @@ def resolve_batch(draft: RecipeDraft) -> None:
     if not draft.values["eval_data"]:
         draft.withdraw("eval_every", "nothing is held out")
     if "eval_every" not in draft.values:
-        explanation = "patience counts evaluations: say eval_every and eval_data too"
+        explanation = "patience counts evaluations: set eval_every and eval_data too"
         draft.withdraw("patience", explanation, "unmapped")
 
 

@@ -109,7 +109,7 @@ def blocks(draft: RecipeDraft) -> None:
     draft.say("block_size", "cutoff_len", row)
     packed_rows(draft, "block_size", row)
     draft.at_default = False
-    explanation = "texts of a row see each other there; here each sees itself"
+    explanation = "there texts of a row attend to each other; here each attends to itself"
     draft.row("block_size", row, "unmapped", explanation)
 
 
@@ -141,7 +141,7 @@ def trl_loss(draft: RecipeDraft) -> None:
     draft.say(key, "loss_on", "everything")
     draft.at_default = False
     if source.get("completion_only_loss") is None:
-        explanation = "left out: say loss_on: answers if the examples are prompt and completion"
+        explanation = "left out: set loss_on: answers if the examples are prompt and completion"
         draft.note("completion_only_loss", "unmapped", explanation)
 
 

@@ -120,8 +120,8 @@ def technique_of(compressor: GradientCompressor) -> Technique:
     method, minimum, scope = settings["method"], settings["minimum"], settings["scope"]
     if settings["dense_steps"]:
         raise InputError(
-            "a trainer counts its dense start as a share of the run: give a technique with "
-            "dense_share in the place of a compressor with dense_steps"
+            "a trainer counts its dense start as a share of the run; give a technique with "
+            "dense_share instead of a compressor with dense_steps"
         )
     if method == "none":
         raise InputError("a compressor with sparsity_method 'none' compresses nothing: give False")

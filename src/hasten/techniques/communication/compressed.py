@@ -96,25 +96,25 @@ def _reason(
         )
     if sizes.data_size == 1:
         return (
-            f"all ranks of {layout} see the same examples, so no gradients travel between ranks "
-            "that a communication method could make small; leave the communication method's "
+            f"all ranks of {layout} get the same examples, so no gradients travel between ranks "
+            "that a communication method could compress; leave the communication method's "
             "technique out"
         )
     if sizes.dp > 1 and sizes.shard > 1 and settings.scope == "all":
         return (
-            f"{layout} has {sizes.dp} copies of {sizes.shard} pieces, and between copies alone "
-            "gradients can be made small; say scope: hosts"
+            f"{layout} has {sizes.dp} copies of {sizes.shard} pieces, and gradients can be "
+            "compressed between copies only; set scope: hosts"
         )
     if sizes.dp == 1 and settings.scope == "hosts":
         return (
-            f"{layout} has one copy of the model, so nothing goes between hosts alone; say scope: "
-            "all, or replicas (in hybrid, dp), one for each host"
+            f"{layout} has one copy of the model, so no gradients travel between hosts only; set "
+            "scope: all, or give each host a replica (in hybrid, dp)"
         )
     if sizes.tp > 1 and settings.method not in ("half", "bf16"):
         return (
-            f"ranks that share a layer in {layout} each hold its norms whole, and "
-            f"{settings.method} would round them by what lies beside them, which differs from rank "
-            "to rank; take half as the communication"
+            f"ranks that share a layer in {layout} each hold all of its norms, and "
+            f"{settings.method} rounds a value by its neighbours, which differ from rank to rank; "
+            "take half as the communication method"
         )
     return why_not()
 

@@ -216,15 +216,15 @@ def enable_local_steps(setup: Setup, technique: Technique, build: Build) -> None
     done.
 
     Raises:
-        InputError: the plan or the job needs what ranks that train apart don't know.
+        InputError: the plan or the job needs values that ranks training apart don't have.
     """
     if setup.context.world.size == 1:
         return
     name = technique.name()
     if setup.job.stop.tokens is not None:
         raise InputError(
-            f"plan: {name} can't stop after a number of tokens, which no rank knows while they "
-            "train apart; give max_steps or epochs in the place of max_tokens"
+            f"plan: {name} can't stop after a number of tokens, since ranks that train apart don't "
+            "add up their tokens; give max_steps or epochs instead of max_tokens"
         )
     if Slot.AVERAGE in setup.plan:
         raise InputError(

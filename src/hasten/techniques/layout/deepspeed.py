@@ -39,14 +39,14 @@ OWN = {
     Slot.COMMUNICATION: "gradients travel in ZeRO's own reduce-scatter; its own way of making them "
     "small is "
     "zero_quantized_gradients in its config (ZeRO++)",
-    Slot.OPTIMIZER: "it hands the job's AdamW flat pieces of many weights, which other rules can't "
-    "tell apart",
-    Slot.AVERAGE: "true weights lie in pieces that it keeps",
+    Slot.OPTIMIZER: "it gives the job's AdamW flat pieces of many weights, which other rules can't "
+    "separate",
+    Slot.AVERAGE: "it keeps the true weights in pieces",
     Slot.CHECKPOINT: "its state isn't written by hasten yet",
 }
 TWICE = (
-    "whose modules run beside a model that isn't whole under DeepSpeed, and releases 0.18.3 to "
-    "0.19.3 have wrong gradients where a module runs twice in a step (ZeRO-2, bf16)"
+    "its modules need the whole model, which DeepSpeed splits. Releases 0.18.3 to 0.19.3 have "
+    "wrong gradients if a module runs twice in a step (ZeRO-2, bf16)"
 )
 JOBS = ("optimizer", "scheduler", *BATCH_KEYS)
 DTYPES = ("float32", "bf16", "fp16")
@@ -99,7 +99,7 @@ class DeepSpeed(Technique):
             raise InputError(f"{self.name()}: {error}") from error
         if not (filled.get("zero_optimization") or {}).get("stage"):
             raise InputError(
-                f"{self.name()}: {self.config} has no zero_optimization stage above 0; say 1, 2 "
+                f"{self.name()}: {self.config} has no zero_optimization stage above 0; set 1, 2 "
                 "or 3, or take ddp as the layout"
             )
         return filled
@@ -115,20 +115,20 @@ class DeepSpeed(Technique):
                 )
             if technique.slot is Slot.OBJECTIVE:
                 raise InputError(
-                    f"plan: {self.name()} can't go with {technique.name()}, {TWICE}; take ddp as "
+                    f"plan: {self.name()} can't go with {technique.name()}: {TWICE}. Take ddp as "
                     "the layout, or leave one of them out"
                 )
         if not setup.job.counted:
             raise InputError(
-                f"plan: {self.name()} needs to know a step's trained tokens before its passes; "
-                "take ddp or fsdp2 with a loss of your own"
+                f"plan: {self.name()} needs the number of a step's trained tokens before its "
+                "passes; take ddp or fsdp2 with a loss of your own"
             )
         config = self.settings_of(self._known(setup))
         clipping, max_norm = config.get("gradient_clipping"), setup.job.max_grad_norm
         if clipping is not None and clipping != (max_norm or 0.0):
             raise InputError(
-                f"{self.name()}: gradient_clipping is {clipping} and max_grad_norm {max_norm}; say "
-                "auto, or both the same"
+                f"{self.name()}: gradient_clipping is {clipping} and max_grad_norm {max_norm}; set "
+                "gradient_clipping to auto, or give both the same value"
             )
         setup.layout = Zero(setup)
         setup.engine = lambda assembly: ZeroEngine(assembly, config)
@@ -172,7 +172,7 @@ class DeepSpeed(Technique):
         engine, steps = session.engine, session.progress.step
         if not isinstance(engine, ZeroEngine):
             return EffectCheck(False, "one rank holds everything")
-        local_count = engine.zero.held()
+        local_count = engine.zero.local_weight_count()
         return EffectCheck(
             steps > 0 and session.setup.layout.size > 1,
             f"ZeRO-{engine.zero.stage} on {session.setup.layout.size} ranks; the optimizer of this "

@@ -130,7 +130,7 @@ def forecast(context: JobContext, ranks: int, shards: int = 1) -> Forecast:
 def proof(shared: SharedExperts, more: str = "") -> EffectCheck:
     """Returns a check with the experts per rank, and the rows sent to other ranks."""
     layers, sent = list(shared.layers.values()), shared.traffic
-    gone = sent.rows / ((sent.rows + sent.kept) or 1)
+    gone = sent.rows / ((sent.rows + sent.local_rows) or 1)
     return EffectCheck(
         sent.rows > 0,
         f"{layers[0].here} of {layers[0].total} experts of each of {len(layers)} layers on a "
@@ -252,11 +252,10 @@ def full_tensor(weight: Tensor, value: Tensor) -> Tensor:
         return value
     if value.shape != weight.shape:
         raise InputError(
-            "expert_parallel: this optimizer keeps its state in another shape than weights have, "
-            "so the ranks' parts don't make a whole; leave checkpoints out, or choose another "
-            "optimizer"
+            "expert_parallel: this optimizer's state has another shape than its weights, so the "
+            "ranks' parts can't be joined; leave checkpoints out, or choose another optimizer"
         )
-    full = layer_of(weight).whole(value)
+    full = layer_of(weight).gather_to_rank0(value)
     return value if full is None else full.cpu()  # a device holds one at a time
 
 
@@ -266,7 +265,7 @@ def local_shard(weight: Tensor, full: Tensor) -> Tensor:
         return full
     layer = layer_of(weight)
     dealt = full.shape == (layer.total, *weight.shape[1:])
-    return layer.own(full) if dealt else full
+    return layer.local_shard(full) if dealt else full
 
 
 def refuse_own_choices(setup: Setup) -> None:
@@ -299,8 +298,8 @@ class ExpertsInFSDP:
             raise InputError(f"hybrid: {error}; change the sizes, or nproc") from error
         if isinstance(setup.precision, MasterWeights):
             raise InputError(
-                "hybrid: bf16_master_weights lets FSDP2 cast weights, and experts beside shards "
-                "aren't its own; take autocast, or ep beside dp alone"
+                "hybrid: bf16_master_weights lets FSDP2 cast weights, and FSDP2 doesn't manage the "
+                "experts of ep with shard; take autocast, or ep with dp only"
             )
         self.sizes, self.size = sizes, world.size
         self.data_size = self.averages = world.size
@@ -327,9 +326,8 @@ class ExpertsInFSDP:
     def apply_data_parallel(self, module: nn.Module, communication: Communication) -> nn.Module:
         if not isinstance(communication, NoCompression):
             raise InputError(
-                "plan: experts beside shards move their gradients in torch's own reduce-scatter, "
-                "which no communication method enters here; leave the communication method's "
-                "technique out, or give ep beside dp"
+                "plan: ep with shard uses torch's reduce-scatter, which supports no "
+                "communication method; leave the method's technique out, or give ep with dp only"
             )
         self._module, shared = module, self._held()
         self.move_parts(module)  # copies are made alike next, by what carries the device's memory

@@ -54,7 +54,7 @@ class Hybrid(Technique):
         others = [n for n in ("tp", "pp") if getattr(self, n) > 1]
         if self.ep > 1 and others:
             raise ValueError(
-                f"ep stands beside dp and shard alone, and {others[0]} is given too: its ranks see "
+                f"ep goes with dp and shard only, and {others[0]} is given too: its ranks get "
                 "the same tokens, or hold other layers"
             )
         if self.dp * self.shard % self.ep:

@@ -25,7 +25,7 @@ from hasten.parts.distributed.pipeline.runtime import (
     PassHooks,
     PipelineSettings,
     equal_micro_batches,
-    nothing_beside,
+    plain_forward,
 )
 from hasten.parts.distributed.pipeline.schedules import (
     SCHEDULES,
@@ -55,7 +55,7 @@ class PipelineEngine(PlainEngine):
         self.passes = self.filler = 0  # micro-batches so far
         self._filled: list[MicroBatch] = []  # of the step, as they run
         self._stage_pass = _StagePass()
-        hook = nothing_beside if self.setup.routing is None else self._heard
+        hook = plain_forward if self.setup.routing is None else self._heard
         self.runner = layout.cut.start(
             PassHooks(precision.region, precision.accumulate_gradients, hook)
         )

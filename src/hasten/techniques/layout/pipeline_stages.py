@@ -185,7 +185,10 @@ def check_company(setup: Setup, settings: PipelineSettings) -> None:
 
 def _no_recompute(recompute: BlockRecompute, settings: PipelineSettings) -> str:
     if settings.checkpoint != "never":
-        return f"whose own checkpoint is {settings.checkpoint} already; give one of the two"
+        return (
+            f"since the pipeline's own checkpoint is {settings.checkpoint} already; give one of "
+            "the two"
+        )
     if recompute.segments is not None:
         return "since a rank's layers need not follow each other; leave segments out"
     if settings.schedule in SPLIT:
@@ -316,9 +319,8 @@ def check_communication(communication: Communication, pipelines: int) -> None:
         )
     if pipelines == 1:
         raise InputError(
-            f"plan: {communication.kind} has nothing to compress in a single pipeline, whose ranks "
-            f"exchange "
-            "hidden states alone; leave it out, or set stages below the number of ranks"
+            f"plan: {communication.kind} has nothing to compress in a single pipeline: its ranks "
+            "exchange hidden states only; leave it out, or set stages below the number of ranks"
         )
     if communication.compressor.settings()["scope"] != "all":
         raise InputError(
@@ -350,8 +352,8 @@ class StagesInPieces(StageWeightsSplit):
             )
         if isinstance(setup.precision, MasterWeights):
             raise InputError(
-                "hybrid: bf16_master_weights doesn't know the pieces of a pipeline's stages; take "
-                "autocast, or pp beside dp alone"
+                "hybrid: bf16_master_weights doesn't support the pieces of a pipeline's stages; "
+                "take autocast, or pp with dp only"
             )
         self.sizes, self.settings = sizes, settings
         self.size, self.data_size, self.averages = world.size, sizes.data_size, sizes.data_size
@@ -391,9 +393,8 @@ class StagesInPieces(StageWeightsSplit):
     def apply_data_parallel(self, module: nn.Module, communication: Communication) -> nn.Module:
         if not isinstance(communication, NoCompression):
             raise InputError(
-                "plan: stages in pieces move their gradients in torch's own reduce-scatter, which "
-                "no communication method enters here; leave the communication method's technique "
-                "out, or give pp beside dp alone"
+                "plan: pp with shard or tp uses torch's reduce-scatter, which supports no "
+                "communication method; leave the method's technique out, or give pp with dp only"
             )
         self._module = module
         if self.data_size > 1:

@@ -57,7 +57,7 @@ class TensorParallel(Technique):
         reasons = [*no_ranks(context), *no_plan(context, size)]
         if self.size is not None and self.size != context.world.size:
             reasons.append(
-                f"{size} ranks share each layer and {context.world.size} are running; say "
+                f"{size} ranks share each layer and {context.world.size} are running; use "
                 f"hybrid with tp: {size}, or change nproc"
             )
         return tuple(reasons)
@@ -112,8 +112,8 @@ def refuse_other_code(setup: Setup, name: str) -> None:
     for other, active in taken.items():
         if active:
             raise InputError(
-                f"plan: {name} cuts torch's own layers, and {other} puts code of its own in their "
-                "place; leave one of them out"
+                f"plan: {name} cuts torch's own layers, and {other} replaces them with its own "
+                "code; leave one of them out"
             )
 
 

@@ -46,10 +46,10 @@ from hasten.parts.nn.torch_means import (
 CHECKPOINTS = ("always", "except_last", "never")
 Inputs = Mapping[str, Any]
 Pass = Callable[[], Tensor]
-Beside = Callable[[int, Pass], tuple[Tensor, Tensor | None]]
+ForwardRunner = Callable[[int, Pass], tuple[Tensor, Tensor | None]]
 
 
-def nothing_beside(number: int, run: Pass) -> tuple[Tensor, Tensor | None]:
+def plain_forward(number: int, run: Pass) -> tuple[Tensor, Tensor | None]:
     """A pass by itself."""
     return run(), None
 
@@ -58,14 +58,14 @@ def nothing_beside(number: int, run: Pass) -> tuple[Tensor, Tensor | None]:
 class PassHooks:
     """Hooks of the training loop around a pipeline, called in each pass.
 
-    ``beside`` runs a stage's forward pass over the micro-batch with a given number. It
+    ``run_forward`` runs a stage's forward pass over the micro-batch with a given number. It
     returns the output and the pass's addition to the step's summed loss (a balance of
     experts), or None.
     """
 
     region: Callable[[], AbstractContextManager[Any]] = nullcontext  # around a forward pass
     after_backward: Callable[[], None] = field(default=lambda: None)  # takes gradients over
-    beside: Beside = nothing_beside
+    run_forward: ForwardRunner = plain_forward
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class PipelineWork:
     def forward(self, stage: nn.Module, index: int, number: int, hidden: Tensor | None) -> Tensor:
         """Hidden states of a micro-batch, or its loss, which is added up."""
         with self.seams.region():
-            out, more = self.seams.beside(number, partial(self._run, stage, number, hidden))
+            out, more = self.seams.run_forward(number, partial(self._run, stage, number, hidden))
         if index == self.last:
             out = out if more is None else out + more
             self._losses[index, number] = out.detach()
@@ -500,7 +500,7 @@ def equal_micro_batches(batches: Sequence[Mapping[str, Any]], count: int) -> lis
     strange = {name for batch in batches for name in batch} - {*FILLERS, *PACKED}
     if strange:
         raise ValueError(
-            f"a pipeline can't fill up the input {sorted(strange)[0]!r} of a micro-batch; it knows "
+            f"a pipeline can't pad the input {sorted(strange)[0]!r} of a micro-batch; it supports "
             f"{', '.join((*FILLERS, *PACKED))}"
         )
     rows = max(len(b["input_ids"]) for b in batches)
