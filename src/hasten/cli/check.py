@@ -124,9 +124,13 @@ def _folder(output: Path) -> tuple[str, None]:
 
 def _kernels(checks: _Checks) -> None:
     """Which of the processor's kernels run here; without them the plain way does."""
-    from hasten.parts.kernels import products, codec, rowwise
+    from hasten.parts.kernels import codec, products, rowwise
 
-    libraries = {"rows": rowwise.library(), "products": products.library(), "codec": codec.library()}
+    libraries = {
+        "rows": rowwise.library(),
+        "products": products.library(),
+        "codec": codec.library(),
+    }
     summary = ", ".join(
         f"{name}: {library.reason or 'compiled'}" for name, library in libraries.items()
     )
