@@ -73,6 +73,7 @@ from hasten.recipe.sample import Sample
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.report.card import CARD, write_card
 from hasten.training.auto_adjust import adjust, adjusted
+from hasten.training.busy_machine import BusyMachine
 from hasten.training.chosen_plan import SpeedWatch, same_on_all_ranks, with_chosen_plan
 from hasten.training.first_pass import proven
 from hasten.training.folder import (
@@ -325,6 +326,7 @@ def _watch(
         keep_lines_until(run.output, session.progress.step)
     lines = LineFiles(run.output)
     watch = replace(watch, on_step=call_both(watch.on_step, SlowLink(run.tell).note))
+    watch = replace(watch, on_step=call_both(watch.on_step, BusyMachine(run.tell).note))
     return replace(
         watch,
         on_step=call_both(watch.on_step, call_both(lambda m: lines.step(m.to_dict()), on_step)),

@@ -1,0 +1,49 @@
+"""One line when other processes slow down a step."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable
+
+from hasten.core.timing import StepMetrics
+from hasten.machine.processes import LoadMeter
+from hasten.machine.threads import usable_cores
+
+FEWEST_STEPS, WATCHED_STEPS = 8, 50  # that a step is compared with
+SLOWER = 3.0  # times the median seconds of a position
+LEAST_SHARE = 0.1  # of the processor's time that others used
+
+
+class BusyMachine:
+    """Prints once if a step is slow and other processes used the processor meanwhile.
+
+    A step is slow if a position takes over three times the median of the steps before it.
+
+    Args:
+        tell: prints the line.
+        load: measures what other processes take of this machine.
+    """
+
+    def __init__(self, tell: Callable[[str], None], load: LoadMeter | None = None) -> None:
+        self._tell = tell
+        self._load = load or LoadMeter(len(usable_cores()) or 1)
+        self._seconds: deque[float] = deque(maxlen=WATCHED_STEPS)  # of a position
+        self._is_over = False
+
+    def note(self, metrics: StepMetrics) -> None:
+        """After each step."""
+        if self._is_over or not metrics.positions:
+            return
+        self._load.lap("step")
+        share, seconds = self._load.share("step"), metrics.step_seconds / metrics.positions
+        self._load.begin()
+        before = statistics.median(self._seconds) if self._seconds else 0.0
+        enough = len(self._seconds) >= FEWEST_STEPS
+        self._seconds.append(seconds)
+        if enough and seconds > SLOWER * before and share >= LEAST_SHARE:
+            self._is_over = True
+            self._tell(
+                f"step {metrics.step} took {seconds / before:.1f} times as long as the median "
+                f"step: other processes used {share:.0%} of the processor meanwhile"
+            )
