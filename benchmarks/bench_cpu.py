@@ -146,7 +146,7 @@ def train(dtype: torch.dtype, steps: int, new_lengths: bool) -> dict[str, Any]:
     draw = torch.Generator().manual_seed(0)
     peaks, began, counted = [], 0.0, 0
     for step in range(steps):
-        lengths = (300, 500, 200, 700, 348)
+        lengths: tuple[int, ...] = (300, 500, 200, 700, 348)
         if new_lengths:
             lengths = tuple(int(n) for n in torch.randint(20, 160, (6,), generator=draw))
         tokens = sum(lengths)

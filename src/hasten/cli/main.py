@@ -41,7 +41,7 @@ from hasten.cli.tune import tune
 from hasten.cli.verify import verify
 from hasten.errors import INTERRUPTED, InputError, SameOnAllRanksError, StoppedError
 from hasten.formatting import shown
-from hasten.machine.environment import bound_compiled_products, world
+from hasten.machine.environment import use_defaults, world
 
 
 def _leave(code: int | None, **_: Any) -> None:
@@ -123,7 +123,7 @@ def run(interruptible: bool = False) -> None:
     Args:
         interruptible: an interrupt ends the process so far; in here it becomes exit code 130.
     """
-    bound_compiled_products()
+    use_defaults()
     for stream in (sys.stdout, sys.stderr):
         # Names may have bytes that aren't UTF-8, and a terminal may show ASCII alone.
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", None):

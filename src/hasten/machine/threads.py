@@ -47,6 +47,7 @@ def waiting(how: str) -> dict[str, str]:
         return {}
     asleep = how == "asleep"
     variables = {"OMP_WAIT_POLICY": "PASSIVE" if asleep else "ACTIVE"}
+    variables["GOMP_SPINCOUNT"] = "0" if asleep else "INFINITY"  # libgomp prefers it to the policy
     if is_loaded("libiomp5"):  # it spins 200 ms after work unless told otherwise
         variables["KMP_BLOCKTIME"] = "0" if asleep else "200"
     return variables

@@ -57,8 +57,7 @@ def _slow_bf16(context: JobContext) -> tuple[str, ...]:
         return ()
     return (
         f"{context.hardware.cpu} multiplies bf16 in software only, many times slower than "
-        "float32 (no AVX-512, AMX or Arm bf16); leave it out, or write emulate: true and add "
-        "fused_layers and document_attention, whose kernels keep the speed of float32",
+        "float32 (no AVX-512, AMX or Arm bf16); leave it out, or force it with emulate: true",
     )
 
 

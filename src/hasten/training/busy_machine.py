@@ -21,8 +21,8 @@ class BusyMachine:
     A step is slow if a position takes over three times the median of the steps before it.
 
     Args:
-        tell: prints the line.
-        load: measures what other processes take of this machine.
+        ``tell``: prints the line.
+        load: the meter of what other processes take of this machine.
     """
 
     def __init__(self, tell: Callable[[str], None], load: LoadMeter | None = None) -> None:

@@ -63,7 +63,7 @@ def unit(dtype: torch.dtype) -> str:
 def fits(*tensors: Tensor) -> bool:
     """Returns True if the products of these tensors are computed here: bf16, on the processor.
 
-    Products in float32 stay with torch, whose library is as fast.
+    Products in float32 stay with torch, because its library is as fast.
     """
     return tensors[0].dtype == torch.bfloat16 and fits_attention(*tensors)
 

@@ -102,7 +102,7 @@ def matmul(x: Tensor, matrix: Tensor, out: Tensor | None = None) -> Tensor:
     """``x @ matrix`` (rows, n) by the processor's kernels; added to any ``out``.
 
     With AMX this product is torch's, in one or two pieces of round size. The library behind
-    ``torch.mm`` compiles a kernel for each shape and keeps it, so rows of ever new lengths
+    ``torch.mm`` compiles a kernel for each shape and keeps it. So rows of ever new lengths
     would cost time and memory without end. The first piece has the row count rounded down
     to its five leading bits. So between n and 2 n rows there are at most sixteen shapes.
     The remaining rows are filled up to the next multiple of 64.

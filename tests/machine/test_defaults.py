@@ -1,4 +1,4 @@
-"""A command and the processes that it starts keep few compiled products of a processor."""
+"""Defaults of a command and its processes: few compiled products, threads that wait briefly."""
 
 from __future__ import annotations
 
@@ -56,3 +56,22 @@ def test_a_command_sets_it_before_torch_is_loaded_and_leaves_the_users_own_numbe
             [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
         )
         assert done.stdout.split()[-2:] == [expected, "False"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)],
+    ids=str,
+)
+def test_idle_threads_wait_briefly_unless_the_user_decided(
+    variables: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in environment.WAITING_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert environment.child_environment(variables).get("GOMP_SPINCOUNT") == expected
+    assert "export GOMP_SPINCOUNT=10000" in environment.waiting_advice()
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    environment.use_defaults()
+    assert environment.variable("GOMP_SPINCOUNT") == expected
+    assert environment.waiting_advice() == ""
