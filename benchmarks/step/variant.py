@@ -37,9 +37,10 @@ class Variant:
 
 PLAN = (
     *("packed", "document_attention", "fused_layers", "labelled_token_loss"),
-    *("bf16_master_weights", "fused_adamw"),
+    {"bf16_master_weights": {"emulate": True}},  # also where a processor has no unit for bf16
+    "fused_adamw",
 )
-IN_FLOAT32 = tuple(name for name in PLAN if name != "bf16_master_weights")
+IN_FLOAT32 = tuple(entry for entry in PLAN if isinstance(entry, str))
 SORTED = {"train_sampling_strategy": "group_by_length"}
 GROUPED = {"bf16": True, **SORTED}
 SMALLER = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4}

@@ -83,10 +83,11 @@ def test_bench_shows_what_kernels_gain_and_what_is_wrong_and_measures_again_when
 
 
 @pytest.mark.slow
-def test_speedup_measures_once_and_every_variant_has_its_mfu(
+def test_speedup_measures_once_and_every_variant_has_its_mfu_and_its_own_metric(
     tmp_path: Path, hasten: Hasten
 ) -> None:
     values = small(tmp_path, ceiling="measure", plan=["packed"], device="cpu", max_examples=60)
+    values["metrics"] = ["token_accuracy"]
     path = written(tmp_path / "r.yaml", **values)
     code, out, err = hasten(
         "speedup", path, "--no-verify", "--rounds", 2, "--steps", 1, "--warmup", 1
@@ -95,6 +96,7 @@ def test_speedup_measures_once_and_every_variant_has_its_mfu(
     assert err.count("measuring this machine") == 1
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert all(variant["mfu"] > 0 for variant in report["variants"])
+    assert all(0 <= variant["metrics"]["token_accuracy"] <= 1 for variant in report["variants"])
     assert report["mfu"].startswith("MFU of ")
     assert f"plan {100 * report['variants'][1]['mfu']:.1f} %" in out
     assert report["mfu"] in (tmp_path / "run" / "report.html").read_text().replace("&#39;", "'")

@@ -39,6 +39,7 @@ def test_the_full_example_shows_every_section() -> None:
         "ROUNDING one step's gradient against float64 5.2e-07 0.0001 equal",
         "eval loss over paired seeds, 3 seeds 1.004 1.01 undecided",
         "rows packed or padded 4.4e-07 0.0001 equal",
+        "Eval loss Against baseline token accuracy baseline 2.9403 – 0.3815",
         "p < 0.001 (Holm)",
         "would be decided by 14 more rounds",
         "the second build was faster by more than chance",

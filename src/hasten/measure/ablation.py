@@ -124,6 +124,7 @@ class Variant:
     steps: list[dict[str, Any]] = field(default_factory=list)  # measured steps, warm-up left out
     losses: list[tuple[int, float]] = field(default_factory=list)  # (tokens, loss), all steps
     eval_data: list[tuple[int, float]] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)  # the job's own, at the last look
     startup_seconds: dict[str, float] = field(default_factory=dict)
     effective: list[dict[str, Any]] = field(default_factory=list)
     samples: list[dict[str, str]] = field(default_factory=list)

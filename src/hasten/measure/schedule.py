@@ -188,13 +188,15 @@ class ArmProcess:
         self._from_start = True
 
     def evaluate(self) -> None:
-        """Its eval loss as it is now."""
+        """Its eval loss and its own metrics as they are now."""
         began, timeout = self._clock(), BUILD_SECONDS
         if self.evaluation_seconds:
             timeout = max(TIMEOUT_FACTOR * self.evaluation_seconds, LEAST_TIMEOUT)
         evaluation = self.ask("evaluate", timeout)
         self.evaluation_seconds = max(self.evaluation_seconds, self._clock() - began)
-        self.note("evaluate", tokens=evaluation["tokens"], eval_loss=evaluation["eval_loss"])
+        noted = {name: evaluation[name] for name in ("tokens", "eval_loss")}
+        own = {k: v for k, v in evaluation.items() if k not in ("step", *noted)}
+        self.note("evaluate", **noted, **({"metrics": own} if own else {}))
 
     def finish(self, samples: bool = True) -> None:
         """Stores the effects of its techniques and its model's samples; ends its training."""

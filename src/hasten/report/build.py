@@ -124,6 +124,7 @@ def _variant(variant: Variant, base: Variant, judgement: Judgement) -> dict[str,
         # What a failed variant had used by then says nothing of what it needs.
         "peak_memory_bytes": variant.peak_memory_bytes if variant.failed is None else None,
         "eval_loss": last_loss(variant),
+        "metrics": (variant.metrics or None) if variant.failed is None else None,
         "eval_curve": [list(point) for point in variant.eval_data],
         "loss_curve": [list(point) for point in variant.losses],
         "rounds": variant.rounds,

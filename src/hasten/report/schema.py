@@ -56,6 +56,7 @@ VARIANT = {
     "process_variance?": {"error": float, "freedom": float, "builds": float},
     "peak_memory_bytes?": float,
     "eval_loss?": float,
+    "metrics?": dict,  # the job's own, by name
     "eval_curve?": [[float, float]],  # (tokens, loss)
     "loss_curve?": [[float, float]],
     "step_seconds?": {"median?": float, "p50?": float, "p99?": float},
