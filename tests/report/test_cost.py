@@ -15,7 +15,6 @@ from hasten.report.claims import preset_claims
 from hasten.report.cost import (
     cost_of_experiment,
     payback,
-    ratio_of,
     speed_words,
     time_saved,
 )
@@ -26,16 +25,9 @@ PRICE = Price(currency="CNY", per_device_hour=0.6, devices=4)
 
 def test_half_as_much_again_saves_a_third_of_the_time() -> None:
     assert time_saved(1.5) == pytest.approx(1 / 3)
-    assert ratio_of(0.5) == 2
     assert speed_words(1.5) == "1.50× the speed, 33 % less time"
     assert speed_words(0.8) == "0.80× the speed, 25 % more time"
     assert speed_words(1.0) == "1.00× the speed, the same time"
-
-
-@given(st.floats(1e-6, 1e6))
-def test_speed_and_time_saved_are_each_other_s_inverse(ratio: float) -> None:
-    assert ratio_of(time_saved(ratio)) == pytest.approx(ratio, rel=1e-6)
-    assert time_saved(ratio) < 1
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])

@@ -30,13 +30,6 @@ def time_saved(ratio: float) -> float:
     return 1 - 1 / ratio
 
 
-def ratio_of(saved: float) -> float:
-    """The ratio of rates of work that takes the share `saved` less time (0.333: 1.5)."""
-    if not (math.isfinite(saved) and saved < 1):
-        raise InputError(f"a share of time saved is below 1 (all of it), not {saved}")
-    return 1 / (1 - saved)
-
-
 def speed_words(ratio: float) -> str:
     """A ratio of rates with the time it saves, each named: ``1.50× the speed, 33 % less time``."""
     saved = round(100 * time_saved(ratio))
