@@ -195,8 +195,8 @@ class ArmProcess:
         evaluation = self.ask("evaluate", timeout)
         self.evaluation_seconds = max(self.evaluation_seconds, self._clock() - began)
         noted = {name: evaluation[name] for name in ("tokens", "eval_loss")}
-        own = {k: v for k, v in evaluation.items() if k not in ("step", *noted)}
-        self.note("evaluate", **noted, **({"metrics": own} if own else {}))
+        metrics = {k: v for k, v in evaluation.items() if k not in ("step", *noted)}
+        self.note("evaluate", **noted, **({"metrics": metrics} if metrics else {}))
 
     def finish(self, samples: bool = True) -> None:
         """Stores the effects of its techniques and its model's samples; ends its training."""
