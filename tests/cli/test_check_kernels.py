@@ -30,7 +30,7 @@ def test_kernels_have_a_line(recipe: Path, capsys: pytest.CaptureFixture[str]) -
     assert check(recipe, []) == 0
     line = kernels_line(capsys)
     assert line.startswith("ok   kernels      rows: ")
-    assert ", tiles: " in line
+    assert ", products: compiled" in line
     assert ", codec: " in line
 
 
