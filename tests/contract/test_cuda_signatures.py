@@ -17,6 +17,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from contract.cuda_signatures import FILE, of_installed, stand_in
+from hasten.parts.kernels import products
 from hasten.parts.nn import attention, fused_functions, fused_gpu, quantised
 
 WRITTEN: dict[str, dict[str, str]] = json.loads(FILE.read_text())
@@ -64,6 +65,7 @@ def test_attention_of_documents_calls_the_kernel_as_it_is(
     function = stand_in(WRITTEN[release]["varlen_attn"], heard)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", function)
     monkeypatch.setattr(attention, "_fits_varlen", lambda *given: True)
+    monkeypatch.setattr(products, "fits_attention", lambda *given: False)  # as on a GPU
     attention._varlen.cache_clear()
     try:
         tensors = [torch.ones(1, n, 9, 8) for n in (4, kv_heads, kv_heads)]

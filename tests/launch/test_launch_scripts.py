@@ -243,7 +243,7 @@ def test_any_text_becomes_a_name_that_schedulers_take(text: str) -> None:
         ({"fewest": 3}, "1 to 2"),
         ({"hosts": ("one",)}, "names 1 hosts"),
         ({"hosts": ("one", "-oProxyCommand=x")}, "no host's name"),
-        ({"words": {"partition": "gpu --wrap"}}, "--partition"),
+        ({"scheduler_options": {"partition": "gpu --wrap"}}, "--partition"),
         ({"image": "x y"}, "--image"),
         ({"minutes": 5}, "not longer than"),
         ({"port": 0}, "--port"),

@@ -70,7 +70,7 @@ def test_a_file_s_fastest_format_but_fp8_is_the_ceiling(tmp_path: Path) -> None:
     assert found.source == "3 TFLOP/s, measured: bf16 64x16 by 16x32, threads: 2, 2026-11-21"
     words = mfu_words(wish, ON_CPU)
     assert words is not None
-    assert "frozen weights 4 FLOPs instead of 6" in words
+    assert "Frozen weights: 4 FLOPs instead of 6" in words
 
 
 def test_auto_is_the_datasheet_of_a_known_gpu_times_their_number(tmp_path: Path) -> None:

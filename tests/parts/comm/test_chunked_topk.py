@@ -68,5 +68,5 @@ def test_a_number_of_kept_ones_beyond_a_chunk_is_refused(k: int) -> None:
 
 @pytest.mark.parametrize("share", [0.0, -0.1, 1.5, float("nan")])
 def test_a_share_beyond_all_is_refused(share: float) -> None:
-    with pytest.raises(ValueError, match="above 0 and up to 1"):
+    with pytest.raises(ValueError, match="more than 0 and at most 1"):
         ChunkedTopK.of_share(share)
