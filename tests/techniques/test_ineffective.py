@@ -13,7 +13,7 @@ from hasten.core.job import GlobalBatch
 from hasten.core.session import Session
 from hasten.core.technique import Technique
 from hasten.parts.data.collate import tokenized_example
-from hasten.parts.kernels import rowwise
+from hasten.parts.kernels import products, rowwise
 from hasten.parts.nn import fused_layers, rebind
 from hasten.parts.nn.causal_lm import causal_lm
 from hasten.techniques import probes
@@ -77,7 +77,10 @@ def test_grouping_within_one_step_groups_nothing() -> None:
     assert seen(session, technique)[0] is False
 
 
-def test_documents_that_are_rows_of_their_own_need_no_document_attention() -> None:
+def test_documents_that_are_rows_of_their_own_need_no_document_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(products, "fits_attention", lambda *tensors: False)  # torch's attention
     for architecture in ("llama", "deepseek_v3"):
         job = language_job(lambda a=architecture: tiny_model(a))
         session = session_of(job, DocumentAttention(), architecture=architecture)

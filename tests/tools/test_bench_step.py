@@ -136,7 +136,9 @@ def test_every_variant_but_packing_follows_the_order_where_it_is_matched() -> No
     packing = ["trl_packing", "trl_packing_rows"]
     assert [name for name, one in variant.VARIANTS.items() if one.chooses(True)] == packing
     free = [name for name, one in variant.VARIANTS.items() if one.chooses(False)]
-    assert free == ["hf_best", "hf_best_4x8", "hf_compile", *packing]
+    sorted_ones = ["hf_best", "hf_best_4x8", "hf_compile"]
+    in_float32 = ["hf_float32_4x8", "hf_float32_4x8_compile"]
+    assert free == [*sorted_ones, *in_float32, *packing]
 
 
 def test_the_allocator_is_the_same_for_all_and_none_is_none(
