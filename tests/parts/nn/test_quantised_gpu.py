@@ -30,7 +30,7 @@ from hasten.parts.nn.quantised import (
     linear,
     quantise,
 )
-from hasten.parts.nn.recompute import BlockRecompute, _told
+from hasten.parts.nn.recompute import BlockRecompute, _mark_first_pass
 from interpreted_triton import round_as_a_gpu
 from triton_marks import DEVICE, needs_triton, on_gpu
 
@@ -305,7 +305,7 @@ def test_recomputation_gives_the_same_gradients(keep: bool, calls: Counter[str])
 def test_what_a_first_pass_left_out_gives_no_gradient() -> None:
     """Should a backward pass ever read it, torch's product refuses it; and its scales are NaN."""
     layer = nn.Linear(32, 48, bias=False).to(DEVICE)
-    y = _told(lambda x: linear(x, layer.weight, None, HARDWARE))(draw(20, 32))
+    y = _mark_first_pass(lambda x: linear(x, layer.weight, None, HARDWARE))(draw(20, 32))
     with pytest.raises((ValueError, RuntimeError)):
         y.sum().backward()
     data, scale = quantised_gpu.empty_columns(draw(20, 32), E4M3)
