@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -57,6 +58,7 @@ from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import Autocast
 
 LiveSetting = bool | Technique | DynamicBatcher | GradientCompressor | None
+_LOG = logging.getLogger(__name__)
 DECISIVE = ("lr", "betas", "eps", "weight_decay", "momentum")
 USUAL: Mapping[str, Technique] = {
     "compress_gradients": Quantised(),
@@ -400,7 +402,7 @@ def _say_how_means_are_weighted(loss_fn: Any) -> None:
 def _say_what_is_here(cloud: CloudConfig | None, context: JobContext) -> None:
     device_count = max(context.world.size, len(context.hardware.accelerators), 1)
     if not context.on_gpu and context.world.is_main and (advice := environment.waiting_advice()):
-        print(advice)
+        _LOG.warning("%s", advice)
     if cloud is None or not context.world.is_main:
         return
     if cloud.devices > device_count:
