@@ -182,10 +182,14 @@ def operators(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:
             products.product,
             (numbers(dtype, 6, 5), numbers(dtype, 7, 6), True, True),
         ),
+        "product added": (
+            products.add_product_,
+            (numbers(dtype, 5, 7), numbers(dtype, 5, 6), numbers(dtype, 6, 7), False, False),
+        ),
     }
 
 
-@pytest.mark.parametrize("name", ["product", "product turned"])
+@pytest.mark.parametrize("name", ["product", "product turned", "product added"])
 def test_each_operator_keeps_its_word_to_torch(dtype: torch.dtype, name: str) -> None:
     operator, arguments = operators(dtype)[name]
     torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))

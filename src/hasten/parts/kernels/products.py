@@ -49,6 +49,13 @@ def tile_library() -> LoadedLibrary:
     return loaded
 
 
+@torch.compiler.assume_constant_result  # a graph has the answer, not the way to it
+def is_available() -> bool:
+    """Returns True if the kernels for any processor are compiled and loaded."""
+    return library().library is not None
+
+
+@torch.compiler.assume_constant_result
 def unit(dtype: torch.dtype) -> str:
     """How numbers of a format are multiplied here: by ``tiles``, ``pairs`` or ``floats``."""
     if dtype == torch.float32:
@@ -73,9 +80,8 @@ def fits_attention(*tensors: Tensor) -> bool:
     dtype = tensors[0].dtype
     if dtype not in DTYPES:
         return False
-    return all(t.dtype == dtype and t.device.type == "cpu" for t in tensors) and (
-        library().library is not None
-    )
+    supported = all(t.dtype == dtype and t.device.type == "cpu" for t in tensors)
+    return supported and is_available()
 
 
 def _threads(flops: int) -> c_int:
@@ -99,8 +105,18 @@ def _(a: Tensor, b: Tensor, a_turned: bool, b_turned: bool) -> Tensor:
     return a.new_empty(_product_shape(a, b, a_turned, b_turned))
 
 
-def product_into(
-    out: Tensor, a: Tensor, b: Tensor, a_turned: bool, b_turned: bool, add: bool = False
+@custom_op("hasten::add_product_", mutates_args=("out",))
+def add_product_(out: Tensor, a: Tensor, b: Tensor, a_turned: bool, b_turned: bool) -> None:
+    """``out += a @ b``, in float32 or bf16, either of the factors given transposed."""
+    product_into(out, a, b, a_turned, b_turned, add=True)
+
+
+@add_product_.register_fake
+def _(out: Tensor, a: Tensor, b: Tensor, a_turned: bool, b_turned: bool) -> None:
+    return None
+
+
+def product_into(    out: Tensor, a: Tensor, b: Tensor, a_turned: bool, b_turned: bool, add: bool = False
 ) -> None:
     """The product written to ``out``, float32 or bf16, or added to what is there.
 

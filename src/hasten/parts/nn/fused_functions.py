@@ -113,7 +113,7 @@ def matmul(x: Tensor, matrix: Tensor, out: Tensor | None = None) -> Tensor:
         factor = matrix.t() if turned else matrix
         if out is None:
             return products.product(x, factor, False, turned)
-        products.product_into(out, x, factor, False, turned, add=True)
+        products.add_product_(out, x, factor, False, turned)
         return out
     out = x.new_empty(x.shape[0], matrix.shape[1]) if out is None else out
     step = max(1 << max(x.shape[0].bit_length() - 5, 0), ROUND)

@@ -198,6 +198,7 @@ def _projected(x: Tensor, *layers: Any) -> tuple[Tensor, ...]:
     """``x`` through each layer: at once where all are plain and fit, else each by its own call."""
     if (
         products.fits(x)
+        and not torch.compiler.is_compiling()  # a graph can't ask what is bound to a layer
         and not torch.is_autocast_enabled(x.device.type)
         and not _few_rows(x)
         and all(joinable(layer, _linear) for layer in layers)
