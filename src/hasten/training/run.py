@@ -326,7 +326,8 @@ def _watch(
         keep_lines_until(run.output, session.progress.step)
     lines = LineFiles(run.output)
     watch = replace(watch, on_step=call_both(watch.on_step, SlowLink(run.tell).note))
-    watch = replace(watch, on_step=call_both(watch.on_step, BusyMachine(run.tell).note))
+    if run.prepared.context.world.size == 1:
+        watch = replace(watch, on_step=call_both(watch.on_step, BusyMachine(run.tell).note))
     return replace(
         watch,
         on_step=call_both(watch.on_step, call_both(lambda m: lines.step(m.to_dict()), on_step)),
