@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 
-from hasten.machine import environment
+from hasten.machine import environment, threads
+from hasten.machine.memory import is_loaded
 
 NAME = "LRU_CACHE_CAPACITY"
 COUNT = (
@@ -69,9 +70,20 @@ def test_idle_threads_wait_briefly_unless_the_user_decided(
     for name in environment.WAITING_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     assert environment.child_environment(variables).get("GOMP_SPINCOUNT") == expected
-    assert "export GOMP_SPINCOUNT=10000" in environment.waiting_advice()
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     environment.use_defaults()
     assert environment.variable("GOMP_SPINCOUNT") == expected
-    assert environment.waiting_advice() == ""
+
+
+@pytest.mark.skipif(not is_loaded("libgomp"), reason="torch has another OpenMP library")
+def test_several_threads_without_a_decision_are_advised(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in environment.WAITING_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    with threads.with_threads(2):
+        assert "export GOMP_SPINCOUNT=10000" in threads.waiting_advice()
+        monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+        assert threads.waiting_advice() == ""
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    with threads.with_threads(1):
+        assert threads.waiting_advice() == ""

@@ -44,7 +44,7 @@ from hasten.integrations.epoch_progress import EpochProgress
 from hasten.integrations.given_loader import GivenLoader, by_batch, micro_batch
 from hasten.launch.cluster import CloudConfig
 from hasten.launch.ranks import process_group
-from hasten.machine import environment
+from hasten.machine import threads
 from hasten.parts.checkpoint import checkpoints
 from hasten.parts.comm.gradient_compressor import GradientCompressor
 from hasten.parts.data.dynamic_batch import DynamicBatcher
@@ -401,7 +401,7 @@ def _say_how_means_are_weighted(loss_fn: Any) -> None:
 
 def _say_what_is_here(cloud: CloudConfig | None, context: JobContext) -> None:
     device_count = max(context.world.size, len(context.hardware.accelerators), 1)
-    if not context.on_gpu and context.world.is_main and (advice := environment.waiting_advice()):
+    if not context.on_gpu and context.world.is_main and (advice := threads.waiting_advice()):
         _LOG.warning("%s", advice)
     if cloud is None or not context.world.is_main:
         return

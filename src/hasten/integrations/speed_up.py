@@ -29,7 +29,7 @@ from hasten.errors import InputError
 from hasten.integrations.adapt import context_of
 from hasten.integrations.batches import row_sizes
 from hasten.integrations.checkpoints import TokenCount
-from hasten.machine import environment, versions
+from hasten.machine import threads, versions
 from hasten.techniques import CATALOGUE
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
@@ -149,7 +149,7 @@ def _chosen(  # noqa: C901  # a clause for each reason
         _LOG.warning("speed_up: %s", outside)
     names = ", ".join(t.name() for t in chosen) or "no technique"
     lines = "".join(f"\n  left out: {reason}" for reason in left_out.values())
-    if not context.on_gpu and (advice := environment.waiting_advice()):
+    if not context.on_gpu and (advice := threads.waiting_advice()):
         lines += f"\n  {advice}"
     _LOG.warning("speed_up: %s joined%s%s", names, note.promise, lines)
     return chosen, note

@@ -30,9 +30,9 @@ LOOPBACK = "127.0.0.1"
 # oneDNN compiles a product for each shape, and torch keeps 1,024 of each kind. Packed rows seldom
 # have the same length twice, so nearly all of them lie idle: 1.1 GB in the demo's training.
 COMPILED_PRODUCTS = {"LRU_CACHE_CAPACITY": "128"}
-# An idle thread of GNU's OpenMP library looks for work 300,000 times before it sleeps. Beside busy
-# processes that is time of a core which the thread with the work lacks. 10,000 turns (some 20 µs)
-# still bridge the gap from one operator to the next.
+# An idle thread of GNU's OpenMP library looks for work 300,000 times before it sleeps (its manual,
+# GOMP_SPINCOUNT). Next to busy processes it takes a core from the thread that has the work.
+# benchmarks/results/cpu.md has the figures for 10,000 times.
 BRIEF_WAITING = {"GOMP_SPINCOUNT": "10000"}
 WAITING_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # of the user's: they have priority
 # rank, ranks, rank on this machine, ranks on this machine
@@ -206,14 +206,6 @@ def defaults(environ: Mapping[str, str]) -> dict[str, str]:
     """
     waits = any(name in environ for name in WAITING_VARIABLES)
     return {**COMPILED_PRODUCTS, **({} if waits else BRIEF_WAITING)}
-
-
-def waiting_advice() -> str:
-    """One line on what to export before Python starts; empty if the user decided already."""
-    if any(name in os.environ for name in WAITING_VARIABLES):
-        return ""
-    ((name, value),) = BRIEF_WAITING.items()
-    return f"if other processes use this processor, export {name}={value} before Python starts"
 
 
 def use_defaults() -> None:

@@ -8,8 +8,9 @@ later ones inherit it. OMP_PROC_BIND would pin each thread to one core. It would
 main thread too, and with it every process that it starts.
 
 An idle OpenMP thread spins for a moment before it sleeps, because the next operator
-often comes at once and a wake-up costs time. It can be set to sleep at once, for
-processes that share its core, or to keep spinning.
+often comes at once and a wake-up costs time. The commands of hasten shorten this moment.
+A thread can also be set to sleep at once, for processes that share its core, or to keep
+spinning.
 
 Python's collector of cyclic garbage walks all live objects whenever enough were made.
 Most of them are modules that stay for ever. Here they are excluded (``gc.freeze``), and
@@ -34,7 +35,7 @@ from hasten.machine import environment
 from hasten.machine.memory import is_loaded
 
 WAITING = {  # how idle threads may wait
-    "auto": "as the OpenMP library does, which spins for a moment and sleeps then",
+    "auto": "briefly, then asleep",
     "asleep": "asleep",
     "spinning": "spinning",
 }
@@ -51,6 +52,18 @@ def waiting(how: str) -> dict[str, str]:
     if is_loaded("libiomp5"):  # it spins 200 ms after work unless told otherwise
         variables["KMP_BLOCKTIME"] = "0" if asleep else "200"
     return variables
+
+
+def waiting_advice() -> str:
+    """One line on what to export before Python starts; empty if nothing would change.
+
+    That is so if the user decided, one thread computes, or torch has another OpenMP library.
+    """
+    decided = any(environment.variable(name) for name in environment.WAITING_VARIABLES)
+    if decided or torch.get_num_threads() == 1 or not is_loaded("libgomp"):
+        return ""
+    ((name, value),) = environment.BRIEF_WAITING.items()
+    return f"if other processes use this processor, export {name}={value} before Python starts"
 
 
 def own_cores(

@@ -116,7 +116,8 @@ def _(out: Tensor, a: Tensor, b: Tensor, a_turned: bool, b_turned: bool) -> None
     return None
 
 
-def product_into(    out: Tensor, a: Tensor, b: Tensor, a_turned: bool, b_turned: bool, add: bool = False
+def product_into(
+    out: Tensor, a: Tensor, b: Tensor, a_turned: bool, b_turned: bool, add: bool = False
 ) -> None:
     """The product written to ``out``, float32 or bf16, or added to what is there.
 

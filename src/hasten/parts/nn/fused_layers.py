@@ -190,8 +190,8 @@ def _linear(self: Any, usual: Usual, input: Tensor) -> Tensor:
 
 
 def _few_rows(x: Tensor) -> bool:
-    few = x.numel() < FEWEST_ROWS * x.shape[-1]
-    return few and products.unit(x.dtype) == "tiles"
+    on_tiles: bool = products.unit(x.dtype) == "tiles"
+    return on_tiles and x.numel() < FEWEST_ROWS * x.shape[-1]
 
 
 def _projected(x: Tensor, *layers: Any) -> tuple[Tensor, ...]:
