@@ -19,11 +19,9 @@ from torch import Tensor, nn
 from hasten.parts.kernels import products
 from hasten.parts.nn import fused_functions
 from hasten.parts.nn.attention import attend
+from kernel_units import FORMATS, take
 
 pytestmark = pytest.mark.skipif(not products.library().library, reason=products.library().reason)
-FORMATS = {"float32": torch.float32, "floats": torch.bfloat16, "pairs": torch.bfloat16}
-if products.tile_library().library:
-    FORMATS["tiles"] = torch.bfloat16
 # Half a unit in the last place of bf16; of float32's sums a few units.
 BOUNDS = {torch.bfloat16: 2**-8, torch.float32: 2**-19}
 
@@ -31,10 +29,7 @@ BOUNDS = {torch.bfloat16: 2**-8, torch.float32: 2**-19}
 @pytest.fixture(params=FORMATS, autouse=True)
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
     """The format of the inputs; bf16 in each way to multiply."""
-    monkeypatch.setattr(
-        products, "forced_unit", "" if request.param == "float32" else request.param
-    )
-    return FORMATS[request.param]
+    return take(request.param, monkeypatch)
 
 
 def numbers(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:

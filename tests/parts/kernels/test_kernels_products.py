@@ -19,20 +19,15 @@ from torch import Tensor, nn
 
 from hasten.parts.kernels import products
 from hasten.parts.nn import fused_functions
+from kernel_units import FORMATS, take
 
 pytestmark = pytest.mark.skipif(not products.library().library, reason=products.library().reason)
-FORMATS = {"float32": torch.float32, "floats": torch.bfloat16, "pairs": torch.bfloat16}
-if products.tile_library().library:
-    FORMATS["tiles"] = torch.bfloat16
 
 
 @pytest.fixture(params=FORMATS, autouse=True)
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
     """The format of the factors; bf16 in each way to multiply."""
-    monkeypatch.setattr(
-        products, "forced_unit", "" if request.param == "float32" else request.param
-    )
-    return FORMATS[request.param]
+    return take(request.param, monkeypatch)
 
 
 orientations = pytest.mark.parametrize(

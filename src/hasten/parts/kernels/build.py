@@ -25,6 +25,7 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -156,13 +157,11 @@ def _compile(compiler: str, target: _Target, name: str, folder: int) -> str:
     try:
         with tempfile.TemporaryDirectory(prefix="hasten-building-") as building:
             library = Path(building) / name
-            for command in _commands(compiler, target, library):
-                completed = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
-                if completed.returncode:
-                    lines = [line for line in completed.stderr.splitlines() if "error" in line]
-                    return (lines or completed.stderr.splitlines() or ["no reason given"])[
-                        0
-                    ].strip()
+            *objects, linked = _commands(compiler, target, library)
+            with ThreadPoolExecutor() as threads:  # each of which waits for a compiler
+                complaints = [*threads.map(_complaint, objects)]
+            if complaint := next(filter(None, complaints), "") or _complaint(linked):
+                return complaint
             content = library.read_bytes()
         _put(content + CHECKSUM(content).digest(), name, folder)  # the loader ignores the end
     except subprocess.TimeoutExpired:
@@ -170,6 +169,15 @@ def _compile(compiler: str, target: _Target, name: str, folder: int) -> str:
     except OSError as error:
         return str(error)
     return ""
+
+
+def _complaint(command: list[str]) -> str:
+    """Runs a compiler; its first line about an error, empty where there is none."""
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    if not completed.returncode:
+        return ""
+    lines = completed.stderr.splitlines() or ["no reason given"]
+    return next((line for line in lines if "error" in line), lines[0]).strip()
 
 
 def _put(content: bytes, name: str, folder: int) -> None:

@@ -30,7 +30,7 @@ WORTH_THREADS = 10_000_000  # FLOPs below which one thread is done before a seco
 TILES = ("amx_tile", "amx_bf16", "avx512bw", "avx512_bf16")
 PAIRS = ("avx512_bf16",)
 DTYPES = (torch.float32, torch.bfloat16)
-forced_unit = ""  # of tests: "pairs" runs on any processor, but slowly without AVX512-BF16
+forced_unit = ""  # of tests: another way to multiply bf16 than the processor's
 
 
 def library() -> LoadedLibrary:

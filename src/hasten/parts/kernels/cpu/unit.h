@@ -67,10 +67,12 @@ typedef Floats<8, 6, 2> Wide;
 #else
 typedef Floats<4, 6, 2> Wide;
 #endif
-#if defined(__AVX512F__)
+#if defined(__AVX512BF16__)
 typedef Pairs<16, 12, 2> Narrow;
-#else
+#elif defined(HASTEN_PROVE_PAIRS)
 typedef Pairs<8, 4, 1> Narrow;  // slow: for the proof that the layout is right
+#else
+typedef Wide Narrow;
 #endif
 
 inline int64_t ceil_to(int64_t n, int64_t size) { return (n + size - 1) / size * size; }

@@ -1,0 +1,47 @@
+"""The ways to multiply of the processor's kernels, each of which a test can take."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from hasten.parts.kernels import products
+from hasten.parts.kernels.build import SOURCES, LoadedLibrary, build_library, processor_flags
+
+FORMATS = {"float32": torch.float32, "floats": torch.bfloat16, "pairs": torch.bfloat16}
+if products.tile_library().library:
+    FORMATS["tiles"] = torch.bfloat16
+
+
+@functools.cache
+def library_with_pairs() -> LoadedLibrary:
+    """The kernels with pairs of bf16, which ordinary instructions multiply where none are made."""
+    if all(name in processor_flags() for name in products.PAIRS):
+        return products.library()
+    place = tempfile.TemporaryDirectory(prefix="hasten-pairs-")
+    _KEPT.append(place)
+    sources = Path(place.name) / "sources"
+    shutil.copytree(SOURCES, sources)
+    header = sources / "unit.h"
+    header.write_text("#define HASTEN_PROVE_PAIRS\n" + header.read_text())
+    return build_library(
+        "product", "document_attention", folder=Path(place.name) / "built", sources=sources
+    )
+
+
+_KEPT: list[tempfile.TemporaryDirectory[str]] = []  # removed when the process ends
+
+
+def take(way: str, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    """Lets a test multiply in one of these ways; the format of its numbers."""
+    monkeypatch.setattr(products, "forced_unit", "" if way == "float32" else way)
+    if way == "pairs":
+        library = library_with_pairs()
+        assert library.library, library.reason
+        monkeypatch.setattr(products, "library", lambda: library)
+    return FORMATS[way]
