@@ -12,21 +12,10 @@
 #include <numeric>
 #include <vector>
 
+#include "heads.h"
 #include "unit.h"
 
 namespace {
-
-template <class T>
-struct Heads {  // (tokens, heads, width) with any distance between tokens and between heads
-  const T* at;
-  int64_t token, head;
-  const T* of(int64_t t, int64_t h) const { return at + t * token + h * head; }
-};
-
-struct Shape {
-  int64_t tokens, heads, groups, dk, dv;  // groups: heads of keys and values
-  float scale;
-};
 
 constexpr int64_t QUERIES = 96, KEYS = 192;  // of a block; whole pairs, whole rows of registers
 

@@ -15,19 +15,9 @@
 #include <utility>
 
 #include "amx.h"
+#include "heads.h"
 
 namespace {
-
-struct Heads {  // (tokens, heads, width) with any distance between tokens and between heads
-  const bf16* at;
-  int64_t token, head;
-  const bf16* of(int64_t t, int64_t h) const { return at + t * token + h * head; }
-};
-
-struct Shape {
-  int64_t tokens, heads, groups, dk, dv;  // groups: heads of keys and values
-  float scale;
-};
 
 constexpr int64_t BLOCK = 128;             // keys and queries of one round of the backward pass
 constexpr int64_t LINE = BLOCK / DEPTH;    // tiles of k in such a round
@@ -92,7 +82,7 @@ float weigh(const float* scores, int64_t valid, int64_t chunks, float scale, bf1
   return _mm512_reduce_add_ps(sum);
 }
 
-void forward(const Shape& s, Heads q, Heads k, Heads v, bf16* out, float* lse, int64_t start,
+void forward(const Shape& s, Heads<bf16> q, Heads<bf16> k, Heads<bf16> v, bf16* out, float* lse, int64_t start,
              int64_t length, int64_t group) {
   thread_local Scratch keys_memory, values_memory, work_memory, score_memory;
   int64_t depth = tiles(s.dk, DEPTH), chunks = tiles(length, 32), each = s.heads / s.groups;
@@ -267,7 +257,7 @@ struct Gradients {
   bf16 *q, *k, *v;  // (tokens, heads or groups, dk or dv)
 };
 
-void backward(const Shape& s, Heads q, Heads k, Heads v, Heads o, Heads grad, const float* lse,
+void backward(const Shape& s, Heads<bf16> q, Heads<bf16> k, Heads<bf16> v, Heads<bf16> o, Heads<bf16> grad, const float* lse,
               Gradients to, int64_t start, int64_t length, int64_t group) {
   Work w = workspace(s, length);
   int64_t chunks = tiles(length, 32), each = s.heads / s.groups;
@@ -318,8 +308,8 @@ void amx_attention_forward(const bf16* q, const bf16* k, const bf16* v, const in
                            const int64_t* shape, float scale, const int64_t* starts, bf16* out,
                            float* lse, int threads) {
   Shape s{shape[0], shape[1], shape[2], shape[3], shape[4], scale};
-  Heads queries{q, strides[0], strides[1]}, keys{k, strides[2], strides[3]};
-  Heads values{v, strides[4], strides[5]};
+  Heads<bf16> queries{q, strides[0], strides[1]}, keys{k, strides[2], strides[3]};
+  Heads<bf16> values{v, strides[4], strides[5]};
   each_document(s, starts, shape[5], threads, [&](int64_t start, int64_t length, int64_t group) {
     forward(s, queries, keys, values, out, lse, start, length, group);
   });
@@ -330,9 +320,9 @@ void amx_attention_backward(const bf16* q, const bf16* k, const bf16* v, const b
                             float scale, const int64_t* starts, const float* lse, bf16* dq,
                             bf16* dk, bf16* dv, int threads) {
   Shape s{shape[0], shape[1], shape[2], shape[3], shape[4], scale};
-  Heads queries{q, strides[0], strides[1]}, keys{k, strides[2], strides[3]};
-  Heads values{v, strides[4], strides[5]}, grads{grad, strides[6], strides[7]};
-  Heads output{out, s.heads * s.dv, s.dv};
+  Heads<bf16> queries{q, strides[0], strides[1]}, keys{k, strides[2], strides[3]};
+  Heads<bf16> values{v, strides[4], strides[5]}, grads{grad, strides[6], strides[7]};
+  Heads<bf16> output{out, s.heads * s.dv, s.dv};
   each_document(s, starts, shape[5], threads, [&](int64_t start, int64_t length, int64_t group) {
     backward(s, queries, keys, values, output, grads, lse, {dq, dk, dv}, start, length, group);
   });
