@@ -223,10 +223,13 @@ def gpu_tests(until: float, rehearsal: bool) -> Found:
     asked = ["--collect-only"] if rehearsal else ["-rfEs"]
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-n", "0", "--no-header", *asked]
     left = max(until - time.monotonic(), 1.0)
+    # Where only the repository is, the package isn't installed: pytest finds it as this script does
+    sources = [str(REPOSITORY / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     try:
         done = subprocess.run(
             [*command, *files],
             cwd=REPOSITORY,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sources)},
             capture_output=True,
             text=True,
             timeout=left,

@@ -59,7 +59,7 @@ UNITS: dict[str, Callable[[float], str]] = {
     "tokens": lambda v: f"{v / 1e6:.3g} M" if v >= 1e5 else f"{v:,.0f}",
     "price": lambda v: f"{v:,.4f}",
     "short": lambda v: f"{v:.3g}",
-    "found": lambda v: f"{v:.4g}",
+    "measured": lambda v: f"{v:.4g}",
 }
 
 

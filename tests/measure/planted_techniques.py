@@ -238,7 +238,7 @@ def _entry(technique: Technique, test: str, found: float) -> dict[str, Any]:
         "fidelity": technique.fidelity.name,
         "test": test,
         "verdict": "differs" if found > ALLOWED else "equal",
-        "found": found,
+        "measured": found,
         "allowed": ALLOWED,
         "seeds": None,
         "text": f"{test} off by {found:.2g}, allowed {ALLOWED:g}",

@@ -111,7 +111,7 @@ def test_samples_come_from_the_baseline_and_the_last_variant() -> None:
 
 def test_what_others_found_is_handed_through_as_it_is() -> None:
     design = {"rounds": 5, "dropped": ["without packed"], "resumed": False}
-    lines = [{"what": "split", "verdict": "equal", "found": 0.0, "tolerance": 1e-6, "text": "x"}]
+    lines = [{"what": "split", "verdict": "equal", "measured": 0.0, "tolerance": 1e-6, "text": "x"}]
     fake = variant(
         Fake(), kind="single", foreign_load=[0.1, 0.2], warmup={"steps": 4, "seconds": 2.0}
     )

@@ -38,7 +38,7 @@ GUILTY = {
     "fidelity": "EXACT",
     "test": "one-step gradient",
     "verdict": "differs",
-    "found": 0.3,
+    "measured": 0.3,
     "allowed": 1e-4,
     "seeds": None,
     "text": "gradient off by 0.3",
@@ -172,7 +172,7 @@ def test_a_technique_that_the_guard_finds_guilty_is_worse_however_fast(word: str
     assert quality_of == [None, "not worse", "worse: fake: gradient off by 0.3"]
     assert found["quality"]["verdict"] == "worse"
     assert found["quality"]["text"].startswith("The verification finds: fake: gradient off by 0.3.")
-    assert found["verification"][0]["found"] == 0.3
+    assert found["verification"][0]["measured"] == 0.3
 
 
 @pytest.mark.parametrize("word", ["equal", "not worse", "undecided", "not tested"])

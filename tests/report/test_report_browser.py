@@ -114,7 +114,11 @@ def test_names_of_any_length_fit_the_page(width: int, tmp_path: Path) -> None:
         variant["verdict"] = "w" * 90
         variant["techniques"] = ["t" * 80]
     report["title"] = "T" * 200
-    report["verification"][0] |= {"technique": "梯" * 90, "fidelity": "F" * 50, "found": "9" * 90}
+    report["verification"][0] |= {
+        "technique": "梯" * 90,
+        "fidelity": "F" * 50,
+        "measured": "9" * 90,
+    }
     report["invariance"][0]["what"] = "I" * 150
     report["claims"][0] |= {"metric": "M" * 90, "measured": "X" * 90}
     report["hardware"] |= {"k" * 90: "v" * 90}

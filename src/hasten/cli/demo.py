@@ -442,7 +442,7 @@ def _not_tested(technique: str) -> dict[str, Any]:
         "fidelity": None,
         "test": None,
         "verdict": "not tested",
-        "found": None,
+        "measured": None,
         "allowed": None,
         "seeds": None,
         "text": "there was no time",

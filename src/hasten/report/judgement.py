@@ -653,15 +653,15 @@ def word_of(ratio: Interval, floor: float | None) -> str:
 def reason_of(row: Mapping[str, Any]) -> str:
     """A line of the verification in words: its verdict and the reason for it."""
     reason = row["text"] or (
-        f"found {amount(row['found'])}" if row["found"] is not None else "no reason given"
+        f"measured {amount(row['measured'])}" if row["measured"] is not None else "no reason given"
     )
     return f"{row['verdict']}: {reason}"
 
 
 def amount(value: object) -> str:
-    """A number or text that a verification found, as it is printed."""
+    """A number or text that a verification measured, as it is printed."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number_text(float(value), "found") if number else str(value)  # type: ignore[arg-type]
+    return number_text(float(value), "measured") if number else str(value)  # type: ignore[arg-type]
 
 
 def _in_turn(variant: Row, base: Row) -> bool:

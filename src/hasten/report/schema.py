@@ -83,13 +83,13 @@ _DESIGN = {
     "epoch_tokens?": float,
     "epoch_examples?": float,
 }
-_INVARIANCE = {"what": str, "verdict": str, "found?": object, "tolerance?": object, "text?": str}
+_INVARIANCE = {"what": str, "verdict": str, "measured?": object, "tolerance?": object, "text?": str}
 _VERIFICATION = {
     "technique": str,
     "fidelity?": str,
     "test?": str,
     "verdict": str,
-    "found?": object,
+    "measured?": object,
     "allowed?": object,
     "seeds?": object,
     "text?": str,

@@ -51,7 +51,7 @@ def test_an_honest_plan_passes_in_float32_and_in_bf16(tmp_path: Path) -> None:
     assert set(verdicts(report).values()) == {"equal"}
     assert {row["verdict"] for row in report["invariance"]} == {"equal", "not tested"}
     assert not failures(report)
-    assert line(report, "as planned")["found"] < 1e-5
+    assert line(report, "as planned")["measured"] < 1e-5
     assert "number format" in report["verification"][0]["text"]
 
 
@@ -59,7 +59,7 @@ def test_a_leak_between_documents_is_found_and_its_author_named(tmp_path: Path) 
     report = verified(tmp_path, Leaky(), LabelledTokenLoss())
     leak = line(report, "neighbours")
     assert leak["verdict"] == "differs"
-    assert leak["found"] > 10 * leak["tolerance"]
+    assert leak["measured"] > 10 * leak["tolerance"]
     assert "without leaky" in leak["text"]
     assert verdicts(report) == {"leaky": "differs", "labelled_token_loss": "undecided"}
     assert line(report, "each example in a micro-batch")["verdict"] == "equal"  # alone, no leak
@@ -93,7 +93,7 @@ def test_a_technique_that_claims_every_bit_and_changes_some_is_found(tmp_path: P
 def test_another_update_rule_under_the_name_of_adamw_is_found(tmp_path: Path) -> None:
     row = verified(tmp_path, HalfRate())["verification"][0]
     assert row["verdict"] == "differs"
-    assert row["found"] == pytest.approx(0.5, rel=1e-3)
+    assert row["measured"] == pytest.approx(0.5, rel=1e-3)
 
 
 def test_a_technique_that_ruins_the_eval_loss_is_found(tmp_path: Path) -> None:
@@ -104,13 +104,13 @@ def test_a_technique_that_ruins_the_eval_loss_is_found(tmp_path: Path) -> None:
 def test_a_harmless_lossy_technique_is_not_worse(tmp_path: Path) -> None:
     row = verified(tmp_path, CompactAdamW(), seeds=4, tokens=2000, margin=0.02)["verification"][0]
     assert row["verdict"] == "not worse"
-    assert row["found"] < row["allowed"] == 0.02
+    assert row["measured"] < row["allowed"] == 0.02
 
 
 def test_without_seeds_nothing_is_said_of_a_lossy_technique(tmp_path: Path) -> None:
     row = verified(tmp_path, CompactAdamW())["verification"][0]
     assert row["verdict"] == "not tested"
-    assert row["found"] is None
+    assert row["measured"] is None
     assert "--seeds" in row["text"]
 
 

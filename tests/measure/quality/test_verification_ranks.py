@@ -78,7 +78,7 @@ def test_an_honest_plan_on_two_ranks_is_equal_throughout() -> None:
     assert {row["verdict"] for row in found.values()} == {"equal"}
     assert found["split"]["what"] == "split over 2 ranks"
     assert "in one process off by 1e-07" in found["split"]["text"]
-    assert found["half"]["allowed"] > found["half"]["found"] == 2e-3
+    assert found["half"]["allowed"] > found["half"]["measured"] == 2e-3
 
 
 def test_a_gradient_that_ranks_get_wrong_is_theirs() -> None:
@@ -98,7 +98,7 @@ def test_a_gradient_that_is_wrong_in_one_process_too_is_not_the_ranks_fault() ->
 @pytest.mark.parametrize(("size", "verdict"), [(3e-3, "equal"), (2e-2, "differs")])
 def test_a_wire_is_judged_by_what_sixteen_bits_can_hold(size: float, verdict: str) -> None:
     row = report(lambda o: off(size) if sends(o) and o.do == "gradient" else {})["half"]
-    assert (row["verdict"], row["found"]) == (verdict, size)
+    assert (row["verdict"], row["measured"]) == (verdict, size)
 
 
 def test_ranks_that_did_not_take_part_prove_nothing() -> None:

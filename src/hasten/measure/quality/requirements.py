@@ -127,13 +127,13 @@ def bound_of(half: bool, usual: Mapping[str, Any] | None) -> Bound:
 
 
 def _stored(row: Invariance | VerificationRow) -> dict[str, Any]:
-    """Returns the row as a report stores it: ``measured`` as "found", and no infinite numbers.
+    """Returns the row as a report stores it; a number that isn't finite becomes None.
 
-    JSON has no infinity: a number that isn't finite becomes None.
+    JSON has no infinity.
     """
-    numbers = {"found" if k == "measured" else k: v for k, v in asdict(row).items()}
     return {
-        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in numbers.items()
+        k: None if isinstance(v, float) and not math.isfinite(v) else v
+        for k, v in asdict(row).items()
     }
 
 
