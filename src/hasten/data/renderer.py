@@ -35,7 +35,7 @@ Answer = TypeVar("Answer")
 SECONDS = 30  # of processor time
 WAIT_SECONDS = 45.0  # by the clock, the start of the process included
 SLOWDOWN = 20.0
-MEMORY = 2 << 30  # bytes of address space beyond that of the process as it starts
+MEMORY = 2 << 30  # bytes of address space beyond that of the process at the first question
 
 
 class _Renderer(NamedTuple):
@@ -124,12 +124,14 @@ def _ended(location: str, code: int) -> str:
 
 def main(handle: int, seconds: int, memory: int) -> None:
     """Answer questions until the socket ends."""
-    _limit_memory(memory)
-    allowed = time.process_time() + seconds
+    allowed, limited = time.process_time() + seconds, False
     with Connection(handle) as caller:
         while True:
             with suppress(EOFError, ConnectionError):
                 explained, function, arguments = caller.recv()
+                if not limited:  # the function's module is imported: no library counts
+                    _limit_memory(memory)
+                    limited = True
                 allowed += explained
                 _limit_time(allowed)
                 caller.send(_answer(function, arguments, memory))
