@@ -23,9 +23,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hasten.parts.data.collate import packed
+from hasten.parts.data.collate import IGNORED, packed
 from hasten.parts.kernels import registry, rowwise
-from hasten.parts.nn import fused_functions, fused_gpu
+from hasten.parts.nn import fused_functions, fused_gpu, losses
 from hasten.parts.nn.fused_layers import ARCHITECTURES, fuse_layers
 from triton_marks import DEVICE, needs_triton, on_gpu
 
@@ -292,10 +292,54 @@ def test_every_kernel_compiles_for_gpus_that_are_not_here(
     assert done.returncode == 0, done.stderr
     outside: dict[str, int] = json.loads(done.stdout)
     numbers = [a for a in asked if a != "all"]
-    usual, float8 = (13, 3) if len(numbers) == len(asked) else (56, 21)
+    usual, float8 = (14, 3) if len(numbers) == len(asked) else (59, 21)
     assert len(outside) == usual * len(numbers) + float8 * sum(int(n) >= 90 for n in numbers)
     limits = {name: OUTSIDE.get(name.rpartition(" ")[0].rpartition(" ")[0], 0) for name in outside}
     assert {n: (b, limits[n]) for n, b in outside.items() if b > limits[n]} == {}
+
+
+@needs_triton
+@dtypes
+@few
+@given(rows=st.integers(1, 5), n=st.integers(1, 90), left_out=st.integers(0, 4))
+def test_a_row_of_logits_becomes_its_gradient(
+    dtype: torch.dtype, rows: int, n: int, left_out: int
+) -> None:
+    logits = 3 * draw(rows, n, dtype=dtype)
+    labels = (torch.arange(rows) * 31 % n).to(DEVICE)
+    labels[left_out:] = IGNORED
+    wide = logits.double().requires_grad_()
+    of_rows = F.cross_entropy(wide, labels, reduction="none")
+    (expected,) = torch.autograd.grad(of_rows.sum(), wide)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused_gpu, "LOGITS_BLOCK", 16)  # several blocks, the last not full
+        found = fused_gpu.cross_entropy_(logits, labels, IGNORED)
+    assert far(found, of_rows.detach()) <= 2e-6
+    assert far(logits, expected) <= ROUNDING[dtype]
+
+
+@needs_triton
+def test_a_label_outside_the_vocabulary_is_no_number() -> None:
+    logits = draw(3, 20)
+    found = fused_gpu.cross_entropy_(logits, torch.tensor([20, -1, 4], device=DEVICE), IGNORED)
+    assert found.isnan().tolist() == [True, True, False]
+    assert logits.isnan().all(1).tolist() == [True, True, False]
+
+
+@needs_triton
+def test_the_loss_of_labelled_tokens_is_that_of_the_whole_logits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if DEVICE == "cpu":
+        monkeypatch.setattr(losses, "kernel_of_loss", lambda logits: fused_gpu.cross_entropy_)
+    hidden, weight = draw(9, 6), draw(33, 6)
+    labels = torch.tensor([3, IGNORED, 32, 0, IGNORED, 7, 7, 31, 1], device=DEVICE)
+    check(
+        lambda x, w: losses.label_only_cross_entropy(x, w, labels, chunk=4, skip=False),
+        lambda x, w: F.cross_entropy(x @ w.t(), labels, reduction="sum", ignore_index=IGNORED),
+        [hidden, weight],
+        1e-5,
+    )
 
 
 @pytest.fixture

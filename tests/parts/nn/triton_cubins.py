@@ -23,11 +23,11 @@ from triton.compiler import ASTSource
 
 from hasten.parts.kernels import adamw, adamw_triton, codec_triton, few_bits_triton, rowwise_triton
 from hasten.parts.nn import quantised_gpu
-from hasten.parts.nn.fused_gpu import BLOCK, ON_A_TILE, back_warps, warps
+from hasten.parts.nn.fused_gpu import BLOCK, LOGITS_BLOCK, ON_A_TILE, back_warps, warps
 
 WHOLE = ["rows", "n", "each", "count", "by_row", "by_head", "heads", "width", "m"]
 WHOLE += ["numbers", "ranks", "codes_stride", "scales_stride", "low", "cap", "most", "key"]
-WHOLE += ["tensors", "depth", "filled", "blocks"]
+WHOLE += ["tensors", "depth", "filled", "blocks", "ignored"]
 SINGLE = ["eps", "way", "share", "factor", "limit", "least"]
 FLOATS = [
     "inverse",
@@ -81,6 +81,10 @@ def variants(number: str, every: bool) -> Iterator[Variant]:  # noqa: C901  # a 
             yield Variant(f"rotate {name}", rows.rotate_kernel, number, 4, fixed)
             if every and number != "fp32":
                 yield Variant(f"rotate {name}", rows.rotate_kernel, number, 4, fixed, number)
+    fixed = {"BLOCK": LOGITS_BLOCK}
+    labels = {"labels": "*i64", "losses": "*fp32"}
+    name, of_logits = "cross-entropy", warps(LOGITS_BLOCK, 32)
+    yield Variant(name, rows.cross_entropy_kernel, number, of_logits, fixed, types=labels)
     if every:
         fixed = {"PAST": True, "BLOCK": 1, "each": 1, "rows": 1, "n": 1}
         yield Variant("norm back of one", rows.norm_back_kernel, number, 1, fixed)

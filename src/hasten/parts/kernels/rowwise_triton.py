@@ -142,3 +142,43 @@ def rotate_kernel(
         to_one, to_other = plain + 2 * pair, plain + 2 * pair + 1
     tl.store(target + to_one, (a * c - b * s).to(y.dtype.element_ty), mask=inside)
     tl.store(target + to_other, (b * c + a * s).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def cross_entropy_kernel(logits, labels, losses, n, ignored, BLOCK: tl.constexpr):
+    """The loss of one row, and in place of its logits the loss's gradient.
+
+    A row with the label ``ignored`` has loss and gradient 0; one with a label outside of the
+    row has NaN in both.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    start = logits + row * n
+    label = tl.load(labels + row)
+    block = tl.arange(0, BLOCK)
+    largest, total, at_label = -float("inf"), 0.0, 0.0
+    if label != ignored:
+        at_label = float("nan")
+        if (label >= 0) & (label < n):
+            at_label = tl.load(start + label).to(tl.float32)
+        for first in range(0, n, BLOCK):
+            inside = first + block < n
+            x = tl.load(start + first + block, mask=inside, other=-float("inf")).to(tl.float32)
+            higher = tl.maximum(largest, tl.max(x, 0))
+            # Where all so far is -infinity, a difference to it would be NaN.
+            shift = tl.where(higher == -float("inf"), 0.0, higher)
+            total = total * tl.exp(largest - shift) + tl.sum(tl.exp(x - shift), 0)
+            largest = higher
+        log_sum = largest + tl.log(total)
+        tl.store(losses + row, log_sum - at_label)
+        log_sum += at_label - at_label  # NaN for a label outside
+        for first in range(0, n, BLOCK):
+            at = first + block
+            x = tl.load(start + at, mask=at < n, other=0.0).to(tl.float32)
+            gradient = tl.exp(x - log_sum) - tl.where(at == label, 1.0, 0.0)
+            tl.store(start + at, gradient.to(logits.dtype.element_ty), mask=at < n)
+    else:
+        tl.store(losses + row, 0.0)
+        for first in range(0, n, BLOCK):
+            at = first + block
+            zero = tl.zeros([BLOCK], dtype=logits.dtype.element_ty)
+            tl.store(start + at, zero, mask=at < n)

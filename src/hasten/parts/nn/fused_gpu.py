@@ -34,6 +34,8 @@ WIDEST = 16_384  # numbers of a row that one program of a norm holds; more would
 BLOCK = 1024  # numbers of one program where no row matters
 PROGRAMS = 1024  # at most, of a backward norm: each writes a row of partial sums
 ON_A_TILE = 4096  # numbers of a program that turns heads
+CROSS_ENTROPY = "cross_entropy"  # the kernel's name where it is checked
+LOGITS_BLOCK = 8192  # numbers of a row of logits that a program reads at once
 
 
 class Liger(NamedTuple):
@@ -226,6 +228,40 @@ def rotate(
 @rotate.register_fake
 def _(x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool, back: bool) -> Tensor:
     return x.new_empty(x.shape)
+
+
+@custom_op("hasten_gpu::cross_entropy_", mutates_args=("logits",))
+def cross_entropy_(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
+    """The loss of each row, (rows,) float32; ``logits`` (rows, n) become the sum's gradient.
+
+    A row with the label ``ignored`` has loss and gradient 0; with any other label outside of
+    the vocabulary both are NaN, because the host doesn't wait for the labels.
+    """
+    if not logits.is_contiguous():
+        raise ValueError("the logits must be contiguous; they are overwritten")
+    if labels.shape != logits.shape[:1] or labels.dtype != torch.int64:
+        raise ValueError(f"{len(logits)} rows need so many int64 labels, not {labels.shape}")
+    rows, n = logits.shape
+    losses = logits.new_empty(rows, dtype=torch.float32)
+    if logits.numel():
+        block = min(power(n), LOGITS_BLOCK)
+        shape = {"BLOCK": block, "num_warps": warps(block, 32)}
+        _launch(
+            "cross_entropy_kernel",
+            (rows,),
+            logits,
+            labels.contiguous(),
+            losses,
+            n,
+            ignored,
+            **shape,
+        )
+    return losses
+
+
+@cross_entropy_.register_fake
+def _(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
+    return logits.new_empty(labels.shape, dtype=torch.float32)
 
 
 def _row(x: Tensor) -> tuple[int, int]:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hasten.parts.data.collate import IGNORED
 from hasten.parts.kernels import adamw, adamw_reference, codec_reference, low_bit, registry
 from hasten.parts.kernels.registry import (
     LEAST_CAPABILITY,
@@ -33,6 +34,7 @@ from hasten.parts.nn.kernel_variants import (
     ATTENTION,
     EPS,
     GATES,
+    LOSSES,
     NORMS,
     NORMS_BESIDE,
     STEPS,
@@ -115,6 +117,20 @@ def _rotate(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
 
             inputs = (x, angle.cos(), angle.sin(), pairs_in, pairs_out, back)
             yield from compare(run, true, inputs, dtype, device)
+
+
+def _cross_entropy(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
+    """Rows of several blocks, the last not full; one without a label, one that begins with none."""
+    n = 2 * fused_gpu.LOGITS_BLOCK + 77
+    logits = 3 * _draw(0, sizes.rows, n)
+    logits[2, : fused_gpu.LOGITS_BLOCK + 5] = -torch.inf
+    labels = torch.arange(sizes.rows) * 997 % 77 + n - 77
+    labels[1] = IGNORED
+
+    def run(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        return fused_gpu.cross_entropy_(logits, labels, IGNORED), logits
+
+    yield from compare(run, LOSSES.reference, (logits, labels), dtype, device)
 
 
 def _codec(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
@@ -340,6 +356,13 @@ registry.register(
         _rotate,
         _times(3),
         "the model's own rotary embedding runs, in about 6 operators for 1",
+        fused_gpu.why_not,
+    ),
+    GpuKernel(
+        fused_gpu.CROSS_ENTROPY,
+        _cross_entropy,
+        _times(3),
+        "torch's operators run, about 12 for 1, which move 10 times the bytes",
         fused_gpu.why_not,
     ),
     GpuKernel(

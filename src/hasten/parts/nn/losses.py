@@ -25,6 +25,7 @@ transformers returns.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -37,6 +38,8 @@ from hasten.machine.memory import device_bytes
 from hasten.parts.data.collate import TokenizedExample, padded
 from hasten.parts.kernels import products
 from hasten.parts.kernels import rowwise as row_kernels
+from hasten.parts.kernels.registry import is_refused
+from hasten.parts.nn import fused_gpu, quantised_gpu
 from hasten.parts.nn.causal_lm import causal_lm, trunk
 from hasten.parts.nn.fused_functions import matmul
 from hasten.parts.nn.head_form import (
@@ -256,9 +259,9 @@ def _loss_and_gradient(logits: Tensor, labels: Tensor, terms: LossTerms) -> tupl
 
     Narrow logits are written over, so that the two don't take memory together.
     """
-    kernel = terms == PLAIN and row_kernels.fits(logits)
-    if kernel and row_kernels.library().library is not None and not (labels == IGNORED).any():
-        return row_kernels.cross_entropy_(logits, labels).sum(), logits
+    kernel = kernel_of_loss(logits) if terms == PLAIN else None
+    if kernel is not None and (kernel is not row_losses or not (labels == IGNORED).any()):
+        return kernel(logits, labels, IGNORED).sum(), logits
     scores, slope = scores_of(logits.to(at_least_float32(logits.dtype)), terms)
     log_sum = torch.logsumexp(scores, dim=-1, keepdim=True)
     labelled = (labels != IGNORED).unsqueeze(1)
@@ -281,6 +284,21 @@ def _loss_and_gradient(logits: Tensor, labels: Tensor, terms: LossTerms) -> tupl
         grad *= slope
     grad = grad if grad.dtype == logits.dtype else logits.copy_(grad)
     return losses.masked_fill(~labelled, 0.0).sum(), grad
+
+
+def kernel_of_loss(logits: Tensor) -> Callable[[Tensor, Tensor, int], Tensor] | None:
+    """The kernel that takes these logits and writes their gradient over them, if there is one."""
+    if logits.device.type == "cpu":
+        fits = row_kernels.fits(logits) and row_kernels.library().library is not None
+        return row_losses if fits else None
+    fits = fused_gpu.fits(logits) and logits.is_contiguous()
+    runs = not is_refused(fused_gpu.CROSS_ENTROPY) and quantised_gpu.has_kernels(str(logits.device))
+    return fused_gpu.cross_entropy_ if fits and runs else None
+
+
+def row_losses(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
+    """The processor's kernel, which takes no row without a label."""
+    return row_kernels.cross_entropy_(logits, labels)
 
 
 def _times(x: Tensor, matrix: Tensor) -> Tensor:
