@@ -25,7 +25,7 @@ from torch import Tensor
 
 from hasten.parts.data.collate import IGNORED, packed
 from hasten.parts.kernels import registry, rowwise
-from hasten.parts.nn import fused_functions, fused_gpu, losses
+from hasten.parts.nn import fused_functions, fused_gpu, fused_layers, losses
 from hasten.parts.nn.fused_layers import ARCHITECTURES, fuse_layers
 from triton_marks import DEVICE, needs_triton, on_gpu
 
@@ -296,6 +296,92 @@ def test_every_kernel_compiles_for_gpus_that_are_not_here(
     assert len(outside) == usual * len(numbers) + float8 * sum(int(n) >= 90 for n in numbers)
     limits = {name: OUTSIDE.get(name.rpartition(" ")[0].rpartition(" ")[0], 0) for name in outside}
     assert {n: (b, limits[n]) for n, b in outside.items() if b > limits[n]} == {}
+
+
+@few
+@given(rows=st.integers(1, 9), rank=st.integers(1, 5), view=st.booleans())
+def test_an_adapter_is_added_to_the_layers_output(rows: int, rank: int, view: bool) -> None:
+    def fused(x: Tensor, weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
+        y = F.linear(x, weight)
+        y = y.view(rows, 1, 8) if view else y
+        return fused_functions.add_adapter(y, x, down, up, 0.3).view(rows, 8)
+
+    def plain(x: Tensor, weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
+        return F.linear(x, weight) + 0.3 * F.linear(F.linear(x, down), up)
+
+    tensors = [draw(rows, 6), draw(8, 6), draw(rank, 6), draw(8, rank)]
+    check(fused, plain, tensors, 2e-6)
+
+
+def _with_lora(**changed: Any) -> tuple[Any, Any]:
+    """The same small model with a LoRA twice, the second bound as for a GPU."""
+    from peft import LoraConfig, get_peft_model
+
+    from fused_models import model_of
+
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        config: Any = LoraConfig(
+            r=2, target_modules="all-linear", init_lora_weights=False, **changed
+        )
+        models.append(get_peft_model(model_of("qwen2", num_hidden_layers=1), config).to(DEVICE))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused_gpu, "why_not", lambda device: "")
+        assert fuse_layers(models[1].get_base_model(), "cuda")["adapter"] == 7
+    return models[0], models[1]
+
+
+def _trained(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    ids = torch.arange(14, device=DEVICE).view(2, 7)
+    torch.manual_seed(1)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@needs_triton
+def test_a_model_with_adapters_trains_the_same_and_adds_in_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[float] = []
+    usual = fused_layers.add_adapter
+    monkeypatch.setattr(
+        fused_layers, "add_adapter", lambda *given: calls.append(given[-1]) or usual(*given)
+    )
+    plain, other = map(_trained, _with_lora(lora_alpha=3))
+    assert calls == [1.5] * 7
+    assert far(other[0], plain[0].double()) <= 1e-6
+    assert other[1].keys() == plain[1].keys()
+    for name, gradient in plain[1].items():
+        assert far(other[1][name], gradient.double()) <= 2e-5, name
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("changed", "after"),
+    [
+        ({"lora_dropout": 0.5}, lambda model: None),
+        ({"use_dora": True}, lambda model: None),
+        ({"lora_bias": True}, lambda model: None),
+        ({}, lambda model: model.merge_adapter()),
+        ({}, lambda model: model.base_model.disable_adapter_layers()),
+        ({}, lambda model: model.base_model.set_adapter([])),
+    ],
+    ids=["dropout", "dora", "bias", "merged", "disabled", "none active"],
+)
+def test_what_is_no_plain_adapter_runs_as_peft_has_it(
+    changed: dict[str, Any], after: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_layers, "add_adapter", lambda *given: pytest.fail("it isn't plain"))
+    models = _with_lora(**changed)
+    found = []
+    for model in models:
+        after(model)
+        model.train()
+        torch.manual_seed(1)
+        found.append(model(input_ids=torch.arange(7, device=DEVICE)[None]).logits)
+    assert far(found[1], found[0].double()) <= 1e-5
 
 
 @needs_triton

@@ -56,6 +56,17 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return output
 
 
+def add_adapter(y: Tensor, x: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+    """``y + scale * (x @ down.T) @ up.T``, (.., out), by torch's products; it may overwrite ``y``.
+
+    This is a LoRA's part (arXiv:2106.09685): ``down`` (rank, in), ``up`` (out, rank). The scale
+    is applied to the rank's few columns, and the last product adds to ``y`` itself. So a layer's
+    output is read and written once, not three times.
+    """
+    output: Tensor = _AddAdapter.apply(y, x, down, up, scale)
+    return output
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool) -> Tensor:
     """Rotary embedding of ``x`` (T, heads, width); see
     :func:`hasten.parts.kernels.rowwise.rotate`."""
@@ -171,6 +182,36 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         dgate, dup = backend(grads[0]).swiglu_backward(grads[0], *ctx.saved_tensors)
         return dgate, dup
+
+
+class _AddAdapter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, x: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+        between = (x.reshape(-1, x.shape[-1]) @ down.t()).mul_(scale)
+        if y.is_contiguous() and not y._is_view():
+            y.view(-1, y.shape[-1]).addmm_(between, up.t())
+            ctx.mark_dirty(y)
+        else:  # autograd would copy a view's gradient
+            y = torch.addmm(y.reshape(-1, y.shape[-1]), between, up.t()).view(y.shape)
+        ctx.save_for_backward(x, between, down, up)
+        ctx.scale = scale
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, between, down, up = ctx.saved_tensors
+        wants_x, wants_down, wants_up = ctx.needs_input_grad[1:4]
+        grad = grads[0].reshape(-1, grads[0].shape[-1])
+        dx = ddown = dup = None
+        if wants_up:
+            dup = grad.t() @ between
+        if wants_x or wants_down:
+            narrow = (grad @ up).mul_(ctx.scale)
+            if wants_x:
+                dx = (narrow @ down).view(x.shape)
+            if wants_down:
+                ddown = narrow.t() @ x.reshape(-1, x.shape[-1])
+        return grads[0], dx, ddown, dup, None
 
 
 class _Rotate(torch.autograd.Function):

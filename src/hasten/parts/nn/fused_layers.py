@@ -24,6 +24,7 @@ from hasten.parts.kernels import products, rowwise
 from hasten.parts.nn import attention, fused_gpu, rebind
 from hasten.parts.nn.causal_lm import holds_cache
 from hasten.parts.nn.fused_functions import (
+    add_adapter,
     backend,
     fits,
     joinable,
@@ -131,6 +132,8 @@ def _kind(module: nn.Module, own_products: bool) -> str:
     name = type(module).__name__
     if rebind.plain_class(module) is nn.Linear:
         return "linear" if own_products else ""
+    if _is_adapted(module):
+        return "" if own_products else "adapter"
     if name.endswith("RMSNorm") and isinstance(getattr(module, "variance_epsilon", None), float):
         return "norm"
     inner = dict(module.named_children())
@@ -144,6 +147,12 @@ def _kind(module: nn.Module, own_products: bool) -> str:
     if name in tuple(f"{model}Attention" for model in LATENT):
         return "latent attention"
     return ""
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    """Returns True for a linear layer with LoRAs, as PEFT makes it."""
+    found = rebind.plain_class(module)
+    return f"{found.__module__}.{found.__qualname__}" == "peft.tuners.lora.layer.Linear"
 
 
 def _norm(self: Any, usual: Usual, hidden_states: Tensor) -> Tensor:
@@ -187,6 +196,41 @@ def _linear(self: Any, usual: Usual, input: Tensor) -> Tensor:
         output: Tensor = usual(input)
         return output
     return linear(x, weight, bias)
+
+
+def _adapted(self: Any, usual: Usual, x: Tensor, *args: Any, **named: Any) -> Tensor:
+    """A linear layer with one LoRA: the LoRA's part is added to the layer's output in place."""
+    part = None if args or named else _plain_adapter(self, x)
+    if part is None:
+        output: Tensor = usual(x, *args, **named)
+        return output
+    return add_adapter(self.base_layer(x), x, *part)
+
+
+def _plain_adapter(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, float] | None:
+    """The two weights and the scale of the only LoRA; None where the layer does something else."""
+    active = layer.active_adapters
+    if layer.disable_adapters or layer.merged or len(active) != 1 or active[0] not in layer.lora_A:
+        return None
+    (name,) = active
+    down, up, scale = layer.lora_A[name], layer.lora_B[name], layer.scaling[name]
+    dropout, base = layer.lora_dropout[name], layer.base_layer
+    plain = (
+        name not in layer.lora_variant
+        and isinstance(scale, float | int)
+        and (isinstance(dropout, nn.Identity) or not layer.training)
+        and all(_is_bare(one) for one in (down, up))
+        and not any((base._forward_hooks, base._backward_hooks, base._backward_pre_hooks))
+        and not is_cut(base, down, up)
+        and base.weight.dtype == down.weight.dtype == up.weight.dtype == x.dtype
+        and not torch.is_autocast_enabled(x.device.type)
+        and not torch.compiler.is_compiling()
+    )
+    return (down.weight, up.weight, float(scale)) if plain else None
+
+
+def _is_bare(layer: Any) -> bool:
+    return joinable(layer, _linear)
 
 
 def _few_rows(x: Tensor) -> bool:
@@ -342,6 +386,7 @@ def _attended(
 _FUSED: dict[str, Callable[..., Any]] = {
     "layer": _layer,
     "linear": _linear,
+    "adapter": _adapted,
     "norm": _norm,
     "mlp": _mlp,
     "attention": _attention,
