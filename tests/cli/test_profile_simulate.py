@@ -52,7 +52,7 @@ def test_a_recipe_is_counted_for_a_device_that_is_not_here(recipe: str, tmp_path
     assert "by simulation, rtx4090: counted without a GPU, nothing was measured" in first
     assert last.startswith("assumed: products at 135 TFLOP/s in bf16")
     assert "upper bound" in last
-    for word in ("forward", "backward", "optimizer", "syncs", "peak", "_varlen_attn_backward"):
+    for word in ("forward", "backward", "optimizer", "syncs", "peak", "scaled_dot_product"):
         assert word in result.output
     found = json.loads((tmp_path / "out" / "simulation.json").read_text())
     assert found["kind"] == "hasten simulation"

@@ -6,8 +6,10 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 
 from hasten.core.technique import Technique
+from hasten.parts.nn.recompute import BlockRecompute
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.attention import DocumentAttention
@@ -47,6 +49,42 @@ def test_the_probe_tells_bytes_and_disturbs_nothing() -> None:
     assert "MB of activations where" in proof.evidence
     assert ActivationCheckpointing().check_effect(session) == proof
     assert all(grad is None for grad in names)
+
+
+def test_memory_that_cannot_keep_everything_leaves_out_the_comparison(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def keeps(self: BlockRecompute, *given: Any) -> int:
+        if self.resting:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return 1000
+
+    session = session_of(language_job(), ActivationCheckpointing())
+    run(session)
+    monkeypatch.setattr(BlockRecompute, "saved_bytes", keeps)
+    proof = ActivationCheckpointing().check_effect(session)
+    assert proof.effective
+    assert proof.evidence.endswith("passes of blocks again")
+    assert ActivationCheckpointing().live_settings(session) == ()
+
+
+def test_the_probe_runs_no_more_examples_than_a_pass_of_the_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session = session_of(
+        language_job(), ActivationCheckpointing(), GradientAccumulation(micro_batch_size=1)
+    )
+    run(session)
+    sizes: list[int] = []
+    forward = type(session.loss_module).forward
+
+    def counted(self: Any, labels: torch.Tensor, *given: Any, **named: Any) -> Any:
+        sizes.append(len(labels))
+        return forward(self, labels, *given, **named)
+
+    monkeypatch.setattr(type(session.loss_module), "forward", counted)
+    ActivationCheckpointing().check_effect(session)
+    assert sizes == [1, 1]
 
 
 def test_on_a_processor_there_is_nothing_to_move_to_the_host() -> None:

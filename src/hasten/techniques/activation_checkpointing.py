@@ -20,10 +20,11 @@ from hasten.core.technique import (
     knob,
     setting,
 )
+from hasten.machine.memory import is_out_of_memory
+from hasten.parts.data.dynamic_batch import release_memory
 from hasten.parts.nn.recompute import BlockRecompute
 from hasten.techniques import batch as changing
-
-MEASURED_EXAMPLES = 4  # of the micro-batch on which the probe measures
+from hasten.techniques import probes
 
 
 @dataclass(frozen=True)
@@ -110,21 +111,23 @@ class ActivationCheckpointing(Technique):
         sizes = _measured(session, recompute)
         if sizes is None:
             return EffectCheck(effective, done)
-        stored, total, _ = (size / 1e6 for size in sizes)
+        stored, total, positions = sizes[0] / 1e6, sizes[1] / 1e6, sizes[2]
         return EffectCheck(
             effective and sizes[0] < sizes[1],
             f"saved {stored:.2f} MB of activations where {total:.2f} MB would be, "
-            f"on {MEASURED_EXAMPLES} examples; {done}",
+            f"on {positions} positions; {done}",
         )
 
 
 def _measured(session: Session, recompute: BlockRecompute) -> tuple[int, int, int] | None:
-    """Bytes of a micro-batch kept for backward, recomputing and not, and its positions."""
+    """Bytes that some examples keep for backward, recomputing and not, and their positions.
+
+    None for a stream, in a pipeline, and where the device has no memory to keep everything.
+    """
     setup, job, module = session.setup, session.setup.job, session.loss_module
-    if not len(job.examples):
+    batch = probes.few_examples(session)
+    if batch is None:
         return None  # a stream of the user's own is not ours to read from
-    count = min(MEASURED_EXAMPLES, len(job.examples))
-    batch = (setup.collate or job.collate)([job.examples[i] for i in range(count)]).to(job.device)
 
     def forward() -> object:
         with setup.precision.region():
@@ -132,10 +135,17 @@ def _measured(session: Session, recompute: BlockRecompute) -> tuple[int, int, in
 
     passes = recompute.passes
     gpu = [] if job.device == "cpu" else [torch.device(job.device)]
-    with torch.random.fork_rng(devices=gpu):
-        stored = recompute.saved_bytes(forward, module)
-        with recompute.off():
-            total = recompute.saved_bytes(forward, module)
+    total = 0
+    try:
+        with torch.random.fork_rng(devices=gpu):
+            stored = recompute.saved_bytes(forward, module)
+            with recompute.off():
+                total = recompute.saved_bytes(forward, module)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+    if not total:  # what the failed pass kept is freed by now
+        release_memory()
     recompute.passes = passes
     return (
         (stored, total, batch.counts.positions) if total else None

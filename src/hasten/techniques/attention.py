@@ -54,18 +54,20 @@ class DocumentAttention(Technique):
     def check_effect(self, session: Session) -> EffectCheck:
         config = causal_lm(session.model).config
         ours = attention.by_documents(config)
-        operators = probes.operators(session) if ours else None
-        if operators is None:
+        batch = probes.few_examples(session) if ours else None
+        if batch is None:
             return EffectCheck(ours, f"the model's attention is {config._attn_implementation}")
+        operators = probes.operators_of(session, batch)
         calls, kernel = probes.count(operators, *CALLS), probes.count(operators, KERNEL, *VARLEN)
         layers = max(session.setup.context.model.layers, 1)
         evidence = f"{calls + kernel} calls of attention in {layers} layers over some examples"
+        documents = len(batch.inputs.get("document_lengths", ()))
         if kernel:
-            return EffectCheck(
-                True, f"{evidence}, {kernel} of them by a kernel for whole rows of documents"
-            )
-        return EffectCheck(
-            calls > layers,
-            evidence
-            + (", one for each document" if calls > layers else ": each row is one document"),
-        )
+            how = f", {kernel} of them by a kernel for whole rows of documents"
+        elif calls > layers:
+            how = ", one for each document"
+        elif documents > 1 and len(set(batch.inputs["document_lengths"])) == 1:
+            how = f", each for {documents} documents of one length"
+        else:
+            return EffectCheck(False, f"{evidence}: each row is one document")
+        return EffectCheck(True, evidence + how)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hasten.core.job import Collate, Sampler, WorkCounts
+from hasten.core.job import Collate, MicroBatch, Sampler, WorkCounts
 from hasten.core.session import Session
 from hasten.parts.nn.losses import LabelOnlyLoss
 from hasten.parts.nn.multi_token import MultiToken
@@ -40,13 +40,25 @@ class _Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operators(session: Session) -> Counter[str] | None:
-    """Operators of one forward pass over a few examples; None where the examples are a stream."""
+def few_examples(session: Session) -> MicroBatch | None:
+    """A few examples on the device, no more than in a pass; None where they are a stream."""
     setup, job = session.setup, session.setup.job
     if not len(job.examples):
         return None
     examples = [job.examples[i] for i in range(min(EXAMPLES, len(job.examples)))]
-    batch = (setup.collate or job.collate)(examples).to(job.device)
+    first = setup.split_micro_batches(examples)[0]
+    return (setup.collate or job.collate)(first).to(job.device)
+
+
+def operators(session: Session) -> Counter[str] | None:
+    """Operators of one forward pass over a few examples; None where the examples are a stream."""
+    batch = few_examples(session)
+    return None if batch is None else operators_of(session, batch)
+
+
+def operators_of(session: Session, batch: MicroBatch) -> Counter[str]:
+    """Operators of one forward pass over a micro-batch."""
+    setup, job = session.setup, session.setup.job
     gpu = [] if job.device == "cpu" else [torch.device(job.device)]
     counting = _Counting()
     with contextlib.ExitStack() as around:

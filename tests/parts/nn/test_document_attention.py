@@ -281,6 +281,36 @@ def test_attention_is_what_the_definition_says() -> None:
     torch.testing.assert_close(found, _reference(*tensors, lengths), rtol=1e-12, atol=1e-14)
 
 
+def test_documents_of_one_length_are_rows_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, lengths = _tensors(), (3, 3, 3)
+    calls: list[tuple[int, ...]] = []
+    causal = document_attention._causal
+
+    def counted(query: Tensor, *given: Any) -> Tensor:
+        calls.append(tuple(query.shape))
+        return causal(query, *given)
+
+    monkeypatch.setattr(document_attention, "_may_be_rows", lambda query, value, lengths: True)
+    monkeypatch.setattr(document_attention.products, "fits_attention", lambda *given: False)
+    monkeypatch.setattr(document_attention, "_causal", counted)
+    out, _ = attend(nn.Identity(), *tensors, None, scaling=0.3, document_lengths=lengths)
+    assert calls == [(3, 4, 3, tensors[0].shape[-1])]
+    torch.testing.assert_close(out, _reference(*tensors, lengths), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("lengths", [(4, 5), (3, 3), (9,) * 2])
+def test_other_documents_are_no_rows(lengths: tuple[int, ...]) -> None:
+    class OnGpu:
+        shape, is_cuda = (1, 4, 9, 8), True
+
+        def __len__(self) -> int:
+            return 1
+
+    query: Any = OnGpu()
+    assert not document_attention._may_be_rows(query, query, lengths)
+    assert document_attention._may_be_rows(query, query, (3, 3, 3))
+
+
 def test_one_kernel_call_gets_the_row_and_its_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
     """The way to a device's variable-length kernel, with a plain kernel in its place."""
     lengths, calls = (4, 3, 2), []

@@ -183,6 +183,9 @@ def _documents(
         return _on_processor(tensors, lengths, scaling)
     if len(lengths) == 1:
         return _causal(query, key, value, scaling, dropout).transpose(1, 2)
+    if _may_be_rows(query, value, lengths):
+        q, k, v = (t[0].unflatten(1, (len(lengths), -1)).transpose(0, 1) for t in tensors)
+        return _causal(q, k, v, scaling, dropout).transpose(1, 2).flatten(0, 1).unsqueeze(0)
     kernel = _varlen() if len(query) == 1 else None
     if kernel and boundaries is not None and _fits_varlen(query, value, dropout):
         return _one_kernel(kernel, tensors, boundaries, max(lengths), scaling)
@@ -435,6 +438,17 @@ def _causal(
     if mask is not None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **more)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, **more)
+
+
+def _may_be_rows(query: Tensor, value: Tensor, lengths: tuple[int, ...]) -> bool:
+    """Returns True if documents of one length can be a batch of rows for SDPA on a GPU.
+
+    There torch chooses among its kernels. On Hopper cuDNN's is 1.6 times as fast as
+    FlashAttention-2, which is what the one for uneven documents is. Heads whose values are
+    narrower don't fit the fast kernels.
+    """
+    whole = len(query) == 1 and len(set(lengths)) == 1 and sum(lengths) == query.shape[2]
+    return whole and query.is_cuda and query.shape[-1] == value.shape[-1]
 
 
 def _fits_varlen(query: Tensor, value: Tensor, dropout: float) -> bool:
