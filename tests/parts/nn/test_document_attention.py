@@ -290,7 +290,7 @@ def test_documents_of_one_length_are_rows_of_a_batch(monkeypatch: pytest.MonkeyP
         calls.append(tuple(query.shape))
         return causal(query, *given)
 
-    monkeypatch.setattr(document_attention, "_may_be_rows", lambda query, value, lengths: True)
+    monkeypatch.setattr(document_attention, "_may_be_rows", lambda *given: True)
     monkeypatch.setattr(document_attention.products, "fits_attention", lambda *given: False)
     monkeypatch.setattr(document_attention, "_causal", counted)
     out, _ = attend(nn.Identity(), *tensors, None, scaling=0.3, document_lengths=lengths)
@@ -306,9 +306,9 @@ def test_other_documents_are_no_rows(lengths: tuple[int, ...]) -> None:
         def __len__(self) -> int:
             return 1
 
-    query: Any = OnGpu()
-    assert not document_attention._may_be_rows(query, query, lengths)
-    assert document_attention._may_be_rows(query, query, (3, 3, 3))
+    one: Any = OnGpu()
+    assert not document_attention._may_be_rows((one, one, one), lengths, 0.0)
+    assert document_attention._may_be_rows((one, one, one), (3, 3, 3), 0.0)
 
 
 def test_one_kernel_call_gets_the_row_and_its_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:

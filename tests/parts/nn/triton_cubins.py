@@ -81,6 +81,8 @@ def variants(number: str, every: bool) -> Iterator[Variant]:  # noqa: C901  # a 
             yield Variant(f"rotate {name}", rows.rotate_kernel, number, 4, fixed)
             if every and number != "fp32":
                 yield Variant(f"rotate {name}", rows.rotate_kernel, number, 4, fixed, number)
+    of_sum = {"out": "*fp32", "total": "*fp32"}
+    yield Variant("sum", rows.sum_kernel, number, 4, {"BLOCK": BLOCK}, types=of_sum)
     fixed = {"BLOCK": LOGITS_BLOCK}
     labels = {"labels": "*i64", "losses": "*fp32"}
     name, of_logits = "cross-entropy", warps(LOGITS_BLOCK, 32)

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from transformers import AutoModelForCausalLM
 
-from hasten.parts.optim import master_weights
 from hasten.parts.optim.master_weights import MasterWeights
 from tiny import ARCHITECTURES, tiny_config, tiny_model
 
@@ -48,14 +47,6 @@ def test_updates_too_small_for_bf16_are_kept() -> None:
     assert weight.dtype == torch.bfloat16
     masters.finish(module)
     torch.testing.assert_close(weight.detach(), torch.full((4,), 0.9), rtol=1e-4, atol=0)
-
-
-def test_a_gpu_s_sum_in_one_pass_is_that_of_float32() -> None:
-    """torch computes in the widest format of an operator's tensors; here on a processor."""
-    one, other = draws(2, torch.Size([4097]))
-    found = torch.addcmul(one, other, master_weights._one(one.device))
-    assert found.dtype == torch.float32
-    assert torch.equal(found, one.float() + other.float())
 
 
 def test_gradients_of_micro_batches_add_up_in_float32() -> None:

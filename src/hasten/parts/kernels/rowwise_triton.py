@@ -145,6 +145,16 @@ def rotate_kernel(
 
 
 @triton.jit
+def sum_kernel(total, more, out, count, BLOCK: tl.constexpr):
+    """``total + more`` in the format of ``out``, a block of numbers; ``out`` may be ``total``."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    a = tl.load(total + at, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(more + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, (a + b).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def cross_entropy_kernel(logits, labels, losses, n, ignored, BLOCK: tl.constexpr):
     """The loss of one row, and in place of its logits the loss's gradient.
 

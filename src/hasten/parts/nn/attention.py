@@ -183,7 +183,7 @@ def _documents(
         return _on_processor(tensors, lengths, scaling)
     if len(lengths) == 1:
         return _causal(query, key, value, scaling, dropout).transpose(1, 2)
-    if _may_be_rows(query, value, lengths):
+    if _may_be_rows(tensors, lengths, dropout):
         q, k, v = (t[0].unflatten(1, (len(lengths), -1)).transpose(0, 1) for t in tensors)
         return _causal(q, k, v, scaling, dropout).transpose(1, 2).flatten(0, 1).unsqueeze(0)
     kernel = _varlen() if len(query) == 1 else None
@@ -440,15 +440,26 @@ def _causal(
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, **more)
 
 
-def _may_be_rows(query: Tensor, value: Tensor, lengths: tuple[int, ...]) -> bool:
+def _may_be_rows(
+    tensors: tuple[Tensor, Tensor, Tensor], lengths: tuple[int, ...], dropout: float
+) -> bool:
     """Returns True if documents of one length can be a batch of rows for SDPA on a GPU.
 
     There torch chooses among its kernels. On Hopper cuDNN's is 1.6 times as fast as
-    FlashAttention-2, which is what the one for uneven documents is. Heads whose values are
-    narrower don't fit the fast kernels.
+    FlashAttention-2, which is what the one for uneven documents is. Of the fast kernels only
+    recent cuDNN takes heads whose values are narrower than their keys.
     """
+    query, key, value = tensors
     whole = len(query) == 1 and len(set(lengths)) == 1 and sum(lengths) == query.shape[2]
-    return whole and query.is_cuda and query.shape[-1] == value.shape[-1]
+    if not whole or not query.is_cuda:
+        return False
+    return query.shape[-1] == value.shape[-1] or _cudnn_takes(query, key, value, dropout)
+
+
+def _cudnn_takes(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
+    grouped = query.shape[1] != key.shape[1]
+    asked = torch.backends.cuda.SDPAParams(query, key, value, None, dropout, True, grouped)
+    return bool(torch.backends.cuda.can_use_cudnn_attention(asked))
 
 
 def _fits_varlen(query: Tensor, value: Tensor, dropout: float) -> bool:

@@ -18,7 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hasten.parts.data.collate import IGNORED
-from hasten.parts.kernels import adamw, adamw_reference, codec_reference, low_bit, registry
+from hasten.parts.kernels import (
+    adamw,
+    adamw_reference,
+    codec_reference,
+    gradient_sum,
+    low_bit,
+    registry,
+)
 from hasten.parts.kernels.registry import (
     LEAST_CAPABILITY,
     GpuKernel,
@@ -237,6 +244,15 @@ def _update_counts(sizes: Sizes) -> tuple[int, ...]:
     return sizes.rows * sizes.hidden, sizes.hidden, sizes.hidden * 2 + 3
 
 
+def _gradient_sum(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
+    """A gradient added to one in its own format, and to a sum in float32."""
+    for count in _update_counts(sizes):
+        total, more = (_draw(seed, count, dtype=dtype) for seed in range(2))
+        for start in (total, total.float()):
+            found = gradient_sum.float32_sum(start.clone().to(device), more.to(device))
+            yield found, start.double() + more.double()
+
+
 def _adamw_plain(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
     """Several tensors, float32 moments, gradients in ``dtype``, the weights' copy in bf16."""
     updates = []
@@ -427,6 +443,13 @@ registry.register(
         _times(2, torch.bfloat16),
         "experts run one after the other",
         _from(LEAST_CAPABILITY),
+    ),
+    GpuKernel(
+        gradient_sum.NAME,
+        _gradient_sum,
+        dict.fromkeys(ROUNDING, ROUNDING[torch.float32]),
+        "torch's addition runs, at half the speed",
+        adamw.why_not,
     ),
     GpuKernel(
         "fused_adamw",

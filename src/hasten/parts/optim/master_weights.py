@@ -15,7 +15,6 @@ several micro-batches are summed in float32.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
@@ -24,6 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+
+from hasten.parts.kernels import gradient_sum
 
 Pair = tuple[Tensor, Tensor]  # (working weight, master)
 _ANY_FORMAT = hasattr(Tensor, "grad_dtype")  # torch lets a gradient differ in format since 2.10
@@ -189,15 +190,9 @@ class MasterWeights:
 
 def _sum(total: Tensor, more: Tensor) -> Tensor:
     """In float32, and in place where the first is in that format."""
-    if total.dtype == torch.float32 or total.device.type == "cpu":
-        return total.float().add_(more)
-    # A third number in float32 lets a GPU widen both in the same pass, half the bytes.
-    return torch.addcmul(total, more, _one(total.device))
-
-
-@functools.cache
-def _one(device: torch.device) -> Tensor:
-    return torch.ones(1, device=device)
+    if gradient_sum.fits(total, more):
+        return gradient_sum.float32_sum(total, more)
+    return total.float().add_(more)
 
 
 def _widen(module: nn.Module, args: Any, output: Any) -> Any:
