@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
 from collections.abc import Iterator
@@ -222,6 +223,21 @@ def test_a_template_has_limits_of_time_and_memory_whatever_a_single_text_does(
     assert "\n" not in str(caught.value)
     choose_chat_template(tokenizer, "deepseek-llm")
     assert encode(tokenizer, dialogue("a", "b"), 99).examples, "the next template is rendered"
+
+
+def test_libraries_do_not_count_as_memory_of_a_template(
+    limits: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's build of torch takes more address space than a template may have."""
+    (tmp_path / "large_library.py").write_text(
+        "import mmap\nMAPPED = mmap.mmap(-1, 1 << 30)\ndef size(n): return len(bytearray(n))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    size = importlib.import_module("large_library").size
+    assert renderer.ask("a:1", 1, size, 1000) == 1000
+    with pytest.raises(InputError, match="more than 64 MiB"):
+        renderer.ask("a:1", 1, size, 200 << 20)
 
 
 def test_constants_of_a_template_file_are_computed_within_the_limits(
