@@ -12,7 +12,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from hasten.parts.nn.fused_layers import ARCHITECTURES, fuse_layers
 from triton_marks import DEVICE, needs_triton, on_gpu
 
 pytestmark = on_gpu
-needs_liger = pytest.mark.skipif(fused_gpu.liger() is None, reason="Liger isn't installed")
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 needs_triton_at_all = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton isn't installed"
@@ -42,9 +40,8 @@ few = settings(max_examples=12, deadline=None)
 
 @pytest.fixture(autouse=True)
 def _on_gpu_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU: the GPU's operations for a processor's tensors, without Liger."""
+    """Without a GPU: the GPU's operations for a processor's tensors."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(fused_gpu, "liger", lambda: None)
         monkeypatch.setattr(fused_functions, "backend", lambda x: fused_gpu)
         monkeypatch.setattr(fused_gpu, "fits", rowwise.fits)
 
@@ -107,7 +104,7 @@ def test_more_rows_than_programs_share_the_weights_gradient(
 
 
 @dtypes
-def test_a_plain_norm_is_torchs_where_liger_is_not(dtype: torch.dtype) -> None:
+def test_a_plain_norm_is_torchs(dtype: torch.dtype) -> None:
     x, weight = draw(2, 5, 48, dtype=dtype), draw(48, dtype=dtype)
     check(lambda x, w: fused_functions.rms_norm(x, w, 1e-5), plain_norm, [x, weight], 2**-7)
 
@@ -220,11 +217,11 @@ def test_a_whole_model_trains_by_them(architecture: str, monkeypatch: pytest.Mon
     assert {n: e for n, e in found.items() if e > 2e-5} == {}
 
 
-OPERATORS = {
-    "rms_norm": ("rms_norm", "rms_norm_backward"),
-    "swiglu": ("swiglu", "swiglu_backward"),
-    "rotate": ("rotate",),
-    "plain_norm": ("whole_norm",),
+OPERATORS: dict[str, Any] = {
+    "rms_norm": (fused_gpu, "rms_norm", "rms_norm_backward"),
+    "swiglu": (fused_gpu, "swiglu", "swiglu_backward"),
+    "rotate": (fused_gpu, "rotate"),
+    "plain_norm": (F, "rms_norm"),
 }
 
 
@@ -242,8 +239,9 @@ def test_a_model_trains_the_same_without_a_refused_kernel(
     few_records = packed(sorted(EXAMPLES, key=lambda r: r.length)[:1])
     batch = {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in few_records.items()}
     expected = outcome(plain, batch)
-    for name in OPERATORS[kernel]:
-        monkeypatch.setattr(fused_gpu, name, lambda *given: pytest.fail("it was refused"))
+    module, *names = OPERATORS[kernel]
+    for name in names:
+        monkeypatch.setattr(module, name, lambda *given: pytest.fail("it was refused"))
     registry.refuse(kernel, "wrong")
     try:
         found = distance(outcome(other, batch), expected)
@@ -262,7 +260,6 @@ def test_a_compiled_model_keeps_them_in_one_graph(monkeypatch: pytest.MonkeyPatc
     fuse_layers(model, "cuda")
     ids = TOKENS[:, :8].to(DEVICE)
     expected = model(ids, use_cache=False).logits
-    monkeypatch.setattr(fused_gpu, "liger", lambda: pytest.fail("Liger stops a graph"))
     compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert far(compiled(ids, use_cache=False).logits, expected.double()) <= 2e-5
 
@@ -296,22 +293,3 @@ def test_every_kernel_compiles_for_gpus_that_are_not_here(
     assert len(outside) == usual * len(numbers) + float8 * sum(int(n) >= 90 for n in numbers)
     limits = {name: OUTSIDE.get(name.rpartition(" ")[0].rpartition(" ")[0], 0) for name in outside}
     assert {n: (b, limits[n]) for n, b in outside.items() if b > limits[n]} == {}
-
-
-@pytest.fixture
-def _liger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.undo()
-    fused_gpu.liger.cache_clear()
-    yield
-    fused_gpu.liger.cache_clear()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-@needs_liger
-@pytest.mark.usefixtures("_liger")
-@dtypes
-def test_ligers_norm_and_gate_agree_with_float64(dtype: torch.dtype) -> None:
-    x, weight, up = (draw(*s, dtype=dtype) for s in ((30, 4096), (4096,), (30, 4096)))
-    check(lambda x, w: fused_functions.rms_norm(x, w, 1e-5), plain_norm, [x, weight], 2**-6)
-    check(fused_functions.swiglu, lambda a, b: F.silu(a) * b, [x, up], 2**-6)

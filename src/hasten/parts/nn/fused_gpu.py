@@ -1,14 +1,9 @@
-"""GPU form of :mod:`hasten.parts.nn.fused_functions`: Liger, torch, Triton.
+"""GPU form of :mod:`hasten.parts.nn.fused_functions`: torch's plain norm, the others in Triton.
 
-Each operation is taken from the first that has it:
-
-- (1) Liger's kernels (Hsu et al., arXiv:2410.10989), if ``liger-kernel`` is installed:
-  the plain norm and the gated SiLU.
-- (2) torch's own: the plain norm, one kernel each way since torch 2.9.
-- (3) hasten's own Triton kernels (:mod:`hasten.parts.kernels.rowwise_triton`) for
-  operations that neither has. These are the norm with the residual's gradient in one
-  pass, and rotary embedding of some columns with pairs in either layout (MLA). The
-  gated SiLU is used if Liger isn't installed.
+torch has the plain norm in one kernel each way since 2.9. The Triton kernels
+(:mod:`hasten.parts.kernels.rowwise_triton`) are for operations that torch doesn't have:
+the norm with the residual's gradient in one pass, the gated SiLU, and rotary embedding
+of some columns with pairs in either layout (MLA).
 
 Triton comes with torch for CUDA. The Triton passes are torch operators under
 ``hasten_gpu::`` with the signatures of :mod:`hasten.parts.kernels.rowwise`. So compiled
@@ -17,46 +12,21 @@ graphs keep them whole, and one autograd function serves processor and GPU.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.library import custom_op
 
-from hasten.parts.kernels.registry import LEAST_CAPABILITY, is_refused
+from hasten.parts.kernels.registry import LEAST_CAPABILITY
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 16_384  # numbers of a row that one program of a norm holds; more would leave registers
 BLOCK = 1024  # numbers of one program where no row matters
 PROGRAMS = 1024  # at most, of a backward norm: each writes a row of partial sums
 ON_A_TILE = 4096  # numbers of a program that turns heads
-
-
-class Liger(NamedTuple):
-    """The autograd functions of Liger that are used here."""
-
-    norm: Any
-    silu_mul: Any
-
-
-@functools.cache
-def liger() -> Liger | None:
-    """Liger's functions, or None where it isn't installed or has them no more."""
-    try:
-        norm = importlib.import_module("liger_kernel.ops.rms_norm")
-        swiglu = importlib.import_module("liger_kernel.ops.swiglu")
-        return Liger(norm.LigerRMSNormFunction, swiglu.LigerSiLUMulFunction)
-    except (ImportError, AttributeError):
-        return None
-
-
-def _liger_now(kernel: str) -> Liger | None:
-    """Liger's functions, outside of graphs: a compiler can't look through them and would stop."""
-    return None if torch.compiler.is_compiling() or is_refused(kernel) else liger()
 
 
 def launch(kernel: Any, programs: tuple[int, ...], x: Tensor, *others: Any, **fixed: Any) -> None:
@@ -94,26 +64,6 @@ def fits(*tensors: Tensor) -> bool:
     norm = any(t.ndim == 1 for t in tensors)  # it comes with its weight, and holds whole rows
     narrow = not norm or one.shape[-1] <= WIDEST
     return alike and narrow and one.dtype in DTYPES and one.device.type == "cuda"
-
-
-def whole_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The norm with its gradient by Liger or torch; everything in float32, one rounding."""
-    library = _liger_now("liger_norm")
-    if library is None:
-        return F.rms_norm(x, weight.shape, weight, eps)
-    # In Liger's words: no offset of the weight, "gemma" rounds last, and the gradient that comes
-    # in isn't written over: autograd hands the same one to others.
-    y: Tensor = library.norm.apply(x, weight, eps, 0.0, "gemma", False)
-    return y
-
-
-def whole_swiglu(gate: Tensor, up: Tensor) -> Tensor | None:
-    """``silu(gate) * up`` with its gradient by Liger; None where it isn't installed."""
-    library = _liger_now("liger_swiglu")
-    if library is None:
-        return None
-    y: Tensor = library.silu_mul.apply(gate, up)
-    return y
 
 
 @custom_op("hasten_gpu::rms_norm", mutates_args=())
