@@ -12,32 +12,42 @@ graphs keep them whole, and one autograd function serves processor and GPU.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
+from hasten.parts.kernels.gpu_operators import gpu_operator
 from hasten.parts.kernels.registry import LEAST_CAPABILITY
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 16_384  # numbers of a row that one program of a norm holds; more would leave registers
 BLOCK = 1024  # numbers of one program where no row matters
+STEP = 8  # numbers whose memory is moved at once where all their counts are multiples
 PROGRAMS = 1024  # at most, of a backward norm: each writes a row of partial sums
 ON_A_TILE = 4096  # numbers of a program that turns heads
 
 
 def launch(kernel: Any, programs: tuple[int, ...], x: Tensor, *others: Any, **fixed: Any) -> None:
     """Run a kernel on the GPU of ``x``, its first argument; Triton would take the current one."""
-    with torch.cuda.device_of(x):
+    device = x.get_device()  # below 0: a processor's tensor, for the interpreter
+    if device < 0 or device == torch.cuda.current_device():
+        kernel[programs](x, *others, **fixed)
+        return
+    with torch.cuda.device(device):
         kernel[programs](x, *others, **fixed)
 
 
+@functools.cache
+def _kernels() -> Any:
+    return importlib.import_module("hasten.parts.kernels.rowwise_triton")
+
+
 def _launch(name: str, *args: Any, **fixed: Any) -> None:
-    kernels = importlib.import_module("hasten.parts.kernels.rowwise_triton")
-    launch(getattr(kernels, name), *args, **fixed)
+    launch(getattr(_kernels(), name), *args, **fixed)
 
 
 def why_not(device: str) -> str:
@@ -66,7 +76,11 @@ def fits(*tensors: Tensor) -> bool:
     return alike and narrow and one.dtype in DTYPES and one.device.type == "cuda"
 
 
-@custom_op("hasten_gpu::rms_norm", mutates_args=())
+def _rms_norm_results(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+@gpu_operator(_rms_norm_results)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """``x`` (..., n) over its root mean square, times ``weight`` (n,); also 1 / that root."""
     x, weight = x.contiguous(), weight.contiguous()
@@ -78,12 +92,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return y, inverse
 
 
-@rms_norm.register_fake
-def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
+def _rms_norm_backward_results(
+    grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, past: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape, dtype=torch.float32)
 
 
-@custom_op("hasten_gpu::rms_norm_backward", mutates_args=())
+@gpu_operator(_rms_norm_backward_results)
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, past: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -102,30 +117,26 @@ def rms_norm_backward(
     return dx, dw.sum(0)
 
 
-@rms_norm_backward.register_fake
-def _(
-    grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, past: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape, dtype=torch.float32)
+def _swiglu_results(gate: Tensor, up: Tensor) -> Tensor:
+    return gate.new_empty(gate.shape)
 
 
-@custom_op("hasten_gpu::swiglu", mutates_args=())
+@gpu_operator(_swiglu_results)
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up``, all of one shape."""
     gate, up = gate.contiguous(), up.contiguous()
     y = torch.empty_like(gate)
     count = y.numel()
     if count:
-        _launch("swiglu_kernel", (-(-count // BLOCK),), gate, up, y, count, BLOCK=BLOCK)
+        _launch("swiglu_kernel", (-(-count // BLOCK),), gate, up, y, count, **_blocks(count))
     return y
 
 
-@swiglu.register_fake
-def _(gate: Tensor, up: Tensor) -> Tensor:
-    return gate.new_empty(gate.shape)
+def _swiglu_backward_results(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
 
 
-@custom_op("hasten_gpu::swiglu_backward", mutates_args=())
+@gpu_operator(_swiglu_backward_results)
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of ``gate`` and ``up``."""
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
@@ -133,16 +144,17 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     count = gate.numel()
     if count:
         tensors = (grad, gate, up, dgate, dup)
-        _launch("swiglu_back_kernel", (-(-count // BLOCK),), *tensors, count, BLOCK=BLOCK)
+        _launch("swiglu_back_kernel", (-(-count // BLOCK),), *tensors, count, **_blocks(count))
     return dgate, dup
 
 
-@swiglu_backward.register_fake
-def _(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+def _rotate_results(
+    x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool, back: bool
+) -> Tensor:
+    return x.new_empty(x.shape)
 
 
-@custom_op("hasten_gpu::rotate", mutates_args=())
+@gpu_operator(_rotate_results)
 def rotate(
     x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool, back: bool
 ) -> Tensor:
@@ -150,7 +162,7 @@ def rotate(
 
     As :func:`hasten.parts.kernels.rowwise.rotate` has it.
     """
-    tables_fit = cos.shape == sin.shape and cos.dtype == sin.dtype and len(cos) == len(x)
+    tables_fit = cos.shape == sin.shape and cos.dtype == sin.dtype and cos.shape[0] == x.shape[0]
     if not tables_fit or 2 * cos.shape[-1] > x.shape[-1]:
         raise ValueError(
             f"tables {tuple(cos.shape)} and {tuple(sin.shape)} can't turn {tuple(x.shape)}"
@@ -173,14 +185,13 @@ def rotate(
     return y
 
 
-@rotate.register_fake
-def _(x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool, back: bool) -> Tensor:
-    return x.new_empty(x.shape)
-
-
 def _row(x: Tensor) -> tuple[int, int]:
     """The length of a row, and that of the block that holds it."""
     return x.shape[-1], power(x.shape[-1])
+
+
+def _blocks(count: int) -> dict[str, int]:
+    return {"STEP": 1 if count % STEP else STEP, "BLOCK": BLOCK}
 
 
 def power(n: int) -> int:
@@ -188,8 +199,12 @@ def power(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def warps(block: int, each: int = 8, most: int = 16) -> int:
-    """So that a lane, of the 32 of a warp, holds about so many numbers of a row."""
+def warps(block: int, each: int = 32, most: int = 16) -> int:
+    """So that a lane, of the 32 of a warp, holds about so many numbers of a row.
+
+    A lane that reads 32 has several loads on their way at once, and a sum over few warps waits
+    less: of rows of 4096 in bf16 an H100's processor then reads 64 KB at once, with 8 a lane 32.
+    """
     return min(max(block // (32 * each), 1), most)
 
 
