@@ -1,9 +1,12 @@
 """GPU form of :mod:`hasten.parts.nn.fused_functions`: torch's plain norm, the others in Triton.
 
-torch has the plain norm in one kernel each way since 2.9. The Triton kernels
-(:mod:`hasten.parts.kernels.rowwise_triton`) are for operations that torch doesn't have:
-the norm with the residual's gradient in one pass, the gated SiLU, and rotary embedding
-of some columns with pairs in either layout (MLA).
+torch has the plain norm in one kernel each way since 2.9. It doesn't have three other
+operations, for which there are Triton kernels
+(:mod:`hasten.parts.kernels.rowwise_triton`):
+
+- the norm with the residual's gradient in one pass;
+- the gated SiLU;
+- rotary embedding of some columns, with pairs in either layout (MLA).
 
 Triton comes with torch for CUDA. The Triton passes are torch operators under
 ``hasten_gpu::`` with the signatures of :mod:`hasten.parts.kernels.rowwise`. So compiled
