@@ -87,7 +87,8 @@ def _rms_norm_results(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Te
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """``x`` (..., n) over its root mean square, times ``weight`` (n,); also 1 / that root."""
     x, weight = x.contiguous(), weight.contiguous()
-    y, inverse = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    y = torch.empty_like(x)
+    inverse = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     n, block = _row(x)
     if x.numel():
         shape = {"BLOCK": block, "num_warps": warps(block)}
@@ -175,7 +176,7 @@ def rotate(
     cos, sin = cos.contiguous(), sin.contiguous()
     rows, heads, width = x.shape
     m = cos.shape[-1]
-    y = x.new_empty(x.shape)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not y.numel():
         return y
     block, plain = power(m), power(width - 2 * m) if width > 2 * m else 0
