@@ -8,7 +8,6 @@ work in anybody's loop, raise plain ValueError instead.
 # no message names the project itself.
 EXTRAS = {
     "hub": "'datasets>=4'",
-    "gpu": "'liger-kernel>=0.6'",
     "deepspeed": "'deepspeed>=0.19,<0.20' ninja",
     "gguf": "'gguf>=0.17,<1'",
     "monitor": "'starlette>=0.45' 'uvicorn>=0.34'",

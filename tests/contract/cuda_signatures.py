@@ -19,16 +19,12 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).with_name("cuda_signatures.json")
-# Name -> (file in the wheel, class or nothing, function)
+# Name -> (file in the wheel, function)
 PLACES = {
     "torch": {
-        "varlen_attn": ("torch/nn/attention/varlen.py", "", "varlen_attn"),
-        "_scaled_mm": ("torch/_C/_VariableFunctions.pyi", "", "_scaled_mm"),
-        "grouped_mm": ("torch/nn/functional.py", "", "grouped_mm"),
-    },
-    "liger_kernel": {
-        "rms_norm": ("liger_kernel/ops/rms_norm.py", "LigerRMSNormFunction", "forward"),
-        "silu_mul": ("liger_kernel/ops/swiglu.py", "LigerSiLUMulFunction", "forward"),
+        "varlen_attn": ("torch/nn/attention/varlen.py", "varlen_attn"),
+        "_scaled_mm": ("torch/_C/_VariableFunctions.pyi", "_scaled_mm"),
+        "grouped_mm": ("torch/nn/functional.py", "grouped_mm"),
     },
 }
 
@@ -38,10 +34,8 @@ def of_wheel(path: Path) -> tuple[str, dict[str, str]]:
     package, version = re.match(r"(\w+?)-([\d.]+)", path.name).groups()  # type: ignore[union-attr]
     found = {}
     with zipfile.ZipFile(path) as wheel:
-        for name, (file, owner, function) in PLACES[package].items():
+        for name, (file, function) in PLACES[package].items():
             body: Any = ast.parse(wheel.read(file)).body
-            if owner:
-                body = next(n for n in body if getattr(n, "name", "") == owner).body
             node = next(n for n in body if getattr(n, "name", "") == function)
             found[name] = parameters(node.args)
     return f"{package} {version}", found
@@ -54,7 +48,6 @@ def parameters(arguments: ast.arguments) -> str:
         argument.annotation = None
     arguments.defaults = [nothing] * len(arguments.defaults)
     arguments.kw_defaults = [d and nothing for d in arguments.kw_defaults]
-    arguments.args = [a for a in arguments.args if a.arg != "ctx"]
     return ast.unparse(arguments)
 
 
@@ -72,7 +65,6 @@ def of_installed(function: Callable[..., Any]) -> str:
     plain = [
         p.replace(annotation=p.empty, default=p.empty if p.default is p.empty else None)
         for p in signature.parameters.values()
-        if p.name != "ctx"
     ]
     written = str(inspect.Signature(plain))[1:-1]
     return parameters(ast.parse(f"def f({written}): ...").body[0].args)  # type: ignore[attr-defined]

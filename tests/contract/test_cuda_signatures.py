@@ -6,8 +6,6 @@ Stand-ins with the releases' own signatures take the calls of hasten's own code.
 from __future__ import annotations
 
 import json
-import sys
-import types
 from typing import Any
 
 import pytest
@@ -18,11 +16,10 @@ from torch import Tensor, nn
 
 from contract.cuda_signatures import FILE, of_installed, stand_in
 from hasten.parts.kernels import products
-from hasten.parts.nn import attention, fused_functions, fused_gpu, quantised
+from hasten.parts.nn import attention, quantised
 
 WRITTEN: dict[str, dict[str, str]] = json.loads(FILE.read_text())
 TORCH = [name for name in WRITTEN if name.startswith("torch ")]
-LIGER = [name for name in WRITTEN if name.startswith("liger")]
 
 
 def test_both_ends_of_the_range_are_there() -> None:
@@ -115,23 +112,3 @@ def test_grouped_products_are_called_as_transformers_does(
     offsets = torch.tensor([2, 5], dtype=torch.int32)
     moe._grouped_mm(torch.ones(5, 8), torch.ones(2, 8, 4), offsets)
     assert called == [5]
-
-
-@pytest.mark.parametrize("release", LIGER)
-def test_liger_is_called_as_it_is(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    modules = {"rms_norm": "LigerRMSNormFunction", "swiglu": "LigerSiLUMulFunction"}
-    for module, owner in modules.items():
-        name = "silu_mul" if module == "swiglu" else module
-        apply = stand_in(WRITTEN[release][name], lambda given: next(iter(given.values())))
-        function = type(owner, (), {"apply": staticmethod(apply)})
-        made = types.SimpleNamespace(**{owner: function})
-        monkeypatch.setitem(sys.modules, f"liger_kernel.ops.{module}", made)
-    fused_gpu.liger.cache_clear()
-    monkeypatch.setattr(fused_functions, "backend", lambda x: fused_gpu)
-    try:
-        assert fused_gpu.liger() is not None
-        x = torch.randn(3, 8)
-        assert fused_functions.rms_norm(x, torch.ones(8), 1e-6) is x
-        assert fused_functions.swiglu(x, x) is x
-    finally:
-        fused_gpu.liger.cache_clear()

@@ -33,7 +33,6 @@ from sample_data import small
 from tiny import job_context, language_job
 
 KERNELS = {kernel.key: kernel for kernel in registry.gpu_kernels()}
-HERE = [name for name in KERNELS if not name.startswith("liger")]
 SMALL = Sizes(hidden=40, between=56, heads=4, groups=2, head=16, lengths=(2, 3))
 FAULTS = {
     "wrong": r"float32: off by 0\.1 of the largest number, at most 6e-06",
@@ -54,7 +53,7 @@ def _nothing_refused() -> Any:
 
 
 @needs_triton
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_agrees_with_float64(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     round_as_a_gpu(monkeypatch)
     found = checked(KERNELS[name], SMALL, "cpu")

@@ -27,9 +27,8 @@ class FusedLayers(Technique):
     """Norms, rotary embedding, gated MLPs and linear layers on fused kernels.
 
     On a processor they are C++, compiled once for this machine; with AMX, linear layers in bf16
-    too. On a GPU they are Liger's, torch's and hasten's own in Triton, and linear layers stay
-    torch's. Modules keep their classes, parameters and names; only this model's ``forward``
-    changes.
+    too. On a GPU they are torch's and hasten's own in Triton, and linear layers stay torch's.
+    Modules keep their classes, parameters and names; only this model's ``forward`` changes.
     """
 
     slot = Slot.LAYERS
@@ -68,8 +67,8 @@ class FusedLayers(Technique):
         bound = fused_layers.fused(causal_lm(session.model))
         listed = ", ".join(f"{count} x {kind}" for kind, count in sorted(bound.items()))
         evidence = f"fused code runs {listed or 'nothing'}"
-        # Bound code hands tensors that it doesn't take to the layer's own: count what ran. Liger's
-        # kernels on a GPU aren't operators, so there the bound layers have to do.
+        # Bound code hands tensors that it doesn't take to the layer's own: count what ran. On a
+        # GPU the plain norm is torch's, which isn't counted, so there the bound layers have to do.
         operators = (
             probes.operators(session) if bound and session.setup.job.device == "cpu" else None
         )

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from hasten.parts.comm import codecs
 from hasten.parts.kernels import registry
@@ -17,37 +14,6 @@ from hasten.parts.nn import attention, fused_functions, fused_gpu
 from hasten.parts.nn.fused_layers import why_not
 from hasten.techniques.layers import FusedLayers
 from tiny import job_context, language_job
-
-
-@pytest.mark.skipif(fused_gpu.liger() is None, reason="Liger isn't installed")
-def test_liger_takes_the_arguments_it_is_given() -> None:
-    """Of the installed version: names, order, and as many gradients as arguments."""
-    found = fused_gpu.liger()
-    assert found is not None
-    norm, silu_mul = (inspect.signature(inspect.unwrap(f.forward)).parameters for f in found)
-    assert [*norm][1:7] == ["X", "W", "eps", "offset", "casting_mode", "in_place"]
-    assert [*silu_mul][1:3] == ["a", "b"]
-    assert all(p.default is not inspect.Parameter.empty for p in [*silu_mul.values()][3:])
-
-
-def test_liger_is_called_so_that_no_gradient_is_written_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls: list[tuple[Any, ...]] = []
-
-    class Known:
-        @staticmethod
-        def apply(*arguments: Any) -> Tensor:
-            calls.append(arguments[1:] if len(arguments) > 2 else ())
-            found: Tensor = arguments[0] * 2
-            return found
-
-    monkeypatch.setattr(fused_gpu, "liger", lambda: fused_gpu.Liger(Known, Known))
-    monkeypatch.setattr(fused_functions, "backend", lambda x: fused_gpu)
-    x, weight = torch.randn(3, 8), torch.randn(8)
-    assert torch.equal(fused_functions.rms_norm(x, weight, 1e-6), 2 * x)
-    assert calls == [(weight, 1e-6, 0.0, "gemma", False)]
-    assert torch.equal(fused_functions.swiglu(x, x), 2 * x)
 
 
 def test_other_devices_and_a_missing_triton_are_one_sentence(

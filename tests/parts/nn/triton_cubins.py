@@ -3,6 +3,7 @@
 The interpreter runs a kernel's Python, with all that Python allows; the compiler refuses what isn't
 Triton, and the assembler says what a launch costs. Run as a script in a process whose Triton
 compiles, with the compute capabilities: ``80 90``; ``all`` takes every format and layout.
+With ``accesses`` first, it prints how kernels reach the memory of such a GPU instead.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from triton.compiler import ASTSource
 
 from hasten.parts.kernels import adamw, adamw_triton, codec_triton, few_bits_triton, rowwise_triton
 from hasten.parts.nn import quantised_gpu
-from hasten.parts.nn.fused_gpu import BLOCK, LOGITS_BLOCK, ON_A_TILE, back_warps, warps
+from hasten.parts.nn.fused_gpu import BLOCK, LOGITS_BLOCK, ON_A_TILE, STEP, back_warps, warps
 
 WHOLE = ["rows", "n", "each", "count", "by_row", "by_head", "heads", "width", "m"]
 WHOLE += ["numbers", "ranks", "codes_stride", "scales_stride", "low", "cap", "most", "key"]
@@ -69,7 +70,8 @@ def variants(number: str, every: bool) -> Iterator[Variant]:  # noqa: C901  # a 
             back = back_warps(width)
             yield Variant(f"norm back {width}", rows.norm_back_kernel, number, back, fixed)
     for name, kernel in (("swiglu", rows.swiglu_kernel), ("swiglu back", rows.swiglu_back_kernel)):
-        yield Variant(name, kernel, number, 4, {"BLOCK": BLOCK})
+        for step in (STEP, 1) if every else (STEP,):
+            yield Variant(name, kernel, number, 4, {"STEP": step, "BLOCK": BLOCK})
     # Llama's heads of 128; a latent attention's query, 64 of 192 columns turned; and its key.
     for name, plain, pairs in (("llama", 0, 64), ("latent", 128, 32), ("latent key", 0, 32)):
         heads = 1 if name == "latent key" else min(32, ON_A_TILE // max(plain, pairs))
@@ -85,10 +87,10 @@ def variants(number: str, every: bool) -> Iterator[Variant]:  # noqa: C901  # a 
     yield Variant("sum", rows.sum_kernel, number, 4, {"BLOCK": BLOCK}, types=of_sum)
     fixed = {"BLOCK": LOGITS_BLOCK}
     labels = {"labels": "*i64", "losses": "*fp32"}
-    name, of_logits = "cross-entropy", warps(LOGITS_BLOCK, 32)
+    name, of_logits = "cross-entropy", warps(LOGITS_BLOCK)
     yield Variant(name, rows.cross_entropy_kernel, number, of_logits, fixed, types=labels)
     if every:
-        fixed = {"PAST": True, "BLOCK": 1, "each": 1, "rows": 1, "n": 1}
+        fixed = {"PAST": True, "BLOCK": 1, "n": 1}
         yield Variant("norm back of one", rows.norm_back_kernel, number, 1, fixed)
     yield from few_bits_variants(number, every)
     if number == "fp16":  # gradients travel as float32 or bfloat16
@@ -115,10 +117,8 @@ def updates(number: str, every: bool) -> Iterator[Variant]:
         fixed = {"WEIGHT": weight, "GRAD": half if number == "bf16" else wide, "COPY": copy}
         fixed |= {"MOMENTS": moments, "DIVIDED": True, "STEP": step}
         fixed |= {"CHUNK": adamw_triton.CHUNK, "ROWS": adamw_triton.ROWS}
-        alone = every and copy and step > 1  # the launch of one tensor, and of two
-        for few in ({}, {"tensors": 1}, {"depth": 1}) if alone else ({},):
-            kernel, name = adamw_triton.adamw_kernel, f"adamw, moments {kept[moments]}"
-            yield Variant(name, kernel, number, adamw.WARPS, {**fixed, **few})
+        kernel, name = adamw_triton.adamw_kernel, f"adamw, moments {kept[moments]}"
+        yield Variant(name, kernel, number, adamw.WARPS, fixed)
 
 
 def few_bits_variants(number: str, every: bool) -> Iterator[Variant]:
@@ -160,8 +160,11 @@ def few_bits_variants(number: str, every: bool) -> Iterator[Variant]:
     yield Variant("int8", kernels.int8_kernel, number, wide, {"BLOCK": widen}, types=types)
 
 
-def cubin(variant: Variant, capability: int) -> bytes:
-    """A kernel's code; sizes of 1 are constants, as in a launch."""
+def compiled(variant: Variant, capability: int, aligned: bool = False) -> dict[str, Any]:
+    """A kernel's code; sizes of 1 are constants, as in a launch.
+
+    ``aligned``: tensors and all sizes that a launch looks at are multiples of 16.
+    """
     kernel, number = variant.kernel, variant.number
     types = dict.fromkeys(kernel.arg_names, f"*{number}")
     types |= {n: "i32" for n in WHOLE if n in types} | {n: "fp32" for n in SINGLE if n in types}
@@ -173,13 +176,21 @@ def cubin(variant: Variant, capability: int) -> bytes:
     types |= {n: t for n, t in (variant.types or {}).items() if n in types}
     types |= dict.fromkeys(variant.fixed, "constexpr")
     constants = {(kernel.arg_names.index(name),): value for name, value in variant.fixed.items()}
-    source = ASTSource(kernel, signature=types, constexprs=constants)
+    usual = [p for p in kernel.params if aligned and not p.do_not_specialize]
+    multiples = [p.num for p in usual if types[p.name].startswith(("*", "i"))]
+    attributes = {(number,): [["tt.divisibility", 16]] for number in multiples}
+    source = ASTSource(kernel, signature=types, constexprs=constants, attrs=attributes)
     target = GPUTarget("cuda", capability, 32)
-    made = triton.compile(source, target, {"num_warps": variant.warps}).asm
+    made: dict[str, Any] = triton.compile(source, target, {"num_warps": variant.warps}).asm
     if "e4m3x2.f16x2" in made["ptx"]:
         raise ValueError(f"{variant.name} rounds twice on its way to float8")
-    found: bytes = made["cubin"]
-    return found
+    return made
+
+
+def accesses(variant: Variant, capability: int) -> list[str]:
+    """How a kernel reads and writes the GPU's memory where sizes are multiples of 16."""
+    ptx = compiled(variant, capability, aligned=True)["ptx"]
+    return sorted(set(re.findall(r"(?:ld|st)\.global\S*", ptx)))
 
 
 def in_local_memory(code: bytes) -> int:
@@ -203,11 +214,14 @@ def main(capabilities: list[int], every: bool) -> dict[str, int]:
                 if "float8" in variant.name and capability < FLOAT8_FROM:
                     continue
                 name = f"{variant.name} {number} sm_{capability}"
-                spilled = in_local_memory(cubin(variant, capability))
+                spilled = in_local_memory(compiled(variant, capability)["cubin"])
                 found[name] = max(spilled, found.get(name, 0))
     return found
 
 
 if __name__ == "__main__":
     asked = sys.argv[1:]
+    if asked[0] == "accesses":
+        print(json.dumps({v.name: accesses(v, int(asked[1])) for v in variants("bf16", False)}))
+        sys.exit()
     print(json.dumps(main([int(a) for a in asked if a != "all"], "all" in asked)))

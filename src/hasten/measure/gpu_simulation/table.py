@@ -62,7 +62,7 @@ def assumptions(device: SimulatedDevice) -> list[str]:
         "Python for an operator",
         "time between ranks, compiled graphs and fragmentation of memory aren't counted, so "
         "tokens/s are an upper bound and the peak a lower one",
-        "as if Triton is installed and Liger isn't; experts are evenly loaded",
+        "as if Triton is installed; experts are evenly loaded",
         f"torch {metadata.version('torch')}; {device.source}",
     ]
 

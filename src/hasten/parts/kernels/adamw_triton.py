@@ -99,7 +99,8 @@ def at_address(table, number, tensors, tensor, KIND: tl.constexpr, STEP: tl.cons
     return pointer
 
 
-@triton.jit
+# Experts without tokens have no gradients, so the number of tensors may vary from step to step.
+@triton.jit(do_not_specialize=["tensors", "depth"])
 def adamw_kernel(  # noqa: C901, PLR0915  # Triton compiles it as one function
     table,
     rules,

@@ -56,7 +56,7 @@ def rounded(values, inverse, at, most, key, DICE: tl.constexpr):
     return tl.minimum(tl.maximum(codes, -most), most)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["key"])  # each step has another
 def encode_kernel(
     flat,
     residual,

@@ -3,6 +3,10 @@
 Imported only if Triton is installed, as it is together with torch for CUDA. Each kernel
 reads float32, bfloat16 or float16, sums in float32 and rounds its result once.
 :mod:`hasten.parts.nn.fused_gpu` calls them.
+
+Triton compiles a kernel again if a whole number becomes 1 or a multiple of 16, or ceases to
+be. Counts of rows and numbers vary from step to step, so their kernels ask for none of it
+(``do_not_specialize``). Widths and strides don't vary, and loads are wide if they are multiples.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -21,13 +25,13 @@ def norm_kernel(x, w, y, inverse, n, eps, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     inside = at < n
     numbers = tl.load(x + row * n + at, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(w + at, mask=inside, other=0.0).to(tl.float32)  # on its way during the sum
     one = 1.0 / tl.sqrt(tl.sum(numbers * numbers, 0) / n + eps)
-    weight = tl.load(w + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(inverse + row, one)
     tl.store(y + row * n + at, (numbers * one * weight).to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "each"])
 def norm_back_kernel(
     grad,
     x,
@@ -71,21 +75,24 @@ def norm_back_kernel(
     tl.store(dw + tl.program_id(0).to(tl.int64) * n + at, share, mask=inside)
 
 
-@triton.jit
-def swiglu_kernel(gate, up, y, count, BLOCK: tl.constexpr):
-    """``silu(gate) * up``, a block of numbers."""
+@triton.jit(do_not_specialize=["count"])
+def swiglu_kernel(gate, up, y, count, STEP: tl.constexpr, BLOCK: tl.constexpr):
+    """``silu(gate) * up``, a block of numbers; ``count`` is a multiple of ``STEP``."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
+    inside = at // STEP * STEP < count  # one answer for a step, so that it is moved at once
     a = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + at, (a / (1.0 + tl.exp(-a)) * b).to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def swiglu_back_kernel(grad, gate, up, dgate, dup, count, BLOCK: tl.constexpr):
-    """With s = sigmoid(gate): dup = grad gate s, dgate = grad up s (1 + gate (1 - s))."""
+@triton.jit(do_not_specialize=["count"])
+def swiglu_back_kernel(grad, gate, up, dgate, dup, count, STEP: tl.constexpr, BLOCK: tl.constexpr):
+    """With s = sigmoid(gate): dup = grad gate s, dgate = grad up s (1 + gate (1 - s)).
+
+    ``count`` is a multiple of ``STEP``.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
+    inside = at // STEP * STEP < count
     g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
     a = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)

@@ -38,7 +38,7 @@ def fits(kernel: str, *tensors: Tensor) -> bool:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x ** 2) + eps) * weight`` over the last side (arXiv:1910.07467)."""
     if backend(x) is fused_gpu:
-        return fused_gpu.whole_norm(x, weight, eps)
+        return F.rms_norm(x, weight.shape, weight, eps)
     normed: Tensor = _RMSNorm.apply(x, weight, eps)
     return normed
 
@@ -51,8 +51,7 @@ def norm_beside(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up``."""
-    liger_output = fused_gpu.whole_swiglu(gate, up) if backend(gate) is fused_gpu else None
-    output: Tensor = _SwiGLU.apply(gate, up) if liger_output is None else liger_output
+    output: Tensor = _SwiGLU.apply(gate, up)
     return output
 
 

@@ -1,14 +1,12 @@
-"""GPU form of :mod:`hasten.parts.nn.fused_functions`: Liger, torch, Triton.
+"""GPU form of :mod:`hasten.parts.nn.fused_functions`: torch's plain norm, the others in Triton.
 
-Each operation is taken from the first that has it:
+torch has the plain norm in one kernel each way since 2.9. It doesn't have three other
+operations, for which there are Triton kernels
+(:mod:`hasten.parts.kernels.rowwise_triton`):
 
-- (1) Liger's kernels (Hsu et al., arXiv:2410.10989), if ``liger-kernel`` is installed:
-  the plain norm and the gated SiLU.
-- (2) torch's own: the plain norm, one kernel each way since torch 2.9.
-- (3) hasten's own Triton kernels (:mod:`hasten.parts.kernels.rowwise_triton`) for
-  operations that neither has. These are the norm with the residual's gradient in one
-  pass, and rotary embedding of some columns with pairs in either layout (MLA). The
-  gated SiLU is used if Liger isn't installed.
+- the norm with the residual's gradient in one pass;
+- the gated SiLU;
+- rotary embedding of some columns, with pairs in either layout (MLA).
 
 Triton comes with torch for CUDA. The Triton passes are torch operators under
 ``hasten_gpu::`` with the signatures of :mod:`hasten.parts.kernels.rowwise`. So compiled
@@ -20,56 +18,42 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.library import custom_op
 
-from hasten.parts.kernels.registry import LEAST_CAPABILITY, is_refused
+from hasten.parts.kernels.gpu_operators import gpu_operator
+from hasten.parts.kernels.registry import LEAST_CAPABILITY
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 16_384  # numbers of a row that one program of a norm holds; more would leave registers
 BLOCK = 1024  # numbers of one program where no row matters
+STEP = 8  # numbers whose memory is moved at once where all their counts are multiples
 PROGRAMS = 1024  # at most, of a backward norm: each writes a row of partial sums
 ON_A_TILE = 4096  # numbers of a program that turns heads
 CROSS_ENTROPY = "cross_entropy"  # the kernel's name where it is checked
 LOGITS_BLOCK = 8192  # numbers of a row of logits that a program reads at once
 
 
-class Liger(NamedTuple):
-    """The autograd functions of Liger that are used here."""
-
-    norm: Any
-    silu_mul: Any
-
-
-@functools.cache
-def liger() -> Liger | None:
-    """Liger's functions, or None where it isn't installed or has them no more."""
-    try:
-        norm = importlib.import_module("liger_kernel.ops.rms_norm")
-        swiglu = importlib.import_module("liger_kernel.ops.swiglu")
-        return Liger(norm.LigerRMSNormFunction, swiglu.LigerSiLUMulFunction)
-    except (ImportError, AttributeError):
-        return None
-
-
-def _liger_now(kernel: str) -> Liger | None:
-    """Liger's functions, outside of graphs: a compiler can't look through them and would stop."""
-    return None if torch.compiler.is_compiling() or is_refused(kernel) else liger()
-
-
 def launch(kernel: Any, programs: tuple[int, ...], x: Tensor, *others: Any, **fixed: Any) -> None:
     """Run a kernel on the GPU of ``x``, its first argument; Triton would take the current one."""
-    with torch.cuda.device_of(x):
+    device = x.get_device()  # below 0: a processor's tensor, for the interpreter
+    if device < 0 or device == torch.cuda.current_device():
+        kernel[programs](x, *others, **fixed)
+        return
+    with torch.cuda.device(device):
         kernel[programs](x, *others, **fixed)
 
 
+@functools.cache
+def _kernels() -> Any:
+    return importlib.import_module("hasten.parts.kernels.rowwise_triton")
+
+
 def _launch(name: str, *args: Any, **fixed: Any) -> None:
-    kernels = importlib.import_module("hasten.parts.kernels.rowwise_triton")
-    launch(getattr(kernels, name), *args, **fixed)
+    launch(getattr(_kernels(), name), *args, **fixed)
 
 
 def why_not(device: str) -> str:
@@ -98,31 +82,16 @@ def fits(*tensors: Tensor) -> bool:
     return alike and narrow and one.dtype in DTYPES and one.device.type == "cuda"
 
 
-def whole_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The norm with its gradient by Liger or torch; everything in float32, one rounding."""
-    library = _liger_now("liger_norm")
-    if library is None:
-        return F.rms_norm(x, weight.shape, weight, eps)
-    # In Liger's words: no offset of the weight, "gemma" rounds last, and the gradient that comes
-    # in isn't written over: autograd hands the same one to others.
-    y: Tensor = library.norm.apply(x, weight, eps, 0.0, "gemma", False)
-    return y
+def _rms_norm_results(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-def whole_swiglu(gate: Tensor, up: Tensor) -> Tensor | None:
-    """``silu(gate) * up`` with its gradient by Liger; None where it isn't installed."""
-    library = _liger_now("liger_swiglu")
-    if library is None:
-        return None
-    y: Tensor = library.silu_mul.apply(gate, up)
-    return y
-
-
-@custom_op("hasten_gpu::rms_norm", mutates_args=())
+@gpu_operator(_rms_norm_results)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """``x`` (..., n) over its root mean square, times ``weight`` (n,); also 1 / that root."""
     x, weight = x.contiguous(), weight.contiguous()
-    y, inverse = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    y = torch.empty_like(x)
+    inverse = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     n, block = _row(x)
     if x.numel():
         shape = {"BLOCK": block, "num_warps": warps(block)}
@@ -130,12 +99,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return y, inverse
 
 
-@rms_norm.register_fake
-def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
+def _rms_norm_backward_results(
+    grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, past: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape, dtype=torch.float32)
 
 
-@custom_op("hasten_gpu::rms_norm_backward", mutates_args=())
+@gpu_operator(_rms_norm_backward_results)
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, past: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -154,30 +124,26 @@ def rms_norm_backward(
     return dx, dw.sum(0)
 
 
-@rms_norm_backward.register_fake
-def _(
-    grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, past: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape, dtype=torch.float32)
+def _swiglu_results(gate: Tensor, up: Tensor) -> Tensor:
+    return gate.new_empty(gate.shape)
 
 
-@custom_op("hasten_gpu::swiglu", mutates_args=())
+@gpu_operator(_swiglu_results)
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up``, all of one shape."""
     gate, up = gate.contiguous(), up.contiguous()
     y = torch.empty_like(gate)
     count = y.numel()
     if count:
-        _launch("swiglu_kernel", (-(-count // BLOCK),), gate, up, y, count, BLOCK=BLOCK)
+        _launch("swiglu_kernel", (-(-count // BLOCK),), gate, up, y, count, **_blocks(count))
     return y
 
 
-@swiglu.register_fake
-def _(gate: Tensor, up: Tensor) -> Tensor:
-    return gate.new_empty(gate.shape)
+def _swiglu_backward_results(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
 
 
-@custom_op("hasten_gpu::swiglu_backward", mutates_args=())
+@gpu_operator(_swiglu_backward_results)
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of ``gate`` and ``up``."""
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
@@ -185,16 +151,17 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     count = gate.numel()
     if count:
         tensors = (grad, gate, up, dgate, dup)
-        _launch("swiglu_back_kernel", (-(-count // BLOCK),), *tensors, count, BLOCK=BLOCK)
+        _launch("swiglu_back_kernel", (-(-count // BLOCK),), *tensors, count, **_blocks(count))
     return dgate, dup
 
 
-@swiglu_backward.register_fake
-def _(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+def _rotate_results(
+    x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool, back: bool
+) -> Tensor:
+    return x.new_empty(x.shape)
 
 
-@custom_op("hasten_gpu::rotate", mutates_args=())
+@gpu_operator(_rotate_results)
 def rotate(
     x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool, back: bool
 ) -> Tensor:
@@ -202,7 +169,7 @@ def rotate(
 
     As :func:`hasten.parts.kernels.rowwise.rotate` has it.
     """
-    tables_fit = cos.shape == sin.shape and cos.dtype == sin.dtype and len(cos) == len(x)
+    tables_fit = cos.shape == sin.shape and cos.dtype == sin.dtype and cos.shape[0] == x.shape[0]
     if not tables_fit or 2 * cos.shape[-1] > x.shape[-1]:
         raise ValueError(
             f"tables {tuple(cos.shape)} and {tuple(sin.shape)} can't turn {tuple(x.shape)}"
@@ -212,7 +179,7 @@ def rotate(
     cos, sin = cos.contiguous(), sin.contiguous()
     rows, heads, width = x.shape
     m = cos.shape[-1]
-    y = x.new_empty(x.shape)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not y.numel():
         return y
     block, plain = power(m), power(width - 2 * m) if width > 2 * m else 0
@@ -223,11 +190,6 @@ def rotate(
     programs = (rows, -(-heads // together))
     _launch("rotate_kernel", programs, x, cos, sin, y, *sizes, **layout, **shape)
     return y
-
-
-@rotate.register_fake
-def _(x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool, back: bool) -> Tensor:
-    return x.new_empty(x.shape)
 
 
 @custom_op("hasten_gpu::cross_entropy_", mutates_args=("logits",))
@@ -245,7 +207,7 @@ def cross_entropy_(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
     losses = logits.new_empty(rows, dtype=torch.float32)
     if logits.numel():
         block = min(power(n), LOGITS_BLOCK)
-        shape = {"BLOCK": block, "num_warps": warps(block, 32)}
+        shape = {"BLOCK": block, "num_warps": warps(block)}
         _launch(
             "cross_entropy_kernel",
             (rows,),
@@ -269,13 +231,21 @@ def _row(x: Tensor) -> tuple[int, int]:
     return x.shape[-1], power(x.shape[-1])
 
 
+def _blocks(count: int) -> dict[str, int]:
+    return {"STEP": 1 if count % STEP else STEP, "BLOCK": BLOCK}
+
+
 def power(n: int) -> int:
     """The smallest power of two that isn't below ``n``."""
     return 1 << max(n - 1, 0).bit_length()
 
 
-def warps(block: int, each: int = 8, most: int = 16) -> int:
-    """So that a lane, of the 32 of a warp, holds about so many numbers of a row."""
+def warps(block: int, each: int = 32, most: int = 16) -> int:
+    """So that a lane, of the 32 of a warp, holds about so many numbers of a row.
+
+    A lane that reads 32 has several loads on their way at once, and a sum over few warps waits
+    less: of rows of 4096 in bf16 an H100's processor then reads 64 KB at once, with 8 a lane 32.
+    """
     return min(max(block // (32 * each), 1), most)
 
 

@@ -97,11 +97,6 @@ def _norms(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
     yield from compare(run, lambda *args: (norm(*args),), (x, weight), dtype, device)
 
 
-def _liger(name: str, *more: Any) -> Callable[..., Tensor]:
-    """A function of Liger's, which is looked for when it runs."""
-    return lambda *args: getattr(fused_gpu.liger(), name).apply(*args, *more)
-
-
 def _swiglu(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     return fused_gpu.swiglu(gate, up), *fused_gpu.swiglu_backward(grad, gate, up)
 
@@ -340,10 +335,6 @@ def _from(capability: tuple[int, int]) -> Callable[[str], str]:
     return why_not
 
 
-def _no_liger(device: str) -> str:
-    return fused_gpu.why_not(device) or ("" if fused_gpu.liger() else "Liger isn't installed")
-
-
 def _no_varlen(device: str) -> str:
     return _from(LEAST_CAPABILITY)(device) or ("" if attention._varlen() else "torch has none")
 
@@ -394,20 +385,6 @@ registry.register(
         _times(4),
         "the model's own norm runs, in about 6 operators for 1",
         _from((0, 0)),
-    ),
-    GpuKernel(
-        "liger_norm",
-        _checked(NORMS, gradients(_liger("norm", EPS, 0.0, "gemma", False))),
-        _times(4),
-        "torch's norm runs",
-        _no_liger,
-    ),
-    GpuKernel(
-        "liger_swiglu",
-        _checked(GATES, gradients(_liger("silu_mul"))),
-        _times(4),
-        "hasten's own kernel runs",
-        _no_liger,
     ),
     GpuKernel(
         attention.VARLEN,
