@@ -117,11 +117,11 @@ def updates(number: str, every: bool) -> Iterator[Variant]:
 
 def few_bits_variants(number: str, every: bool) -> Iterator[Variant]:
     """Float8 rounding by rows (also of rows that no block holds) and by tiles; widening."""
-    kernels, tile, widen = few_bits_triton, quantised_gpu.TILE, quantised_gpu.WIDEN_BLOCK
+    kernels, widen = few_bits_triton, quantised_gpu.WIDEN_BLOCK
     loop = quantised_gpu.LOOP_BLOCK
-    for name, width in (("8192", 8192), ("16384", quantised_gpu.WIDEST), ("by blocks", loop)):
+    for name, width in (("4096", 4096), ("8192", quantised_gpu.WIDEST), ("by blocks", loop)):
         if name == "8192" or every:
-            fixed = {"BLOCK": width, "WHOLE": width != loop}
+            fixed = {"BLOCK": width, "WHOLE": name != "by blocks"}
             kernel = kernels.float8_rows_kernel
             yield Variant(
                 f"float8 rows {name}",
@@ -132,26 +132,22 @@ def few_bits_variants(number: str, every: bool) -> Iterator[Variant]:
                 types=FLOAT8,
             )
     for rows in (True, False) if every else (True,):
-        fixed = {"ROWS": rows, "HIGH": tile, "WIDE": tile}
-        for name, kernel in (
-            ("largest", kernels.largest_kernel),
-            ("tile", kernels.float8_tile_kernel),
+        tile = quantised_gpu.BOTH_TILE if rows else quantised_gpu.COLUMNS_TILE
+        for name, kernel, (high, wide, number_of_warps), more in (
+            ("largest", kernels.largest_kernel, quantised_gpu.LARGEST_TILE, {}),
+            ("tile", kernels.float8_tile_kernel, tile, {"FILLED": True}),
         ):
+            fixed = {"ROWS": rows, "HIGH": high, "WIDE": wide, "GROUP": quantised_gpu.GROUP} | more
             yield Variant(
-                f"float8 {name} {rows}",
-                kernel,
-                number,
-                quantised_gpu.WARPS,
-                fixed,
-                types=FLOAT8,
+                f"float8 {name} {rows}", kernel, number, number_of_warps, fixed, types=FLOAT8
             )
     types = {"scale": "*fp32", "levels": "*fp32", "out": f"*{number}"}
     each = quantised_gpu.NF4_BLOCK
     fixed = {"BYTES": each // 2, "TOGETHER": widen // each}
     byte = {"codes": "*u8"}
-    wide = quantised_gpu.WARPS
-    yield Variant("nf4", kernels.nf4_kernel, number, wide, fixed, types=types | byte)
-    yield Variant("int8", kernels.int8_kernel, number, wide, {"BLOCK": widen}, types=types)
+    each = quantised_gpu.WARPS
+    yield Variant("nf4", kernels.nf4_kernel, number, each, fixed, types=types | byte)
+    yield Variant("int8", kernels.int8_kernel, number, each, {"BLOCK": widen}, types=types)
 
 
 def cubin(variant: Variant, capability: int) -> bytes:

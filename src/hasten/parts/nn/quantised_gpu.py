@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
+from torch.library import Library, register_fake
 
 from hasten.parts.kernels.registry import is_refused
 from hasten.parts.nn import fused_gpu
@@ -29,11 +30,17 @@ FLOAT8: Final = "float8_rounding"  # the kernels' names where they are checked
 WIDENING: Final = "widening"
 SIDE: Final = 16  # the hardware's product takes sides that are multiples of this
 NF4_BLOCK: Final = 64  # numbers under one scale
-WIDEST: Final = 16_384  # numbers of a row that one program holds; of a wider one it reads blocks
+WIDEST: Final = 8192  # numbers of a row that one program holds; of a wider one it reads blocks
 LOOP_BLOCK: Final = 4096
-TILE: Final = 64  # rows and columns of a program that looks at both
-MOST_ROWS: Final = 65_535 * TILE  # as many tiles as a launch takes there
-WARPS: Final = 8  # but of a program that has a row
+ROW_NUMBERS: Final = 32  # of a row in each lane of a program
+# A program's tile, (rows, columns, warps): looking for the largest numbers, then rounding by
+# columns alone and by both. A row of 128 numbers is written as 128 bytes when it is transposed.
+LARGEST_TILE: Final = 64, 256, 8
+COLUMNS_TILE: Final = 128, 64, 8
+BOTH_TILE: Final = 128, 64, 8
+GROUP: Final = 8  # rows of tiles that come together
+MOST_ROWS: Final = 1 << 30  # so that 32 bits count tiles
+WARPS: Final = 8  # of a program that widens
 WIDEN_BLOCK: Final = 2048  # numbers of a program that widens
 LEAST: Final = torch.finfo(torch.float32).tiny  # of a scale
 
@@ -72,15 +79,29 @@ def _launch(name: str, *args: Any, **fixed: Any) -> None:
 
 def row_warps(block: int) -> int:
     """Returns the warps of a program that rounds a row; all warps for the widest row."""
-    return fused_gpu.warps(block, 16, 32)
+    return fused_gpu.warps(block, ROW_NUMBERS, 32)
 
 
-@custom_op("hasten_gpu::float8_rows", mutates_args=())
-def float8_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """``x`` (T, n) in float8 and its scales (T, 1): a row's largest / the format's largest."""
+_library: Final = Library("hasten_gpu", "FRAGMENT")
+
+
+def _operator(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> Any:
+    """Registers an operator; a call takes a few microseconds, that of a ``custom_op`` 25.
+
+    It has no gradient: the callers are autograd functions, or detach first.
+    """
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for device in ("CPU", "CUDA"):
+        _library.impl(name, run, device)
+    register_fake(f"hasten_gpu::{name}", shapes, lib=_library)
+    return getattr(torch.ops.hasten_gpu, name).default
+
+
+def _float8_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     x = _rows_contiguous(x)
     rows, n = x.shape
-    data, scale = x.new_empty((rows, n), dtype=dtype), x.new_empty((rows, 1), dtype=torch.float32)
+    data, scale = _empty(rows, n, x, dtype)
     block = fused_gpu.power(n) if n <= WIDEST else LOOP_BLOCK
     shape = {"BLOCK": block, "WHOLE": n <= WIDEST, "num_warps": row_warps(block)}
     limits = torch.finfo(dtype).max, LEAST
@@ -88,27 +109,13 @@ def float8_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return data, scale
 
 
-@float8_rows.register_fake
-def _(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return _empty(x.shape[0], x.shape[1], x, dtype)
-
-
-@custom_op("hasten_gpu::float8_columns", mutates_args=())
-def float8_columns(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """``x.T`` in float8, (n, T filled up with zeros), and its scales (n, 1)."""
+def _float8_columns(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     turned = _empty(x.shape[1], _filled(x), x, dtype)
     _by_tiles(x, turned, turned, dtype, rows=False)
     return turned
 
 
-@float8_columns.register_fake
-def _(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return _empty(x.shape[1], _filled(x), x, dtype)
-
-
-@custom_op("hasten_gpu::float8_both", mutates_args=())
-def float8_both(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the results of ``float8_rows`` and ``float8_columns``."""
+def _float8_both(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     straight, turned = (
         _empty(x.shape[0], x.shape[1], x, dtype),
         _empty(x.shape[1], _filled(x), x, dtype),
@@ -117,9 +124,34 @@ def float8_both(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, 
     return (*straight, *turned)
 
 
-@float8_both.register_fake
-def _(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (*_empty(x.shape[0], x.shape[1], x, dtype), *_empty(x.shape[1], _filled(x), x, dtype))
+def _row_shapes(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return _empty(x.shape[0], x.shape[1], x, dtype)
+
+
+def _column_shapes(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return _empty(x.shape[1], _filled(x), x, dtype)
+
+
+def _both_shapes(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (*_row_shapes(x, dtype), *_column_shapes(x, dtype))
+
+
+# ``x`` (T, n) in float8 and its scales (T, 1): a row's largest / the format's largest.
+float8_rows: Final = _operator(
+    "float8_rows(Tensor x, ScalarType dtype) -> (Tensor, Tensor)", _float8_rows, _row_shapes
+)
+# ``x.T`` in float8, (n, T filled up with zeros), and its scales (n, 1).
+float8_columns: Final = _operator(
+    "float8_columns(Tensor x, ScalarType dtype) -> (Tensor, Tensor)",
+    _float8_columns,
+    _column_shapes,
+)
+# The results of ``float8_rows`` and ``float8_columns``.
+float8_both: Final = _operator(
+    "float8_both(Tensor x, ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)",
+    _float8_both,
+    _both_shapes,
+)
 
 
 def empty_columns(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -146,19 +178,25 @@ def _by_tiles(
     filled = turned[0].shape[1]
     largest = torch.zeros(count + n, dtype=torch.int32, device=x.device)
     of_rows, of_columns = largest[:count], largest[count:]
-    programs = -(-n // TILE), -(-filled // TILE)
-    shape = {"ROWS": rows, "HIGH": TILE, "WIDE": TILE, "num_warps": WARPS}
-    inputs, sizes = (programs, x, of_rows, of_columns), (count, n, x.stride(0))
-    _launch("largest_kernel", *inputs, *sizes, **shape)
+    inputs, sizes = (x, of_rows, of_columns), (count, n, x.stride(0))
+    programs, shape = _tiles(LARGEST_TILE, count, n)
+    _launch("largest_kernel", programs, *inputs, *sizes, ROWS=rows, **shape)
     made, limits = (*straight, *turned), (torch.finfo(dtype).max, LEAST)
-    _launch("float8_tile_kernel", *inputs, *made, *sizes, filled, *limits, **shape)
+    programs, shape = _tiles(BOTH_TILE if rows else COLUMNS_TILE, filled, n)
+    shape |= {"ROWS": rows, "FILLED": filled != count}
+    _launch("float8_tile_kernel", programs, *inputs, *made, *sizes, filled, *limits, **shape)
 
 
-@custom_op("hasten_gpu::widen_nf4", mutates_args=())
-def widen_nf4(
+def _tiles(tile: tuple[int, int, int], rows: int, n: int) -> tuple[tuple[int], dict[str, Any]]:
+    """The programs that take a matrix by tiles, and the constants of each."""
+    high, wide, warps = tile
+    shape = {"HIGH": high, "WIDE": wide, "GROUP": GROUP, "num_warps": warps}
+    return (-(-rows // high) * -(-n // wide),), shape
+
+
+def _widen_nf4(
     codes: Tensor, scale: Tensor, levels: Tensor, rows: int, columns: int, dtype: torch.dtype
 ) -> Tensor:
-    """Decodes the matrix (rows, columns) from nf4 codes, scales and levels."""
     out = codes.new_empty((rows, columns), dtype=dtype)
     blocks, together = scale.numel(), WIDEN_BLOCK // NF4_BLOCK
     arguments = codes.contiguous(), scale.contiguous(), levels, out, blocks, rows * columns
@@ -167,16 +205,13 @@ def widen_nf4(
     return out
 
 
-@widen_nf4.register_fake
-def _(
+def _nf4_shape(
     codes: Tensor, scale: Tensor, levels: Tensor, rows: int, columns: int, dtype: torch.dtype
 ) -> Tensor:
     return codes.new_empty((rows, columns), dtype=dtype)
 
 
-@custom_op("hasten_gpu::widen_int8", mutates_args=())
-def widen_int8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Decodes the matrix from int8 codes and a scale for each row."""
+def _widen_int8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     rows, n = codes.shape
     out = codes.new_empty((rows, n), dtype=dtype)
     programs = rows, -(-n // WIDEN_BLOCK)
@@ -185,9 +220,21 @@ def widen_int8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-@widen_int8.register_fake
-def _(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def _int8_shape(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return codes.new_empty(codes.shape, dtype=dtype)
+
+
+# Decodes the matrix (rows, columns) from nf4 codes, scales and levels.
+widen_nf4: Final = _operator(
+    "widen_nf4(Tensor codes, Tensor scale, Tensor levels, SymInt rows, SymInt columns, "
+    "ScalarType dtype) -> Tensor",
+    _widen_nf4,
+    _nf4_shape,
+)
+# Decodes the matrix from int8 codes and a scale for each row.
+widen_int8: Final = _operator(
+    "widen_int8(Tensor codes, Tensor scale, ScalarType dtype) -> Tensor", _widen_int8, _int8_shape
+)
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:
