@@ -57,6 +57,7 @@ class Variant(NamedTuple):
     fixed: dict[str, Any]
     table: str = "fp32"
     types: dict[str, str] | None = None  # of arguments that aren't of the usual ones
+    registers: int | None = None  # of a thread, at most
 
 
 def variants(number: str, every: bool) -> Iterator[Variant]:  # noqa: C901  # a loop for each kernel
@@ -119,8 +120,8 @@ def few_bits_variants(number: str, every: bool) -> Iterator[Variant]:
     """Float8 rounding by rows (also of rows that no block holds) and by tiles; widening."""
     kernels, widen = few_bits_triton, quantised_gpu.WIDEN_BLOCK
     loop = quantised_gpu.LOOP_BLOCK
-    for name, width in (("4096", 4096), ("8192", quantised_gpu.WIDEST), ("by blocks", loop)):
-        if name == "8192" or every:
+    for name, width in (("8192", 8192), ("16384", quantised_gpu.WIDEST), ("by blocks", loop)):
+        if name == "16384" or every:
             fixed = {"BLOCK": width, "WHOLE": name != "by blocks"}
             kernel = kernels.float8_rows_kernel
             yield Variant(
@@ -130,6 +131,7 @@ def few_bits_variants(number: str, every: bool) -> Iterator[Variant]:
                 quantised_gpu.row_warps(width),
                 fixed,
                 types=FLOAT8,
+                registers=quantised_gpu.REGISTERS,
             )
     for rows in (True, False) if every else (True,):
         tile = quantised_gpu.BOTH_TILE if rows else quantised_gpu.COLUMNS_TILE
@@ -137,7 +139,7 @@ def few_bits_variants(number: str, every: bool) -> Iterator[Variant]:
             ("largest", kernels.largest_kernel, quantised_gpu.LARGEST_TILE, {}),
             ("tile", kernels.float8_tile_kernel, tile, {"FILLED": True}),
         ):
-            fixed = {"ROWS": rows, "HIGH": high, "WIDE": wide, "GROUP": quantised_gpu.GROUP} | more
+            fixed = {"ROWS": rows, "HIGH": high, "WIDE": wide} | more
             yield Variant(
                 f"float8 {name} {rows}", kernel, number, number_of_warps, fixed, types=FLOAT8
             )
@@ -165,7 +167,8 @@ def cubin(variant: Variant, capability: int) -> bytes:
     constants = {(kernel.arg_names.index(name),): value for name, value in variant.fixed.items()}
     source = ASTSource(kernel, signature=types, constexprs=constants)
     target = GPUTarget("cuda", capability, 32)
-    made = triton.compile(source, target, {"num_warps": variant.warps}).asm
+    options = {"num_warps": variant.warps, "maxnreg": variant.registers}
+    made = triton.compile(source, target, options).asm
     if "e4m3x2.f16x2" in made["ptx"]:
         raise ValueError(f"{variant.name} rounds twice on its way to float8")
     found: bytes = made["cubin"]

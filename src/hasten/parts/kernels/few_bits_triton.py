@@ -112,20 +112,6 @@ def float8_rows_kernel(
     tl.store(scale + row, row_scale)
 
 
-@triton.jit
-def tile_of(program, down, across, GROUP: tl.constexpr):
-    """The place (row, column) of a program's tile among ``down * across`` ones.
-
-    The tiles of ``GROUP`` rows of tiles come column by column. So neighbours in time write
-    neighbours in memory in both directions.
-    """
-    in_group = GROUP * across
-    first = program // in_group * GROUP
-    high = tl.minimum(down - first, GROUP)
-    within = program % in_group
-    return first + within % high, within // high
-
-
 @triton.jit(do_not_specialize=["rows"])
 def largest_kernel(
     x,
@@ -137,16 +123,15 @@ def largest_kernel(
     ROWS: tl.constexpr,
     HIGH: tl.constexpr,
     WIDE: tl.constexpr,
-    GROUP: tl.constexpr,
 ):
     """A tile's share of the largest absolute value of each column and, with ``ROWS``, of each row.
 
-    As ``float_bits`` has them, in zeros; the order in which tiles come doesn't matter.
+    As ``float_bits`` has them, in zeros; the order in which tiles come doesn't matter. Programs are
+    (tiles of a group, one below the other; columns of tiles; groups).
     """
-    down, across = tl.cdiv(rows, HIGH), tl.cdiv(n, WIDE)
-    tile_row, tile_column = tile_of(tl.program_id(0), down, across, GROUP)
-    column = tile_column * WIDE + tl.arange(0, WIDE)
-    row = tile_row.to(tl.int64) * HIGH + tl.arange(0, HIGH)
+    tile_row = tl.program_id(2).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    row = tile_row * HIGH + tl.arange(0, HIGH)
     inside = (row < rows)[:, None] & (column < n)[None, :]
     offset = row[:, None] * by_row + column[None, :]
     bits = size_bits(tl.load(x + offset, mask=inside, other=0.0))
@@ -175,22 +160,30 @@ def float8_tile_kernel(
     ROWS: tl.constexpr,
     HIGH: tl.constexpr,
     WIDE: tl.constexpr,
-    GROUP: tl.constexpr,
     FILLED: tl.constexpr,
 ):
     """A tile under the scales of its columns, transposed; with ``ROWS`` under its rows', too.
 
     ``turned`` (n, filled) has zeros beyond ``rows``; ``FILLED``: there are such columns.
     """
-    down, across = tl.cdiv(filled, HIGH), tl.cdiv(n, WIDE)
     # Backwards: the last tiles that were read before are still in the cache.
-    program = tl.num_programs(0) - 1 - tl.program_id(0)
-    tile_row, tile_column = tile_of(program, down, across, GROUP)
-    column = tile_column.to(tl.int64) * WIDE + tl.arange(0, WIDE)
-    row = tile_row.to(tl.int64) * HIGH + tl.arange(0, HIGH)
+    group = (tl.num_programs(2) - 1 - tl.program_id(2)).to(tl.int64)
+    tile_row = group * tl.num_programs(0) + tl.program_id(0)
+    tile_column = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)
+    column = tile_column * WIDE + tl.arange(0, WIDE)
+    row = tile_row * HIGH + tl.arange(0, HIGH)
     inside = (row < rows)[:, None] & (column < n)[None, :]
     offset = row[:, None] * by_row + column[None, :]
     numbers = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
+    if ROWS:
+        row_scale = scale_of(tl.load(of_rows + row, mask=row < rows, other=0), limit, least)
+        lift, lifted, inverse = divisor_of(row_scale)
+        by_rows = quotient(numbers, lift[:, None], lifted[:, None], inverse[:, None])
+        offset = row[:, None] * n + column[None, :]
+        tl.store(data + offset, by_rows.to(data.dtype.element_ty), mask=inside)
+        if tile_column == 0:
+            tl.store(scale + row, row_scale, mask=row < rows)
+        tl.debug_barrier()  # else the compiler mixes both halves, which takes more registers
     column_scale = scale_of(tl.load(of_columns + column, mask=column < n, other=0), limit, least)
     lift, lifted, inverse = divisor_of(column_scale)
     by_columns = quotient(numbers, lift[None, :], lifted[None, :], inverse[None, :])
@@ -201,15 +194,7 @@ def float8_tile_kernel(
     tl.store(turned + offset, tl.trans(by_columns.to(turned.dtype.element_ty)), mask=inside)
     if tile_row == 0:
         tl.store(turned_scale + column, column_scale, mask=column < n)
-    if ROWS:
-        row_scale = scale_of(tl.load(of_rows + row, mask=row < rows, other=0), limit, least)
-        lift, lifted, inverse = divisor_of(row_scale)
-        by_rows = quotient(numbers, lift[:, None], lifted[:, None], inverse[:, None])
-        offset = row[:, None] * n + column[None, :]
-        inside = (row < rows)[:, None] & (column < n)[None, :]
-        tl.store(data + offset, by_rows.to(data.dtype.element_ty), mask=inside)
-        if tile_column == 0:
-            tl.store(scale + row, row_scale, mask=row < rows)
+
 
 @triton.jit
 def nf4_kernel(

@@ -30,16 +30,22 @@ FLOAT8: Final = "float8_rounding"  # the kernels' names where they are checked
 WIDENING: Final = "widening"
 SIDE: Final = 16  # the hardware's product takes sides that are multiples of this
 NF4_BLOCK: Final = 64  # numbers under one scale
-WIDEST: Final = 8192  # numbers of a row that one program holds; of a wider one it reads blocks
+WIDEST: Final = 16_384  # numbers of a row that one program holds; of a wider one it reads blocks
 LOOP_BLOCK: Final = 4096
 ROW_NUMBERS: Final = 32  # of a row in each lane of a program
+ROW_WARPS: Final = 8  # at most
+# The compiler takes all registers that one program may have. With this limit several programs
+# share a processor, and one loads while another waits for the largest of its row.
+REGISTERS: Final = 128
 # A program's tile, (rows, columns, warps): looking for the largest numbers, then rounding by
 # columns alone and by both. A row of 128 numbers is written as 128 bytes when it is transposed.
 LARGEST_TILE: Final = 64, 256, 8
 COLUMNS_TILE: Final = 128, 64, 8
 BOTH_TILE: Final = 128, 64, 8
-GROUP: Final = 8  # rows of tiles that come together
-MOST_ROWS: Final = 1 << 30  # so that 32 bits count tiles
+# Tiles that come together, one below the other: then their rows of the transposed matrix are
+# written at about the same time, and are neighbours in memory.
+GROUP: Final = 8
+MOST: Final = 65_535  # programs of a launch along its second and third dimension
 WARPS: Final = 8  # of a program that widens
 WIDEN_BLOCK: Final = 2048  # numbers of a program that widens
 LEAST: Final = torch.finfo(torch.float32).tiny  # of a scale
@@ -47,7 +53,7 @@ LEAST: Final = torch.finfo(torch.float32).tiny  # of a scale
 
 def may_round(x: Tensor) -> bool:
     """Returns True if the float8 operators take a matrix."""
-    fits = x.dtype in fused_gpu.DTYPES and x.numel() > 0 and x.shape[0] <= MOST_ROWS
+    fits = x.dtype in fused_gpu.DTYPES and x.numel() > 0 and _tiles_fit(x)
     return _runs(FLOAT8, x) and fits
 
 
@@ -78,8 +84,8 @@ def _launch(name: str, *args: Any, **fixed: Any) -> None:
 
 
 def row_warps(block: int) -> int:
-    """Returns the warps of a program that rounds a row; all warps for the widest row."""
-    return fused_gpu.warps(block, ROW_NUMBERS, 32)
+    """Returns the warps of a program that rounds a row."""
+    return fused_gpu.warps(block, ROW_NUMBERS, ROW_WARPS)
 
 
 _library: Final = Library("hasten_gpu", "FRAGMENT")
@@ -103,7 +109,8 @@ def _float8_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     rows, n = x.shape
     data, scale = _empty(rows, n, x, dtype)
     block = fused_gpu.power(n) if n <= WIDEST else LOOP_BLOCK
-    shape = {"BLOCK": block, "WHOLE": n <= WIDEST, "num_warps": row_warps(block)}
+    shape = {"BLOCK": block, "WHOLE": n <= WIDEST}
+    shape |= {"num_warps": row_warps(block), "maxnreg": REGISTERS}
     limits = torch.finfo(dtype).max, LEAST
     _launch("float8_rows_kernel", (rows,), x, data, scale, n, x.stride(0), *limits, **shape)
     return data, scale
@@ -187,11 +194,23 @@ def _by_tiles(
     _launch("float8_tile_kernel", programs, *inputs, *made, *sizes, filled, *limits, **shape)
 
 
-def _tiles(tile: tuple[int, int, int], rows: int, n: int) -> tuple[tuple[int], dict[str, Any]]:
+def _tiles(
+    tile: tuple[int, int, int], rows: int, n: int
+) -> tuple[tuple[int, int, int], dict[str, Any]]:
     """The programs that take a matrix by tiles, and the constants of each."""
     high, wide, warps = tile
-    shape = {"HIGH": high, "WIDE": wide, "GROUP": GROUP, "num_warps": warps}
-    return (-(-rows // high) * -(-n // wide),), shape
+    down = -(-rows // high)
+    together = min(GROUP, down)
+    shape = {"HIGH": high, "WIDE": wide, "num_warps": warps}
+    return (together, -(-n // wide), -(-down // together)), shape
+
+
+def _tiles_fit(x: Tensor) -> bool:
+    """Returns True if a launch takes as many tiles."""
+    rows, n = x.shape
+    tiles = LARGEST_TILE, COLUMNS_TILE, BOTH_TILE
+    high, wide = (min(tile[side] for tile in tiles) for side in range(2))
+    return rows <= MOST * high and n <= MOST * wide
 
 
 def _widen_nf4(
