@@ -26,19 +26,19 @@ def size_bits(numbers):
     hold two numbers of 16 bits until the scale is known.
     """
     if numbers.dtype == tl.float32:
-        return numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        bits = numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     else:
-        return numbers.to(tl.int16, bitcast=True) & 0x7FFF
+        bits = numbers.to(tl.int16, bitcast=True) & 0x7FFF
+    return bits
 
 
 @triton.jit
 def float_bits(bits, kind: tl.constexpr):
-    """Those of the absolute values in float32, from ``size_bits`` of a format."""
-    if kind == tl.float32:
-        return bits
-    else:
+    """The bits of the same absolute values in float32; ``bits`` are ``size_bits`` of a format."""
+    if kind != tl.float32:
         sizes = bits.to(tl.int16).to(kind, bitcast=True)
-        return sizes.to(tl.float32).to(tl.int32, bitcast=True)
+        bits = sizes.to(tl.float32).to(tl.int32, bitcast=True)
+    return bits
 
 
 @triton.jit

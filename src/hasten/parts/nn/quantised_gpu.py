@@ -207,10 +207,9 @@ def _tiles(
 
 def _tiles_fit(x: Tensor) -> bool:
     """Returns True if a launch takes as many tiles."""
-    rows, n = x.shape
     tiles = LARGEST_TILE, COLUMNS_TILE, BOTH_TILE
-    high, wide = (min(tile[side] for tile in tiles) for side in range(2))
-    return rows <= MOST * high and n <= MOST * wide
+    sides: tuple[int, ...] = tuple(x.shape)
+    return all(side <= MOST * min(tile[axis] for tile in tiles) for axis, side in enumerate(sides))
 
 
 def _widen_nf4(
