@@ -37,11 +37,12 @@ ROW_WARPS: Final = 8  # at most
 # The compiler takes all registers that one program may have. With this limit several programs
 # share a processor, and one loads while another waits for the largest of its row.
 REGISTERS: Final = 128
-# A program's tile, (rows, columns, warps): looking for the largest numbers, then rounding by
-# columns alone and by both. A row of 128 numbers is written as 128 bytes when it is transposed.
+# A program's tile, (rows, columns, warps): for the largest numbers, for rounding by columns and for
+# rounding by both, which is narrower: more leaves the registers of sm_120. 128 rows become 128
+# bytes of the transposed matrix, a whole line of the cache.
 LARGEST_TILE: Final = 64, 256, 8
-COLUMNS_TILE: Final = 128, 64, 8
-BOTH_TILE: Final = 128, 64, 8
+COLUMNS_TILE: Final = 128, 64, 4
+BOTH_TILE: Final = 128, 32, 4
 # Tiles that come together, one below the other: then their rows of the transposed matrix are
 # written at about the same time, and are neighbours in memory.
 GROUP: Final = 8
