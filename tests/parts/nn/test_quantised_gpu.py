@@ -157,6 +157,34 @@ def test_numbers_between_two_float8_go_to_the_even_one() -> None:
     same(data, x.cpu().to(E4M3))
 
 
+@pytest.mark.parametrize("kind", [E4M3, E5M2], ids=str)
+def test_quotients_of_all_mantissas_have_the_bits_of_a_division(kind: torch.dtype) -> None:
+    """All pairs of two bf16 mantissas; the bits, so that a zero keeps its sign, too."""
+    mantissas = 1 + torch.arange(128) / 128
+    for power in (0, -70, -110, 100):
+        largest = (2 * mantissas * 2.0**power).unsqueeze(1)
+        columns = torch.cat([mantissas * 2.0 ** (power - down) for down in (0, 8, 18)])
+        columns = torch.cat((columns, -columns, torch.tensor([0.0, -0.0])))
+        x = torch.cat((largest, columns.expand(128, -1)), 1).bfloat16()
+        data, scale = quantised_gpu.float8_rows(x.to(DEVICE), kind)
+        expected = quantise(x, (1, x.shape[1]), kind)
+        assert torch.equal(data.cpu().view(torch.uint8), expected.data.view(torch.uint8))
+        assert torch.equal(scale.cpu(), expected.scale)
+
+
+@pytest.mark.parametrize("group", [1, 3, 8])
+def test_tiles_come_in_groups_that_need_not_be_full(
+    group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantised_gpu, "GROUP", group)
+    for name, tile in (("LARGEST", (16, 32, 1)), ("COLUMNS", (32, 16, 1)), ("BOTH", (16, 16, 1))):
+        monkeypatch.setattr(quantised_gpu, f"{name}_TILE", tile)
+    for rows, columns in ((1, 1), (16, 70), (112, 20), (113, 33)):
+        x = draw(rows, columns, dtype=torch.bfloat16)
+        x[-1, 0] = 50.0
+        check_rounding(x, E4M3)
+
+
 def test_a_row_that_no_block_holds_is_read_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantised_gpu, "WIDEST", 64)
     monkeypatch.setattr(quantised_gpu, "LOOP_BLOCK", 32)

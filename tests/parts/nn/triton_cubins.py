@@ -58,6 +58,7 @@ class Variant(NamedTuple):
     fixed: dict[str, Any]
     table: str = "fp32"
     types: dict[str, str] | None = None  # of arguments that aren't of the usual ones
+    registers: int | None = None  # of a thread, at most
 
 
 def variants(number: str, every: bool) -> Iterator[Variant]:  # noqa: C901  # a loop for each kernel
@@ -123,11 +124,11 @@ def updates(number: str, every: bool) -> Iterator[Variant]:
 
 def few_bits_variants(number: str, every: bool) -> Iterator[Variant]:
     """Float8 rounding by rows (also of rows that no block holds) and by tiles; widening."""
-    kernels, tile, widen = few_bits_triton, quantised_gpu.TILE, quantised_gpu.WIDEN_BLOCK
+    kernels, widen = few_bits_triton, quantised_gpu.WIDEN_BLOCK
     loop = quantised_gpu.LOOP_BLOCK
     for name, width in (("8192", 8192), ("16384", quantised_gpu.WIDEST), ("by blocks", loop)):
-        if name == "8192" or every:
-            fixed = {"BLOCK": width, "WHOLE": width != loop}
+        if name == "16384" or every:
+            fixed = {"BLOCK": width, "WHOLE": name != "by blocks"}
             kernel = kernels.float8_rows_kernel
             yield Variant(
                 f"float8 rows {name}",
@@ -136,28 +137,25 @@ def few_bits_variants(number: str, every: bool) -> Iterator[Variant]:
                 quantised_gpu.row_warps(width),
                 fixed,
                 types=FLOAT8,
+                registers=quantised_gpu.REGISTERS,
             )
     for rows in (True, False) if every else (True,):
-        fixed = {"ROWS": rows, "HIGH": tile, "WIDE": tile}
-        for name, kernel in (
-            ("largest", kernels.largest_kernel),
-            ("tile", kernels.float8_tile_kernel),
+        tile = quantised_gpu.BOTH_TILE if rows else quantised_gpu.COLUMNS_TILE
+        for name, kernel, (high, wide, number_of_warps), more in (
+            ("largest", kernels.largest_kernel, quantised_gpu.LARGEST_TILE, {}),
+            ("tile", kernels.float8_tile_kernel, tile, {"FILLED": True}),
         ):
+            fixed = {"ROWS": rows, "HIGH": high, "WIDE": wide} | more
             yield Variant(
-                f"float8 {name} {rows}",
-                kernel,
-                number,
-                quantised_gpu.WARPS,
-                fixed,
-                types=FLOAT8,
+                f"float8 {name} {rows}", kernel, number, number_of_warps, fixed, types=FLOAT8
             )
     types = {"scale": "*fp32", "levels": "*fp32", "out": f"*{number}"}
     each = quantised_gpu.NF4_BLOCK
     fixed = {"BYTES": each // 2, "TOGETHER": widen // each}
     byte = {"codes": "*u8"}
-    wide = quantised_gpu.WARPS
-    yield Variant("nf4", kernels.nf4_kernel, number, wide, fixed, types=types | byte)
-    yield Variant("int8", kernels.int8_kernel, number, wide, {"BLOCK": widen}, types=types)
+    each = quantised_gpu.WARPS
+    yield Variant("nf4", kernels.nf4_kernel, number, each, fixed, types=types | byte)
+    yield Variant("int8", kernels.int8_kernel, number, each, {"BLOCK": widen}, types=types)
 
 
 def compiled(variant: Variant, capability: int, aligned: bool = False) -> dict[str, Any]:
@@ -181,7 +179,8 @@ def compiled(variant: Variant, capability: int, aligned: bool = False) -> dict[s
     attributes = {(number,): [["tt.divisibility", 16]] for number in multiples}
     source = ASTSource(kernel, signature=types, constexprs=constants, attrs=attributes)
     target = GPUTarget("cuda", capability, 32)
-    made: dict[str, Any] = triton.compile(source, target, {"num_warps": variant.warps}).asm
+    options = {"num_warps": variant.warps, "maxnreg": variant.registers}
+    made: dict[str, Any] = triton.compile(source, target, options).asm
     if "e4m3x2.f16x2" in made["ptx"]:
         raise ValueError(f"{variant.name} rounds twice on its way to float8")
     return made

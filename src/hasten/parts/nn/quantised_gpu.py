@@ -20,8 +20,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
+from hasten.parts.kernels.gpu_operators import gpu_operator
 from hasten.parts.kernels.registry import is_refused
 from hasten.parts.nn import fused_gpu
 
@@ -31,16 +31,29 @@ SIDE: Final = 16  # the hardware's product takes sides that are multiples of thi
 NF4_BLOCK: Final = 64  # numbers under one scale
 WIDEST: Final = 16_384  # numbers of a row that one program holds; of a wider one it reads blocks
 LOOP_BLOCK: Final = 4096
-TILE: Final = 64  # rows and columns of a program that looks at both
-MOST_ROWS: Final = 65_535 * TILE  # as many tiles as a launch takes there
-WARPS: Final = 8  # but of a program that has a row
+ROW_NUMBERS: Final = 32  # of a row in each lane of a program
+ROW_WARPS: Final = 8  # at most
+# The compiler takes all registers that one program may have. With this limit several programs
+# share a processor, and one loads while another waits for the largest of its row.
+REGISTERS: Final = 128
+# A program's tile, (rows, columns, warps): for the largest numbers, for rounding by columns and for
+# rounding by both, which is narrower: more leaves the registers of sm_120. 128 rows become 128
+# bytes of the transposed matrix, a whole line of the cache.
+LARGEST_TILE: Final = 64, 256, 8
+COLUMNS_TILE: Final = 128, 64, 4
+BOTH_TILE: Final = 128, 32, 4
+# Tiles that come together, one below the other: then their rows of the transposed matrix are
+# written at about the same time, and are neighbours in memory.
+GROUP: Final = 8
+MOST: Final = 65_535  # programs of a launch along its second and third dimension
+WARPS: Final = 8  # of a program that widens
 WIDEN_BLOCK: Final = 2048  # numbers of a program that widens
 LEAST: Final = torch.finfo(torch.float32).tiny  # of a scale
 
 
 def may_round(x: Tensor) -> bool:
     """Returns True if the float8 operators take a matrix."""
-    fits = x.dtype in fused_gpu.DTYPES and x.numel() > 0 and x.shape[0] <= MOST_ROWS
+    fits = x.dtype in fused_gpu.DTYPES and x.numel() > 0 and _tiles_fit(x)
     return _runs(FLOAT8, x) and fits
 
 
@@ -71,29 +84,37 @@ def _launch(name: str, *args: Any, **fixed: Any) -> None:
 
 
 def row_warps(block: int) -> int:
-    """Returns the warps of a program that rounds a row; all warps for the widest row."""
-    return fused_gpu.warps(block, 16, 32)
+    """Returns the warps of a program that rounds a row."""
+    return fused_gpu.warps(block, ROW_NUMBERS, ROW_WARPS)
 
 
-@custom_op("hasten_gpu::float8_rows", mutates_args=())
+def _row_shapes(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return _empty(x.shape[0], x.shape[1], x, dtype)
+
+
+def _column_shapes(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return _empty(x.shape[1], _filled(x), x, dtype)
+
+
+def _both_shapes(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (*_row_shapes(x, dtype), *_column_shapes(x, dtype))
+
+
+@gpu_operator(_row_shapes)
 def float8_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """``x`` (T, n) in float8 and its scales (T, 1): a row's largest / the format's largest."""
     x = _rows_contiguous(x)
     rows, n = x.shape
-    data, scale = x.new_empty((rows, n), dtype=dtype), x.new_empty((rows, 1), dtype=torch.float32)
+    data, scale = _empty(rows, n, x, dtype)
     block = fused_gpu.power(n) if n <= WIDEST else LOOP_BLOCK
-    shape = {"BLOCK": block, "WHOLE": n <= WIDEST, "num_warps": row_warps(block)}
+    shape = {"BLOCK": block, "WHOLE": n <= WIDEST}
+    shape |= {"num_warps": row_warps(block), "maxnreg": REGISTERS}
     limits = torch.finfo(dtype).max, LEAST
     _launch("float8_rows_kernel", (rows,), x, data, scale, n, x.stride(0), *limits, **shape)
     return data, scale
 
 
-@float8_rows.register_fake
-def _(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return _empty(x.shape[0], x.shape[1], x, dtype)
-
-
-@custom_op("hasten_gpu::float8_columns", mutates_args=())
+@gpu_operator(_column_shapes)
 def float8_columns(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """``x.T`` in float8, (n, T filled up with zeros), and its scales (n, 1)."""
     turned = _empty(x.shape[1], _filled(x), x, dtype)
@@ -101,12 +122,7 @@ def float8_columns(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return turned
 
 
-@float8_columns.register_fake
-def _(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return _empty(x.shape[1], _filled(x), x, dtype)
-
-
-@custom_op("hasten_gpu::float8_both", mutates_args=())
+@gpu_operator(_both_shapes)
 def float8_both(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the results of ``float8_rows`` and ``float8_columns``."""
     straight, turned = (
@@ -115,11 +131,6 @@ def float8_both(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, 
     )
     _by_tiles(x, straight, turned, dtype, rows=True)
     return (*straight, *turned)
-
-
-@float8_both.register_fake
-def _(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (*_empty(x.shape[0], x.shape[1], x, dtype), *_empty(x.shape[1], _filled(x), x, dtype))
 
 
 def empty_columns(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -146,15 +157,44 @@ def _by_tiles(
     filled = turned[0].shape[1]
     largest = torch.zeros(count + n, dtype=torch.int32, device=x.device)
     of_rows, of_columns = largest[:count], largest[count:]
-    programs = -(-n // TILE), -(-filled // TILE)
-    shape = {"ROWS": rows, "HIGH": TILE, "WIDE": TILE, "num_warps": WARPS}
-    inputs, sizes = (programs, x, of_rows, of_columns), (count, n, x.stride(0))
-    _launch("largest_kernel", *inputs, *sizes, **shape)
+    inputs, sizes = (x, of_rows, of_columns), (count, n, x.stride(0))
+    programs, shape = _tiles(LARGEST_TILE, count, n)
+    _launch("largest_kernel", programs, *inputs, *sizes, ROWS=rows, **shape)
     made, limits = (*straight, *turned), (torch.finfo(dtype).max, LEAST)
-    _launch("float8_tile_kernel", *inputs, *made, *sizes, filled, *limits, **shape)
+    programs, shape = _tiles(BOTH_TILE if rows else COLUMNS_TILE, filled, n)
+    shape |= {"ROWS": rows, "FILLED": filled != count}
+    _launch("float8_tile_kernel", programs, *inputs, *made, *sizes, filled, *limits, **shape)
 
 
-@custom_op("hasten_gpu::widen_nf4", mutates_args=())
+def _tiles(
+    tile: tuple[int, int, int], rows: int, n: int
+) -> tuple[tuple[int, int, int], dict[str, Any]]:
+    """The programs that take a matrix by tiles, and the constants of each."""
+    high, wide, warps = tile
+    down = -(-rows // high)
+    together = min(GROUP, down)
+    shape = {"HIGH": high, "WIDE": wide, "num_warps": warps}
+    return (together, -(-n // wide), -(-down // together)), shape
+
+
+def _tiles_fit(x: Tensor) -> bool:
+    """Returns True if a launch takes as many tiles."""
+    tiles = LARGEST_TILE, COLUMNS_TILE, BOTH_TILE
+    sides: tuple[int, ...] = tuple(x.shape)
+    return all(side <= MOST * min(tile[axis] for tile in tiles) for axis, side in enumerate(sides))
+
+
+def _nf4_shape(
+    codes: Tensor, scale: Tensor, levels: Tensor, rows: int, columns: int, dtype: torch.dtype
+) -> Tensor:
+    return codes.new_empty((rows, columns), dtype=dtype)
+
+
+def _int8_shape(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return codes.new_empty(codes.shape, dtype=dtype)
+
+
+@gpu_operator(_nf4_shape)
 def widen_nf4(
     codes: Tensor, scale: Tensor, levels: Tensor, rows: int, columns: int, dtype: torch.dtype
 ) -> Tensor:
@@ -167,14 +207,7 @@ def widen_nf4(
     return out
 
 
-@widen_nf4.register_fake
-def _(
-    codes: Tensor, scale: Tensor, levels: Tensor, rows: int, columns: int, dtype: torch.dtype
-) -> Tensor:
-    return codes.new_empty((rows, columns), dtype=dtype)
-
-
-@custom_op("hasten_gpu::widen_int8", mutates_args=())
+@gpu_operator(_int8_shape)
 def widen_int8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Decodes the matrix from int8 codes and a scale for each row."""
     rows, n = codes.shape
@@ -183,11 +216,6 @@ def widen_int8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     arguments = codes.contiguous(), scale.contiguous(), out, n
     _launch("int8_kernel", programs, *arguments, BLOCK=WIDEN_BLOCK, num_warps=WARPS)
     return out
-
-
-@widen_int8.register_fake
-def _(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return codes.new_empty(codes.shape, dtype=dtype)
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:
