@@ -48,9 +48,6 @@ def why_not(device: str) -> str:
     reason = fused_gpu.why_not(device).replace("the fused layers", "the fused experts")
     if not reason and not hasattr(F, "grouped_mm"):
         return "the fused experts take torch.nn.functional.grouped_mm, which this torch lacks"
-    refused = next((kernel for kernel in (ROUTED, PRODUCT) if is_refused(kernel)), "")
-    if not reason and refused:
-        return f"the fused experts take the kernel {refused}, which doesn't work on this GPU"
     return reason
 
 
