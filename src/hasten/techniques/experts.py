@@ -94,8 +94,8 @@ class ExpertsImplementation(Technique):
                 chosen == self.kind, f"the model's experts are computed by {chosen} code"
             )
         signs = ((kind, sign) for kind, each in SIGNS.items() for sign in each)
-        seen = (both for both in signs if probes.count(operators, both[1]))
-        ran, sign = next(seen, ("other", "operators that aren't known here"))
+        counted = (pair for pair in signs if probes.count(operators, pair[1]))
+        ran, sign = next(counted, ("other", "operators that aren't known here"))
         return EffectCheck(
             chosen == ran == self.kind,
             f"the model's experts ran as {ran} in one pass over some examples, by "

@@ -6,6 +6,8 @@ The grouped product is torch's own of the device: on a processor it takes bf16 a
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,9 +19,10 @@ from torch import Tensor, nn
 
 from hasten.parts.kernels import registry
 from hasten.parts.nn import experts_gpu, fused_experts
+from hasten.techniques.experts import ExpertsImplementation
 from host_waits import HostWaits
 from interpreted_triton import round_as_a_gpu
-from tiny import COMMON, MLA, tiny_model
+from tiny import COMMON, MLA, examples, job_context, language_job, run, session_of, tiny_model
 from triton_marks import DEVICE, needs_triton, on_gpu
 
 pytestmark = [*on_gpu, needs_triton]
@@ -63,10 +66,10 @@ def weights_of_experts(count: int = EXPERTS) -> list[Tensor]:
     return [draw(count, 2 * INNER, WIDE) * 0.2, draw(count, WIDE, INNER) * 0.2]
 
 
-def passed(run: Any, index: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+def passed(compute: Any, index: Tensor, tensors: list[Tensor]) -> list[Tensor]:
     """Output and all gradients."""
     x, weights, gate_up, down = (t.clone().requires_grad_() for t in tensors)
-    out = run(x, index, weights, gate_up, down)
+    out = compute(x, index, weights, gate_up, down)
     out.backward(draw(*out.shape, seed=5).to(out.dtype))
     return [out.detach(), *(t.grad for t in (x, weights, gate_up, down))]  # type: ignore[misc]
 
@@ -377,6 +380,22 @@ def test_a_compiled_layer_keeps_them_in_one_graph(bound: Any) -> None:
     expected = module(*inputs)
     compiled: Any = torch.compile(module, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(*inputs), expected)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the job is a processor's")
+def test_the_technique_is_for_gpus_too_and_says_what_ran(bound: Any) -> None:
+    """In float32 the fused code is bound, and the layer's own runs."""
+    technique = ExpertsImplementation(kind="fused")
+    for dtype in (BF16, torch.float32):
+        model, data = partial(tiny_model, "deepseek_v3", dtype=dtype), examples(4, longest=6)
+        job = language_job(model, data=data, steps=1, batch=2)
+        on_cuda = replace(job_context(job, "deepseek_v3"), device="cuda")
+        assert technique.unsupported_reasons(on_cuda) == ()
+        session = session_of(job, technique, architecture="deepseek_v3")
+        run(session)
+        found = technique.check_effect(session)
+        assert found.effective == (dtype is BF16), found.evidence
+        assert ("calls of hasten_gpu::expert" in found.evidence) == found.effective
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")

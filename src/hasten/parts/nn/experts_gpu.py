@@ -64,8 +64,8 @@ def takes(x: Tensor, gate_up: Tensor, down: Tensor) -> bool:
     if not torch.compiler.is_compiling():  # which can't ask where a weight begins in its memory
         sides += [gate_up.storage_offset(), down.storage_offset()]
     aligned = all(side * x.element_size() % ALIGNMENT == 0 for side in sides)
-    whole = x.dim() == 2 and x.numel() > 0 and gate_up.is_contiguous() and down.is_contiguous()
-    return alike and aligned and whole
+    dense = x.dim() == 2 and x.numel() > 0 and gate_up.is_contiguous() and down.is_contiguous()
+    return alike and aligned and dense
 
 
 def run(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -85,8 +85,8 @@ class _Experts(torch.autograd.Function):
         positions, ends = _sorted(index, len(down))
         inner = _product(spread(x, positions), gate_up.mT, ends)
         outputs = _product(gate(inner), down.mT, ends)
-        kept = x if ctx.needs_input_grad[3] else None  # only the gradient of gate and up reads it
-        ctx.save_for_backward(kept, weights, gate_up, down, positions, ends, inner)
+        tokens = x if ctx.needs_input_grad[3] else None  # only gate's and up's gradient reads it
+        ctx.save_for_backward(tokens, weights, gate_up, down, positions, ends, inner)
         return combine(outputs, positions, weights)
 
     @staticmethod
