@@ -21,6 +21,7 @@ from hasten.techniques.adapter import LoRA
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
+from hasten.techniques.experts import ExpertsImplementation
 from hasten.techniques.layers import FusedLayers
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW
@@ -148,7 +149,11 @@ _LORA = (LoRA(rank=16, targets="all-linear"), *MASTERS)
 _SMALL_MOMENTS = CompactAdamW(moments="int8")
 _FLOAT8 = (*ROWS_OF_TOKENS, Float8(), _SMALL_MOMENTS)
 
-_EXPERTS_CHOICES = (*_sizes(_LORA, 4, 2, 1), *_sizes((*_LORA, ActivationCheckpointing()), 2, 1))
+_LORA_EXPERTS = (*_LORA, ExpertsImplementation(kind="fused"))
+_EXPERTS_CHOICES = (
+    *_sizes(_LORA_EXPERTS, 4, 2, 1),
+    *_sizes((*_LORA_EXPERTS, ActivationCheckpointing()), 2, 1),
+)
 _LORA_CHOICES = (
     *_sizes(_LORA, 4, 2, 1),
     *_sizes((*_LORA, ActivationCheckpointing()), 4, 2, 1),

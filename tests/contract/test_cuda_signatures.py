@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from contract.cuda_signatures import FILE, of_installed, stand_in
 from hasten.parts.kernels import products
-from hasten.parts.nn import attention, quantised
+from hasten.parts.nn import attention, experts_gpu, quantised
 
 WRITTEN: dict[str, dict[str, str]] = json.loads(FILE.read_text())
 TORCH = [name for name in WRITTEN if name.startswith("torch ")]
@@ -98,7 +98,7 @@ def test_float8_products_are_called_as_they_are(
 def test_grouped_products_are_called_as_transformers_does(
     release: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those are the calls of a model whose experts are ``grouped_mm``."""
+    """Those are the calls of a model whose experts are ``grouped_mm``, and hasten's own."""
     from transformers.integrations import moe
 
     called: list[int] = []
@@ -111,4 +111,5 @@ def test_grouped_products_are_called_as_transformers_does(
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", function)
     offsets = torch.tensor([2, 5], dtype=torch.int32)
     moe._grouped_mm(torch.ones(5, 8), torch.ones(2, 8, 4), offsets)
-    assert called == [5]
+    experts_gpu._product(torch.ones(5, 8), torch.ones(2, 8, 4), offsets)
+    assert called == [5, 5]

@@ -17,7 +17,15 @@ import warm
 from hasten.errors import InputError
 from hasten.measure.gpu_simulation.request import RankTrace, SimulatedTrace, traces
 from hasten.recipe.schema import Recipe
-from simulated_recipes import LAYOUTS, MASTERS, SMALL_MOMENTS, WHOLE_MODELS, WholeModel, toy
+from simulated_recipes import (
+    LAYOUTS,
+    MASTERS,
+    SMALL_MOMENTS,
+    TOY_EXPERTS,
+    WHOLE_MODELS,
+    WholeModel,
+    toy,
+)
 
 pytestmark = [
     pytest.mark.cold,
@@ -36,9 +44,10 @@ TOYS = {
     "deeper": {"layers": 3, "passes": 3},
     "one pass": {"plan": (*MASTERS, "fused_adamw")},
     "compact": {"plan": (*MASTERS, SMALL_MOMENTS, "weight_average")},
+    "experts": {"config": TOY_EXPERTS, "plan": (*MASTERS, "experts_implementation")},
 }
-# Launches of a toy's step per layer and pass: bound, as full and lora are today.
-LAUNCHES = {"full": 107, "lora": 158}
+# Launches of a toy's step per layer and pass: bound, as they are today.
+LAUNCHES = {"full": 107, "lora": 158, "experts": 163}
 SYNCS, BLOCKING = 1, 0  # of one rank's step, and how many of them are copies to the device
 
 
@@ -116,6 +125,18 @@ def test_a_layer_and_pass_launches_no_more_than_it_may(
 ) -> None:
     rank = step(steps, name)
     assert rank.total("launches") / rank.layers / rank.passes <= LAUNCHES[name]
+
+
+def test_fused_experts_move_each_row_once(steps: dict[str, SimulatedTrace]) -> None:
+    rank = step(steps, "experts")
+    launches = {name: n for name, n in rank.by_name("launches").items() if "expert" in name}
+    layers = (rank.layers - 1) * rank.passes  # the first layer has no experts
+    assert launches == {
+        "expert_spread": 3 * layers,  # tokens, their gradients, and tokens for the weights'
+        "expert_gate": layers,
+        "expert_combine": 2 * layers,
+        "expert_gate_backward": layers,
+    }
 
 
 def test_what_a_step_takes_is_counted(steps: dict[str, SimulatedTrace]) -> None:

@@ -23,12 +23,13 @@ FUSED = (
     "deepseek_v3",
     "deepseek_v32",
 )  # architectures whose experts hasten's kernels run
-# The operator that a kind is known by where it runs, the surest first: MLA multiplies batches too.
+# Operators that a kind is known by where it runs, the surest first: on a GPU, fused experts have
+# grouped products too, and MLA multiplies batches.
 SIGNS = {
-    "fused": "hasten::expert",
-    "grouped_mm": "aten::_grouped_mm",
-    "eager": "aten::index_add_",
-    "batched_mm": "aten::bmm",
+    "fused": ("hasten::expert", "hasten_gpu::expert"),
+    "grouped_mm": ("aten::_grouped_mm",),
+    "eager": ("aten::index_add_",),
+    "batched_mm": ("aten::bmm",),
 }
 ARCHITECTURES = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "qwen3_moe")
 
@@ -37,11 +38,13 @@ ARCHITECTURES = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "qwen3_moe")
 class ExpertsImplementation(Technique):
     """One of four implementations of a layer's experts, on this model instance.
 
-    ``fused`` is hasten's own, for a processor: all experts in one call of kernels, without
-    compilation for each shape. The others are Transformers' three. With ``eager``, experts
-    run one by one. With ``grouped_mm``, Transformers' own default, tokens are sorted by
-    expert and all groups are multiplied in one call. With ``batched_mm``, an expert's
-    weights are copied for every token.
+    ``fused`` is hasten's own. On a processor, all experts run in one call of kernels,
+    without compilation for each shape. On an NVIDIA GPU in bf16, torch's grouped products
+    multiply all experts. Triton kernels between them move each token's row once. Other
+    formats on a GPU run through Transformers' code. The others are Transformers' three.
+    With ``eager``, experts run one by one. With ``grouped_mm``, Transformers' own default,
+    tokens are sorted by expert and all groups are multiplied in one call. With
+    ``batched_mm``, an expert's weights are copied for every token.
     """
 
     slot = Slot.EXPERTS
@@ -54,16 +57,16 @@ class ExpertsImplementation(Technique):
             raise ValueError(f"kind is {self.kind!r}; choose from {', '.join(KINDS)}")
 
     def apply(self, setup: Setup) -> None:
-        setup.experts = self._select
+        def select(model: nn.Module) -> None:
+            try:
+                if self.kind == "fused":
+                    fused_experts.fuse_experts(causal_lm(model), setup.job.device)
+                else:
+                    causal_lm(model).set_experts_implementation(self.kind)
+            except ValueError as error:
+                raise InputError(f"experts_implementation: {error}") from error
 
-    def _select(self, model: nn.Module) -> None:
-        try:
-            if self.kind == "fused":
-                fused_experts.fuse_experts(causal_lm(model))
-            else:
-                causal_lm(model).set_experts_implementation(self.kind)
-        except ValueError as error:
-            raise InputError(f"experts_implementation: {error}") from error
+        setup.experts = select
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
         architectures = FUSED if self.kind == "fused" else ARCHITECTURES
@@ -74,22 +77,25 @@ class ExpertsImplementation(Technique):
             )
         if self.kind != "fused":
             return ()
-        if context.on_gpu:
-            return (f"the fused kernels are for the processor; this run is on {context.device}",)
-        reason = fused_experts.why_not()
-        return (reason,) if reason else registry.faults(context.device, kernel_variants.ROUTED)
+        reason = fused_experts.why_not(context.device)
+        if reason or context.on_gpu:  # a GPU's kernels are refused by name, and other code runs
+            return (reason,) if reason else ()
+        return registry.faults(context.device, kernel_variants.ROUTED)
 
     def check_effect(self, session: Session) -> EffectCheck:
         model = causal_lm(session.model)
         layers = fused_experts.fused(model)
         chosen = "fused" if layers else str(model.config._experts_implementation)
-        operators = probes.operators(session) if session.setup.job.device == "cpu" else None
+        # Bound code hands tensors that it doesn't take to the layer's own: count what ran.
+        probed = session.setup.job.device == "cpu" or bool(layers)
+        operators = probes.operators(session) if probed else None
         if operators is None:
             return EffectCheck(
                 chosen == self.kind, f"the model's experts are computed by {chosen} code"
             )
-        ran = next((kind for kind, sign in SIGNS.items() if probes.count(operators, sign)), "other")
-        sign = SIGNS.get(ran, "operators that aren't known here")
+        signs = ((kind, sign) for kind, each in SIGNS.items() for sign in each)
+        counted = (pair for pair in signs if probes.count(operators, pair[1]))
+        ran, sign = next(counted, ("other", "operators that aren't known here"))
         return EffectCheck(
             chosen == ran == self.kind,
             f"the model's experts ran as {ran} in one pass over some examples, by "

@@ -22,8 +22,15 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hasten.parts.kernels import adamw, adamw_triton, codec_triton, few_bits_triton, rowwise_triton
-from hasten.parts.nn import quantised_gpu
+from hasten.parts.kernels import (
+    adamw,
+    adamw_triton,
+    codec_triton,
+    experts_triton,
+    few_bits_triton,
+    rowwise_triton,
+)
+from hasten.parts.nn import experts_gpu, quantised_gpu
 from hasten.parts.nn.fused_gpu import BLOCK, LOGITS_BLOCK, ON_A_TILE, STEP, back_warps, warps
 
 WHOLE = ["rows", "n", "each", "count", "by_row", "by_head", "heads", "width", "m"]
@@ -94,6 +101,7 @@ def variants(number: str, every: bool) -> Iterator[Variant]:  # noqa: C901  # a 
         fixed = {"PAST": True, "BLOCK": 1, "n": 1}
         yield Variant("norm back of one", rows.norm_back_kernel, number, 1, fixed)
     yield from few_bits_variants(number, every)
+    yield from experts_variants(number, every)
     if number == "fp16":  # gradients travel as float32 or bfloat16
         return
     yield from updates(number, every)
@@ -156,6 +164,29 @@ def few_bits_variants(number: str, every: bool) -> Iterator[Variant]:
     each = quantised_gpu.WARPS
     yield Variant("nf4", kernels.nf4_kernel, number, each, fixed, types=types | byte)
     yield Variant("int8", kernels.int8_kernel, number, each, {"BLOCK": widen}, types=types)
+
+
+def experts_variants(number: str, every: bool) -> Iterator[Variant]:
+    """The passes between the products of experts, with 6 choices of a token."""
+    kernels = experts_triton
+    launches = [
+        ("spread", kernels.spread_kernel, {}),
+        ("combine", kernels.combine_kernel, {"EACH": 6, "WEIGHTED": True}),
+        ("gate", kernels.gate_kernel, {}),
+        ("gate back", kernels.gate_back_kernel, {"INNER": True}),
+    ]
+    if every:
+        launches += [
+            ("spread of one choice", kernels.spread_kernel, {"each": 1}),
+            ("combine without weights", kernels.combine_kernel, {"EACH": 6, "WEIGHTED": False}),
+            ("gate back alone", kernels.gate_back_kernel, {"INNER": False}),
+        ]
+    types = {"positions": "*i64", "weights": "*fp32", "dweights": "*fp32"}
+    for width in (experts_gpu.BLOCK, 64) if every else (experts_gpu.BLOCK,):
+        for name, kernel, fixed in launches:
+            shape = {**fixed, "BLOCK": width}
+            label = f"experts {name} {width}"
+            yield Variant(label, kernel, number, warps(width, 8), shape, types=types)
 
 
 def compiled(variant: Variant, capability: int, aligned: bool = False) -> dict[str, Any]:

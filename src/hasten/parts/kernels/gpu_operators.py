@@ -25,25 +25,27 @@ _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 def gpu_operator(
     results: Callable[..., Any],
+    name: str = "",
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes the decorated function an operator of the same name and signature.
+    """Makes the decorated function an operator of the same signature.
 
     Args:
         results: takes the same arguments, as tensors without memory, and returns results of
             the right shapes and formats.
+        name: of the operator; the default is the function's.
 
     Returns:
         The decorator, which returns the operator (``torch._ops.OpOverload``).
     """
 
     def define(function: Callable[P, R]) -> Callable[P, R]:
-        name = function.__name__
+        called = name or function.__name__
         schema = torch.library.infer_schema(function, mutates_args=())
-        _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.define(called + schema, tags=(torch.Tag.pt2_compliant_tag,))
         for device in DEVICES:
-            _LIBRARY.impl(name, function, device)
-        torch.library.register_fake(f"{NAMESPACE}::{name}", results, lib=_LIBRARY)
-        operator = getattr(getattr(torch.ops, NAMESPACE), name).default
+            _LIBRARY.impl(called, function, device)
+        torch.library.register_fake(f"{NAMESPACE}::{called}", results, lib=_LIBRARY)
+        operator = getattr(getattr(torch.ops, NAMESPACE), called).default
         operator.__doc__ = function.__doc__
         return cast("Callable[P, R]", operator)
 

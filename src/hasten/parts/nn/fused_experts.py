@@ -10,6 +10,8 @@
 
 Backward runs in the reverse order. A library that compiles a kernel for each shape
 compiles one for every number of tokens of an expert. These kernels take any number.
+
+On a GPU, :mod:`hasten.parts.nn.experts_gpu` does the same.
 """
 
 from __future__ import annotations
@@ -20,27 +22,32 @@ import torch
 from torch import Tensor, nn
 
 from hasten.parts.kernels import experts, rowwise
-from hasten.parts.nn import rebind
+from hasten.parts.nn import experts_gpu, rebind
 
 CLASSES = ("DeepseekV2Experts", "DeepseekV3Experts", "DeepseekV32Experts")
 
 
-def why_not() -> str:
-    """Why the kernels can't run here, in one sentence; empty when they can."""
-    return rowwise.library().reason
+def why_not(device: str = "cpu") -> str:
+    """Why the kernels can't run on a device, in one sentence; empty when they can."""
+    if torch.device(device).type == "cpu":
+        return rowwise.library().reason
+    return experts_gpu.why_not(device)
 
 
-def fuse_experts(model: nn.Module) -> int:
+def fuse_experts(model: nn.Module, device: str = "cpu") -> int:
     """Bind fused code to the expert layers of ``model``; how many there are.
 
-    Parameters, names and classes stay. Inputs that the kernels don't take (float64, a GPU) go
-    through the layer's own code.
+    Parameters, names and classes stay. Inputs that the kernels don't take (float64; on a GPU all
+    formats but bf16) go through the layer's own code.
+
+    Args:
+        device: where the model will run.
 
     Raises:
         ValueError: no layer of experts that is known here, or no kernels.
     """
-    if why_not():
-        raise ValueError(f"the experts can't be fused here: {why_not()}")
+    if reason := why_not(device):
+        raise ValueError(f"the experts can't be fused here: {reason}")
     layers = [m for m in model.modules() if type(m).__name__ in CLASSES]
     for module in layers:
         rebind.bind(module, _forward)
@@ -65,10 +72,23 @@ def _forward(
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weights = x.to(dtype), (weights[0].to(dtype), weights[1].to(dtype))
     silu = type(self.act_fn).__name__.startswith("SiLU")
-    if not silu or not rowwise.fits(x, *weights):
+    # Transformers' own expert parallelism marks pairs of other ranks by numbers beyond the experts.
+    if not silu or getattr(self, "_is_expert_parallel", False) or not _fits(x, *weights):
         output: Tensor = usual(hidden_states, top_k_index, top_k_weights)
         return output
     return run(x, top_k_index, top_k_weights, *weights).to(hidden_states.dtype)
+
+
+def _fits(x: Tensor, gate_up: Tensor, down: Tensor) -> bool:
+    if on_gpu(x):
+        return experts_gpu.fits(x, gate_up, down)
+    return rowwise.fits(x, gate_up, down)
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Returns True if the code for GPUs takes a tensor, and not that for processors."""
+    kind: str = x.device.type
+    return kind != "cpu"
 
 
 def run(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -76,6 +96,8 @@ def run(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
 
     ``gate_up`` (experts, 2 m, n), ``down`` (experts, n, m); see `why_not` before.
     """
+    if on_gpu(x):
+        return experts_gpu.run(x, index, weights, gate_up, down)
     output: Tensor = _Experts.apply(x, index, weights, gate_up, down)
     return output
 

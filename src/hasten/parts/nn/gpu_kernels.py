@@ -35,15 +35,17 @@ from hasten.parts.kernels.registry import (
     compare,
     moved,
 )
-from hasten.parts.nn import attention, fused_gpu, quantised, quantised_gpu
+from hasten.parts.nn import attention, experts_gpu, fused_gpu, quantised, quantised_gpu
 from hasten.parts.nn.kernel_variants import (
     ADAMW,
     ATTENTION,
     EPS,
+    EXPERTS,
     GATES,
     LOSSES,
     NORMS,
     NORMS_BESIDE,
+    ROUTED,
     STEPS,
     UPDATES,
     attend_as_trained,
@@ -56,6 +58,8 @@ from hasten.parts.nn.kernel_variants import (
 )
 
 FLOAT8_CAPABILITY = (9, 0)  # of products by rows
+# Sides of an expert, at most: rows of more than one block, and no powers of two.
+WIDEST_EXPERT = (2560, 1408)
 DIVISOR = 4.0  # of gradients, as clipping asks for
 # A result is off by its own rounding, and by that of a few sums in float32.
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -232,6 +236,24 @@ def _grouped_mm(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs
     shapes = ((sizes.rows, inner), (len(ends), inner, out), (sizes.rows, out))
     inputs = tuple(_draw(seed, *shape) for seed, shape in enumerate(shapes))
     yield from compare(gradients(run), gradients(plain), inputs, dtype, device)
+
+
+def _routed_experts(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
+    """The second and the fourth expert have no tokens; some tokens choose the third one twice."""
+    step = experts_gpu.ALIGNMENT // dtype.itemsize
+    sides = zip((sizes.hidden, sizes.hidden * 11 // 16), WIDEST_EXPERT, strict=True)
+    wide, inner = (-(-min(side, most) // step) * step for side, most in sides)
+    first = torch.where(torch.arange(sizes.rows) % 3 == 0, 2, 0)
+    index = torch.stack((first, torch.full_like(first, 2)), dim=1)
+    weights = torch.rand(index.shape, generator=torch.Generator().manual_seed(0))
+    gate_up = _draw(1, EXPERTS, 2 * inner, wide) * wide**-0.5
+    down = _draw(2, EXPERTS, wide, inner) * inner**-0.5
+    inputs = _draw(3, sizes.rows, wide), weights, gate_up, down, index, _draw(4, sizes.rows, wide)
+
+    def run(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, index: Tensor) -> Tensor:
+        return experts_gpu.run(x, index, weights.float(), gate_up, down)
+
+    yield from compare(gradients(run, learning=4), ROUTED.reference, inputs, dtype, device)
 
 
 def _update_counts(sizes: Sizes) -> tuple[int, ...]:
@@ -427,6 +449,13 @@ registry.register(
         dict.fromkeys(ROUNDING, ROUNDING[torch.float32]),
         "torch's addition runs, at half the speed",
         adamw.why_not,
+    ),
+    GpuKernel(
+        experts_gpu.ROUTED,
+        _routed_experts,
+        _times(5, torch.bfloat16),
+        "the experts' own code runs, which moves about 4 times the bytes between its products",
+        experts_gpu.why_not,
     ),
     GpuKernel(
         "fused_adamw",

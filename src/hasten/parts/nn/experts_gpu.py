@@ -1,0 +1,211 @@
+"""A layer's routed experts on an NVIDIA GPU: torch's grouped products, and kernels in Triton.
+
+    (1) pairs of token and choice are sorted by expert           (positions, ends)
+
+    (2) each token's row is copied to the rows of its pairs      (S, n)
+
+    (3) gate and up of all experts in one grouped product        (S, 2 m)
+
+    (4) the gated activation, then down in one grouped product   (S, n)
+
+    (5) a token's rows are added, times its weights              (T, n)
+
+Backward runs in the reverse order. The gradient of a routing weight is the product of a
+pair's output with the token's gradient. It is taken before ``down`` instead: the
+activation times ``gradient @ down``, which backward has anyway. So no pair's output is
+stored for backward, which is as much memory as (2), and no pass reads it again.
+
+The host never waits for the device. The passes are torch operators under
+``hasten_gpu::``. So compiled graphs and simulated devices have them, and a call costs
+less than with ``custom_op``. The kernels are
+:mod:`hasten.parts.kernels.experts_triton`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hasten.parts.kernels.gpu_operators import gpu_operator
+from hasten.parts.kernels.registry import is_refused
+from hasten.parts.nn import fused_gpu
+
+ROUTED: Final = "routed_experts"  # the kernels' name where they are checked
+PRODUCT: Final = "grouped_mm"  # the same of torch's product
+ALIGNMENT: Final = 16  # bytes, of addresses and rows that the grouped product takes
+BLOCK: Final = 2048  # numbers of a row that one program holds, at most
+FEW: Final = 256  # experts whose numbers fit in one byte, which sorts in one pass
+
+
+def why_not(device: str) -> str:
+    """Why the fused experts can't run on a device, in one sentence; empty when they can."""
+    reason = fused_gpu.why_not(device).replace("the fused layers", "the fused experts")
+    if not reason and not hasattr(F, "grouped_mm"):
+        return "the fused experts take torch.nn.functional.grouped_mm, which this torch lacks"
+    return reason
+
+
+def fits(x: Tensor, gate_up: Tensor, down: Tensor) -> bool:
+    """Returns True if the kernels and the product take these tensors, all bf16 on one GPU."""
+    runs = x.device.type == "cuda" and not is_refused(ROUTED) and not is_refused(PRODUCT)
+    return runs and takes(x, gate_up, down)
+
+
+def takes(x: Tensor, gate_up: Tensor, down: Tensor) -> bool:
+    """Returns True if format, shapes and addresses are as the grouped product wants them."""
+    alike = all(t.dtype == torch.bfloat16 and t.device == x.device for t in (x, gate_up, down))
+    sides = [down.shape[1], down.shape[2]]
+    if not torch.compiler.is_compiling():  # which can't ask where a weight begins in its memory
+        sides += [gate_up.storage_offset(), down.storage_offset()]
+    aligned = all(side * x.element_size() % ALIGNMENT == 0 for side in sides)
+    dense = x.dim() == 2 and x.numel() > 0 and gate_up.is_contiguous() and down.is_contiguous()
+    return alike and aligned and dense
+
+
+def run(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Each token of ``x`` (T, n) through its experts ``index`` (T, each), times ``weights``.
+
+    ``gate_up`` (experts, 2 m, n), ``down`` (experts, n, m); see `fits` before.
+    """
+    output: Tensor = _Experts.apply(x, index, weights, gate_up, down)
+    return output
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
+    ) -> Tensor:
+        positions, ends = _sorted(index, len(down))
+        inner = _product(spread(x, positions), gate_up.mT, ends)
+        outputs = _product(gate(inner), down.mT, ends)
+        tokens = x if ctx.needs_input_grad[3] else None  # only gate's and up's gradient reads it
+        ctx.save_for_backward(tokens, weights, gate_up, down, positions, ends, inner)
+        return combine(outputs, positions, weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # Once: what recompute kept back is computed again when it is asked for, and then gone.
+        x, weights, gate_up, down, positions, ends, inner = ctx.saved_tensors
+        needs_x, _, _, needs_gate_up, needs_down = ctx.needs_input_grad
+        grad = spread(grads[0], positions)
+        between = _product(grad, down, ends)
+        dinner, dweights, weighted = gate_backward(between, inner, positions, weights, needs_down)
+        ddown = _product(grad.mT, weighted, ends) if needs_down else None
+        del grad, between, weighted
+        dgate_up = dx = None
+        if needs_gate_up:
+            dgate_up = _product(dinner.mT, spread(x, positions), ends)
+        if needs_x:
+            dx = combine(_product(dinner, gate_up, ends), positions, None)
+        return dx, None, dweights, dgate_up, ddown
+
+
+def _sorted(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """The row of each pair, sorted by expert, (T, each) int64; each expert's last row + 1, int32.
+
+    A short number sorts in fewer passes, and a search in sorted numbers counts without atomics.
+    """
+    number = torch.uint8 if experts <= FEW else torch.int16
+    ordered, order = torch.sort(index.flatten().to(number), stable=True)
+    numbers = torch.arange(experts, dtype=number, device=index.device)
+    ends = torch.searchsorted(ordered, numbers, right=True, out_int32=True)
+    counting = torch.arange(order.shape[0], device=index.device)
+    return torch.empty_like(order).scatter_(0, order, counting).view(index.shape), ends
+
+
+def _product(one: Tensor, other: Tensor, ends: Tensor) -> Tensor:
+    """Rows times their expert's matrix; or, of two matrices, a product for each expert."""
+    grouped = getattr(F, "grouped_mm")  # noqa: B009  # torch's stubs don't have it
+    product: Tensor = grouped(one, other, offs=ends)
+    return product
+
+
+# Passes over rows.
+
+
+def _launch(name: str, *args: Any, **fixed: Any) -> None:
+    kernels = importlib.import_module("hasten.parts.kernels.experts_triton")
+    fused_gpu.launch(getattr(kernels, name), *args, **fixed)
+
+
+def _shape(n: int) -> dict[str, int]:
+    """The numbers of a program, and its warps."""
+    block = min(fused_gpu.power(n), BLOCK)
+    return {"BLOCK": block, "num_warps": fused_gpu.warps(block, 8)}
+
+
+def _blocks(n: int) -> int:
+    return -(-n // BLOCK)
+
+
+@gpu_operator(lambda x, positions: x.new_empty(positions.numel(), x.shape[1]), "expert_spread")
+def spread(x: Tensor, positions: Tensor) -> Tensor:
+    """Row ``positions[t, j]`` of the result (S, n) is row ``t`` of ``x`` (T, n)."""
+    x, positions = x.contiguous(), positions.contiguous()
+    pairs, n = positions.numel(), x.shape[1]
+    y = x.new_empty(pairs, n)
+    if y.numel():
+        programs = pairs, _blocks(n)
+        _launch("spread_kernel", programs, x, positions, y, n, positions.shape[1], **_shape(n))
+    return y
+
+
+@gpu_operator(
+    lambda x, positions, weights: x.new_empty(positions.shape[0], x.shape[1]), "expert_combine"
+)
+def combine(x: Tensor, positions: Tensor, weights: Tensor | None) -> Tensor:
+    """Row ``t`` (T, n) is the sum over ``j`` of ``weights[t, j] * x[positions[t, j]]``.
+
+    ``positions`` (T, each) int64, ``weights`` (T, each) or None for ones.
+    """
+    x, positions = x.contiguous(), positions.contiguous()
+    factors = x if weights is None else weights.contiguous()
+    (tokens, each), n = positions.shape, x.shape[1]
+    y = x.new_empty(tokens, n)
+    if y.numel():
+        shape = {"WEIGHTED": weights is not None, "EACH": each, **_shape(n)}
+        _launch("combine_kernel", (tokens, _blocks(n)), x, positions, factors, y, n, **shape)
+    return y
+
+
+@gpu_operator(lambda x: x.new_empty(x.shape[0], x.shape[1] // 2), "expert_gate")
+def gate(x: Tensor) -> Tensor:
+    """``silu(gate) * up`` (S, m), of gate and up side by side in a row of ``x`` (S, 2 m)."""
+    x = x.contiguous()
+    rows, m = x.shape[0], x.shape[1] // 2
+    y = x.new_empty(rows, m)
+    if y.numel():
+        _launch("gate_kernel", (rows, _blocks(m)), x, y, m, **_shape(m))
+    return y
+
+
+def _fake_gate_backward(
+    grad: Tensor, x: Tensor, positions: Tensor, weights: Tensor, inner: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    weighted = grad.new_empty(grad.shape if inner else (0,))
+    return x.new_empty(x.shape), weights.new_empty(weights.shape), weighted
+
+
+@gpu_operator(_fake_gate_backward, "expert_gate_backward")
+def gate_backward(
+    grad: Tensor, x: Tensor, positions: Tensor, weights: Tensor, inner: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``x`` (S, 2 m) and of ``weights`` (T, each).
+
+    ``grad`` (S, m) is the gradient of the activation for weights of 1. With ``inner``, the third
+    result is the activation times its weight; else it is empty.
+    """
+    grad, x, positions, weights = (t.contiguous() for t in (grad, x, positions, weights))
+    dx, dweights = x.new_empty(x.shape), weights.new_empty(weights.shape)
+    weighted = grad.new_empty(grad.shape if inner else (0,))
+    m = grad.shape[1]
+    if grad.numel():
+        tensors = (grad, x, positions, weights, dx, dweights, weighted if inner else dx)
+        programs = (positions.numel(),)
+        _launch("gate_back_kernel", programs, *tensors, m, INNER=inner, **_shape(m))
+    return dx, dweights, weighted
