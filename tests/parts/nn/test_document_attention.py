@@ -311,6 +311,34 @@ def test_other_documents_are_no_rows(lengths: tuple[int, ...]) -> None:
     assert document_attention._may_be_rows((one, one, one), (3, 3, 3), 0.0)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "hopper", "takes", "expected"),
+    [
+        ((1000, 1100), True, True, True),
+        ((1000, 1000), True, True, False),
+        ((1000, 1100), False, True, False),
+        ((1000, 1100), True, False, False),
+    ],
+)
+def test_long_documents_go_one_by_one_where_cudnn_is_faster(
+    monkeypatch: pytest.MonkeyPatch,
+    lengths: tuple[int, ...],
+    hopper: bool,
+    takes: bool,
+    expected: bool,
+) -> None:
+    class OnGpu:
+        is_cuda, device = True, "cuda:0"
+
+        def __len__(self) -> int:
+            return 1
+
+    one: Any = OnGpu()
+    monkeypatch.setattr(document_attention, "_is_hopper", lambda device: hopper)
+    monkeypatch.setattr(document_attention, "_cudnn_takes", lambda *given: takes)
+    assert document_attention._are_long((one, one, one), lengths, 0.0) is expected
+
+
 def test_one_kernel_call_gets_the_row_and_its_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
     """The way to a device's variable-length kernel, with a plain kernel in its place."""
     lengths, calls = (4, 3, 2), []

@@ -51,6 +51,7 @@ USUAL = ("sdpa", "eager")  # attentions whose place it takes
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3", "deepseek_v32")
 VARLEN = "varlen_attention"  # the kernel's name where it is checked
 WIDEST_HEAD = 256  # of the variable-length kernel (FlashAttention-2)
+LONG = 1024  # tokens of a document, in the mean, from which each by itself is faster on Hopper
 
 
 def use_document_attention(model: Any) -> None:
@@ -186,6 +187,8 @@ def _documents(
     if _may_be_rows(tensors, lengths, dropout):
         q, k, v = (t[0].unflatten(1, (len(lengths), -1)).transpose(0, 1) for t in tensors)
         return _causal(q, k, v, scaling, dropout).transpose(1, 2).flatten(0, 1).unsqueeze(0)
+    if _are_long(tensors, lengths, dropout):
+        return _one_by_one(tensors, lengths, scaling, dropout)
     kernel = _varlen() if len(query) == 1 else None
     if kernel and boundaries is not None and _fits_varlen(query, value, dropout):
         return _one_kernel(kernel, tensors, boundaries, max(lengths), scaling)
@@ -454,6 +457,25 @@ def _may_be_rows(
     if not whole or not query.is_cuda:
         return False
     return query.shape[-1] == value.shape[-1] or _cudnn_takes(query, key, value, dropout)
+
+
+def _are_long(
+    tensors: tuple[Tensor, Tensor, Tensor], lengths: tuple[int, ...], dropout: float
+) -> bool:
+    """Returns True if each document by itself is faster, by cuDNN's kernel on Hopper.
+
+    On an H200, 17 documents of 964 tokens took 2.6 ms forward and back where the kernel for
+    uneven documents took 3.5, and 4 of 4,096 tokens took 4.6 where it took 7.4.
+    """
+    one = tensors[0]
+    if not one.is_cuda or len(one) > 1 or sum(lengths) < LONG * len(lengths):
+        return False
+    return _is_hopper(one.device) and _cudnn_takes(*tensors, dropout)
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _cudnn_takes(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:

@@ -37,11 +37,10 @@ ROW_WARPS: Final = 8  # at most
 # share a processor, and one loads while another waits for the largest of its row.
 REGISTERS: Final = 128
 # A program's tile, (rows, columns, warps): for the largest numbers, for rounding by columns and for
-# rounding by both, which is narrower: more leaves the registers of sm_120. 128 rows become 128
-# bytes of the transposed matrix, a whole line of the cache.
-LARGEST_TILE: Final = 64, 256, 8
-COLUMNS_TILE: Final = 128, 64, 4
-BOTH_TILE: Final = 128, 32, 4
+# rounding by both. They were the fastest of 30 on an H200.
+LARGEST_TILE: Final = 128, 128, 4
+COLUMNS_TILE: Final = 64, 64, 4
+BOTH_TILE: Final = 64, 64, 4
 # Tiles that come together, one below the other: then their rows of the transposed matrix are
 # written at about the same time, and are neighbours in memory.
 GROUP: Final = 8
