@@ -196,8 +196,8 @@ def rotate(
 def cross_entropy_(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
     """The loss of each row, (rows,) float32; ``logits`` (rows, n) become the sum's gradient.
 
-    A row with the label ``ignored`` has loss and gradient 0; with any other label outside of
-    the vocabulary both are NaN, because the host doesn't wait for the labels.
+    A row with the label ``ignored`` has loss and gradient 0. The host doesn't wait for the
+    labels, so any other label outside of the vocabulary makes both NaN.
     """
     if not logits.is_contiguous():
         raise ValueError("the logits must be contiguous; they are overwritten")

@@ -151,8 +151,8 @@ def _kind(module: nn.Module, own_products: bool) -> str:
 
 def _is_adapted(module: nn.Module) -> bool:
     """Returns True for a linear layer with LoRAs, as PEFT makes it."""
-    found = rebind.plain_class(module)
-    return f"{found.__module__}.{found.__qualname__}" == "peft.tuners.lora.layer.Linear"
+    layer_class = rebind.plain_class(module)
+    return f"{layer_class.__module__}.{layer_class.__qualname__}" == "peft.tuners.lora.layer.Linear"
 
 
 def _norm(self: Any, usual: Usual, hidden_states: Tensor) -> Tensor:

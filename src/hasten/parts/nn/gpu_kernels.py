@@ -266,8 +266,8 @@ def _gradient_sum(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pai
     for count in _update_counts(sizes):
         total, more = (_draw(seed, count, dtype=dtype) for seed in range(2))
         for start in (total, total.float()):
-            found = gradient_sum.float32_sum(start.clone().to(device), more.to(device))
-            yield found, start.double() + more.double()
+            added = gradient_sum.float32_sum(start.clone().to(device), more.to(device))
+            yield added, start.double() + more.double()
 
 
 def _adamw_plain(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
