@@ -154,6 +154,8 @@ class Tracer(TorchDispatchMode):
                 out = self._longest(name, args) if numbers is None else out
             else:
                 out = func(*fake_arguments[0], **fake_arguments[1])
+                if name.startswith("_scaled_dot_product") and "backward" not in name:
+                    out = (_of_width(out[0], args[2].shape[-1]), *out[1:])
         if numbers is None:
             if func._schema.is_mutable:
                 _forget(func, args)
@@ -331,6 +333,13 @@ def _where() -> str:
 def _desugars(kind: type) -> bool:
     """Returns True if a tensor of this class runs other operators instead of its own."""
     return kind not in (Tensor, torch.nn.Parameter, FakeTensor) and not issubclass(kind, FakeTensor)
+
+
+def _of_width(attended: Tensor, width: int) -> Tensor:
+    """Attention's output as wide as the values, also where the kernel's fake takes the query's."""
+    return (
+        attended if attended.shape[-1] == width else attended.new_empty(*attended.shape[:-1], width)
+    )
 
 
 def _asks_for_device(kwargs: Any) -> bool:
