@@ -78,7 +78,8 @@ def extrapolated(
 ) -> dict[Key, float]:
     """The counts of a step with so many layers and passes, from those of a few.
 
-    The peak grows with layers alone: passes follow each other.
+    The peak is that of the last pass that was traced: from the third on, all are alike. Before,
+    a first gradient may still have the narrow format in which a sum isn't kept.
     """
     few_passes = (passes,) if passes <= FEW_PASSES else (2, 3)
     few_layers = (layers,) if layers <= fewest + 1 else (fewest, fewest + 1)
@@ -92,7 +93,7 @@ def extrapolated(
     counts = {}
     for key in {key for one in traces.values() for key in one}:
         first, last = over_layers(key, few_passes[0]), over_layers(key, few_passes[-1])
-        beyond = 0 if key == PEAK else passes - few_passes[0]
+        beyond = 1 if key == PEAK else passes - few_passes[0]
         counts[key] = first + (last - first) * beyond
     return counts
 
