@@ -24,7 +24,9 @@ from torch import Tensor
 from hasten.parts.data.collate import IGNORED, packed
 from hasten.parts.kernels import registry, rowwise
 from hasten.parts.nn import fused_functions, fused_gpu, fused_layers, losses
+from hasten.parts.nn.causal_lm import causal_lm
 from hasten.parts.nn.fused_layers import ARCHITECTURES, fuse_layers
+from hasten.parts.nn.quantised import Kind
 from triton_marks import DEVICE, needs_triton, on_gpu
 
 pytestmark = on_gpu
@@ -363,6 +365,29 @@ def test_a_model_with_adapters_trains_the_same_and_adds_in_place(
     assert calls == [1.5] * 7
     assert far(other[0], plain[0].double()) <= 1e-6
     assert other[1].keys() == plain[1].keys()
+    for name, gradient in plain[1].items():
+        assert far(other[1][name], gradient.double()) <= 2e-5, name
+
+
+@needs_triton
+@pytest.mark.parametrize("base", ["int8", "nf4"])
+def test_adapters_on_a_quantised_base_are_added_in_place_too(base: Kind) -> None:
+    from fused_models import model_of
+    from hasten.models.adapters import add_lora
+
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = add_lora(model_of("llama", num_hidden_layers=1), rank=2, alpha=3, base=base)
+        models.append(model.to(DEVICE))
+        for name, weight in models[-1].named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused_gpu, "why_not", lambda device: "")
+        assert fuse_layers(causal_lm(models[1]), "cuda")["adapter"]
+    plain, other = map(_trained, models)
+    assert far(other[0], plain[0].double()) <= 1e-6
     for name, gradient in plain[1].items():
         assert far(other[1][name], gradient.double()) <= 2e-5, name
 

@@ -204,7 +204,11 @@ def _adapted(self: Any, usual: Usual, x: Tensor, *args: Any, **named: Any) -> Te
     if part is None:
         output: Tensor = usual(x, *args, **named)
         return output
-    return add_adapter(self.base_layer(x), x, *part)
+    down, up, scale = part
+    base: Tensor = self.base_layer(x)
+    if base.dtype != x.dtype:
+        return (base + x @ down.t() @ up.t() * scale).to(base.dtype)
+    return add_adapter(base, x, down, up, scale)
 
 
 def _plain_adapter(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, float] | None:
@@ -221,8 +225,8 @@ def _plain_adapter(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, float] | None
         and (isinstance(dropout, nn.Identity) or not layer.training)
         and all(_is_bare(one) for one in (down, up))
         and not any((base._forward_hooks, base._backward_hooks, base._backward_pre_hooks))
-        and not is_cut(base, down, up)
-        and base.weight.dtype == down.weight.dtype == up.weight.dtype == x.dtype
+        and not is_cut(*(one for one in (base, down, up) if hasattr(one, "weight")))
+        and down.weight.dtype == up.weight.dtype == x.dtype
         and not torch.is_autocast_enabled(x.device.type)
         and not torch.compiler.is_compiling()
     )
