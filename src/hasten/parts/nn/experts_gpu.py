@@ -71,11 +71,11 @@ def run(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
 
     ``gate_up`` (experts, 2 m, n), ``down`` (experts, n, m); see `fits` before.
     """
-    output: Tensor = _Experts.apply(x, index, weights, gate_up, down)
+    output: Tensor = _RoutedExperts.apply(x, index, weights, gate_up, down)
     return output
 
 
-class _Experts(torch.autograd.Function):
+class _RoutedExperts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
