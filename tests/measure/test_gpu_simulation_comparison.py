@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -26,6 +28,8 @@ from hasten.measure.gpu_simulation.comparison import (
     line,
 )
 from hasten.measure.gpu_simulation.roofline import ATTENTION, simulated_device
+from hasten.measure.gpu_simulation.step import PEAK, extrapolated
+from hasten.measure.gpu_simulation.tracer import Key, _of_width
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.batch import GradientAccumulation
@@ -167,3 +171,20 @@ def test_one_known_gpu_and_eager_code_are_compared(
     context = replace(context, hardware=replace(context.hardware, accelerators=(gpu,)))
     assert (comparison_of(found, context, print) is not None) == there
     assert comparison_of(found, replace(context, device="cpu"), print) is None
+
+
+@given(layers=st.integers(1, 40), passes=st.integers(1, 20))
+def test_a_step_of_many_layers_and_passes_follows_from_few(layers: int, passes: int) -> None:
+    """Sums of gradients exist from the third pass on, as float32 masters have them."""
+
+    def counts(layers: int, passes: int) -> dict[Key, float]:
+        sums = 4 if passes > 2 else 2
+        moved = ("bytes", "forward", "mm")
+        return {PEAK: 100 + layers * (10 + sums), moved: 7.0 + 3 * layers * passes}
+
+    assert extrapolated(counts, layers, passes) == counts(layers, passes)
+
+
+def test_attention_s_output_is_as_wide_as_the_values() -> None:
+    """The fake of a kernel for heads of one width gives the query's."""
+    assert _of_width(torch.empty(1, 2, 3, 192), 128).shape == (1, 2, 3, 128)

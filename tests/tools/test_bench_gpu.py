@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -313,3 +314,15 @@ def test_a_row_of_experts_is_known_to_have_them() -> None:
     known = measure.context_of(mixed, "cpu", [3])
     assert known.model.experts == 8
     assert not ExpertsImplementation("grouped_mm").unsupported_reasons(known)
+
+
+def test_the_tests_of_a_gpu_find_the_package_where_it_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def started(command: list[str], env: dict[str, str], **other: Any) -> Any:
+        assert env["PYTHONPATH"].split(os.pathsep) == [str(ROOT / "src"), "/elsewhere"]
+        return subprocess.CompletedProcess(command, 0, "3 passed", "")
+
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    monkeypatch.setattr(stages.subprocess, "run", started)
+    assert stages.gpu_tests(time.monotonic() + 9, False)["said"] == "3 passed"

@@ -439,6 +439,40 @@ def test_a_row_of_logits_becomes_its_gradient(
     assert far(logits, expected) <= ROUNDING[dtype]
 
 
+def test_logits_that_the_kernel_does_not_take_are_left_to_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fused_gpu, "has_kernels", lambda device: True)
+    monkeypatch.setattr(fused_gpu, "fits", lambda x: x.dtype == torch.bfloat16)
+    logits = torch.empty(4, 8, device="meta", dtype=torch.bfloat16)
+    assert losses.kernel_of_loss(logits) is fused_gpu.cross_entropy_
+    assert losses.kernel_of_loss(logits.t()) is None
+    assert losses.kernel_of_loss(logits.double()) is None
+    registry.refuse(fused_gpu.CROSS_ENTROPY, "wrong by 3 %")
+    try:
+        assert losses.kernel_of_loss(logits) is None
+    finally:
+        registry.allow_all()
+
+
+@pytest.mark.parametrize("kind", ["own class", "own forward", "hook"])
+def test_an_output_that_others_may_keep_is_not_overwritten(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_layers, "add_adapter", lambda *given: pytest.fail("it was kept"))
+    _, model = _with_lora()
+    for module in model.modules():
+        if fused_layers._is_adapted(module):
+            base = module.base_layer
+            if kind == "own class":
+                base.__class__ = type("Kept", (torch.nn.Linear,), {})
+            elif kind == "own forward":
+                base.forward = base.forward
+            else:
+                base.register_forward_hook(lambda *given: None)
+    _trained(model)
+
+
 @needs_triton
 def test_a_label_outside_the_vocabulary_is_no_number() -> None:
     logits = draw(3, 20)

@@ -18,7 +18,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 from hasten.parts.kernels import registry
-from hasten.parts.nn import quantised, quantised_gpu
+from hasten.parts.nn import fused_gpu, quantised, quantised_gpu
 from hasten.parts.nn.quantised import (
     E4M3,
     KINDS,
@@ -348,7 +348,7 @@ def test_a_compiled_graph_keeps_the_operators_whole() -> None:
     few_bits = QuantisedLinear(nn.Linear(48, 16), "nf4").to(DEVICE)
 
     def run(x: Tensor) -> Tensor:
-        assert isinstance(quantised_gpu.has_kernels(DEVICE), bool)
+        assert isinstance(fused_gpu.has_kernels(DEVICE), bool)
         y: Tensor = few_bits(net["q"](x) * net["k"](x))
         return y
 

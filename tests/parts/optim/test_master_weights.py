@@ -8,8 +8,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from transformers import AutoModelForCausalLM
 
+from hasten.parts.kernels import gradient_sum
 from hasten.parts.optim.master_weights import MasterWeights
 from tiny import ARCHITECTURES, tiny_config, tiny_model
+from triton_marks import needs_triton
 
 
 def linear(bias: bool = True) -> nn.Linear:
@@ -49,7 +51,12 @@ def test_updates_too_small_for_bf16_are_kept() -> None:
     torch.testing.assert_close(weight.detach(), torch.full((4,), 0.9), rtol=1e-4, atol=0)
 
 
-def test_gradients_of_micro_batches_add_up_in_float32() -> None:
+@pytest.mark.parametrize("kernel", [False, pytest.param(True, marks=needs_triton)])
+def test_gradients_of_micro_batches_add_up_in_float32(
+    kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By torch, and by a GPU's kernel in Triton's interpreter."""
+    monkeypatch.setattr(gradient_sum, "fits", lambda total, more: kernel)
     module = linear(bias=False)
     masters, _ = mastered(module)
     given = draws(256, module.weight.shape)

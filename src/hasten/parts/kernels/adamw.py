@@ -27,8 +27,9 @@ from torch.library import custom_op
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hasten.parts.kernels.codec_reference import key_of
+from hasten.parts.kernels.gpu_operators import launch, why_no_triton
 from hasten.parts.kernels.low_bit import tables
-from hasten.parts.kernels.registry import LEAST_CAPABILITY, is_refused
+from hasten.parts.kernels.registry import is_refused
 from hasten.parts.kernels.rowwise import check_alike, is_alike
 
 PLAIN, COMPACT = "adamw_float32_moments", "adamw_compact_moments"  # by which forms are refused
@@ -93,18 +94,7 @@ def why_not(device: str | torch.device) -> str:
 
 @functools.cache
 def _why_no_triton(device: torch.device) -> str:
-    if device.type != "cuda":
-        return f"the update in one launch is for NVIDIA GPUs, not for {device.type}"
-    if torch.version.hip is not None:  # torch calls AMD's GPUs cuda, too
-        return "the update in one launch is for NVIDIA GPUs: it was never tried on ROCm"
-    if importlib.util.find_spec("triton") is None:
-        return "the update in one launch takes Triton, which isn't installed: pip install triton"
-    if torch.cuda.is_available():
-        capability = torch.cuda.get_device_capability(device)
-        if capability < LEAST_CAPABILITY:
-            have, need = (".".join(map(str, c)) for c in (capability, LEAST_CAPABILITY))
-            return f"Triton takes compute capability {need} or later, and this GPU has {have}"
-    return ""
+    return why_no_triton(device, "the update in one launch is")
 
 
 def takes(weight: Tensor, form: str = PLAIN) -> bool:
@@ -215,25 +205,26 @@ def _launch(
     rules = torch.tensor(numbers, dtype=torch.float32, device="cpu")
     table_tensor, rules = _sent(table_tensor, device), _sent(rules, device)
     moments = {torch.float32: kernels.FLOAT32, torch.bfloat16: kernels.BF16}
-    with torch.cuda.device_of(weight):  # Triton launches on the current device
-        kernels.adamw_kernel[(starts[-1],)](
-            table_tensor,
-            rules,
-            rules if divisor is None else divisor,
-            *tables(device),
-            tensors,
-            (tensors - 1).bit_length(),
-            WEIGHT=kernels.KINDS[formats[0]],
-            GRAD=kernels.KINDS[formats[1]],
-            MOMENTS=moments.get(formats[2], kernels.INT8),
-            COPY=copy,
-            DIVIDED=divisor is not None,
-            STEP=step,
-            CHUNK=kernels.CHUNK,
-            ROWS=kernels.ROWS,
-            num_warps=WARPS,
-            enable_fp_fusion=False,
-        )
+    launch(
+        kernels.adamw_kernel,
+        (starts[-1],),
+        table_tensor,
+        rules,
+        rules if divisor is None else divisor,
+        *tables(device),
+        tensors,
+        (tensors - 1).bit_length(),
+        WEIGHT=kernels.KINDS[formats[0]],
+        GRAD=kernels.KINDS[formats[1]],
+        MOMENTS=moments.get(formats[2], kernels.INT8),
+        COPY=copy,
+        DIVIDED=divisor is not None,
+        STEP=step,
+        CHUNK=kernels.CHUNK,
+        ROWS=kernels.ROWS,
+        num_warps=WARPS,
+        enable_fp_fusion=False,
+    )
 
 
 def _sent(values: Tensor, device: torch.device) -> Tensor:

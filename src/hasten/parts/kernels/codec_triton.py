@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hasten.parts.kernels import codec_reference
 from hasten.parts.kernels.codec_reference import INFINITE, key_of, rule_of
+from hasten.parts.kernels.gpu_operators import launch
 
 
 @triton.jit
@@ -180,27 +181,28 @@ def encode(
     key = 0 if seed is None else key_of(seed)
     # Triton gives a number its narrowest format: as a signed one it is always an int32.
     signed = key - (key >> 31 << 32)
-    with torch.cuda.device_of(flat):  # Triton launches on the current device
-        encode_kernel[(len(scales),)](
-            flat,
-            *residuals,
-            codes.view(torch.int8),
-            scales,
-            len(flat),
-            rule.share,
-            rule.low,
-            rule.cap,
-            rule.most,
-            signed,
-            BITS=bits,
-            HALF=block // 2,
-            REST=residual is not None,
-            KEEP=residual_out is not None,
-            DICE=seed is not None,
-            INFINITY=INFINITE,
-            num_warps=1,
-            enable_fp_fusion=False,
-        )
+    launch(
+        encode_kernel,
+        (len(scales),),
+        flat,
+        *residuals,
+        codes.view(torch.int8),
+        scales,
+        len(flat),
+        rule.share,
+        rule.low,
+        rule.cap,
+        rule.most,
+        signed,
+        BITS=bits,
+        HALF=block // 2,
+        REST=residual is not None,
+        KEEP=residual_out is not None,
+        DICE=seed is not None,
+        INFINITY=INFINITE,
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
 
 
 def decode(
@@ -210,19 +212,20 @@ def decode(
     if block & (block - 1) or bits == 1:
         codec_reference.decode(codes, scales, out, block, bits, factor, add)
         return
-    with torch.cuda.device_of(out):  # Triton launches on the current device
-        decode_kernel[(scales.shape[1],)](
-            codes.view(torch.int8),
-            scales,
-            out,
-            len(out),
-            len(codes),
-            codes.stride(0),
-            scales.stride(0),
-            factor,
-            BITS=bits,
-            HALF=block // 2,
-            ADD=add,
-            num_warps=1,
-            enable_fp_fusion=False,
-        )
+    launch(
+        decode_kernel,
+        (scales.shape[1],),
+        codes.view(torch.int8),
+        scales,
+        out,
+        len(out),
+        len(codes),
+        codes.stride(0),
+        scales.stride(0),
+        factor,
+        BITS=bits,
+        HALF=block // 2,
+        ADD=add,
+        num_warps=1,
+        enable_fp_fusion=False,
+    )

@@ -1,5 +1,6 @@
-"""Defines operators of torch under ``hasten_gpu::`` with little host time for each call.
+"""Triton's kernels as operators of torch under ``hasten_gpu::``: where they run, and the launch.
 
+Operators are defined so that a call takes little time on the host.
 ``torch.library.custom_op`` runs some Python of its own for autograd in each call, 25 to 40 us
 on the host. That is longer than a small kernel takes. An operator of a ``torch.library.Library``
 goes from torch's dispatcher straight to its function.
@@ -11,10 +12,14 @@ them whole. A simulated GPU counts them by the function that makes results witho
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import Any, Final, ParamSpec, TypeVar, cast
 
 import torch
+from torch import Tensor
+
+from hasten.parts.kernels.registry import LEAST_CAPABILITY
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -50,3 +55,34 @@ def gpu_operator(
         return cast("Callable[P, R]", operator)
 
     return define
+
+
+def why_no_triton(device: torch.device, what: str, homes: str = "NVIDIA GPUs") -> str:
+    """Why Triton's kernels can't run on a device, in one sentence; empty when they can.
+
+    Args:
+        what: subject and verb of the sentence ("the fused layers are").
+        homes: devices that have this code, in Triton or otherwise.
+    """
+    if device.type != "cuda":
+        return f"{what} for {homes}, not for {device.type}"
+    if torch.version.hip is not None:  # torch calls AMD's GPUs cuda, too
+        return f"{what} for NVIDIA GPUs: their kernels were never tried on ROCm"
+    if importlib.util.find_spec("triton") is None:
+        return f"{what} for GPUs with Triton, which isn't installed: pip install triton"
+    if torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability(device)
+        if capability < LEAST_CAPABILITY:
+            have, need = (".".join(map(str, c)) for c in (capability, LEAST_CAPABILITY))
+            return f"Triton takes compute capability {need} or later, and this GPU has {have}"
+    return ""
+
+
+def launch(kernel: Any, programs: tuple[int, ...], x: Tensor, *others: Any, **fixed: Any) -> None:
+    """Run a kernel on the GPU of ``x``, its first argument; Triton would take the current one."""
+    device = x.get_device()  # below 0: a processor's tensor, for the interpreter
+    if device < 0 or device == torch.cuda.current_device():
+        kernel[programs](x, *others, **fixed)
+        return
+    with torch.cuda.device(device):
+        kernel[programs](x, *others, **fixed)

@@ -470,7 +470,7 @@ def _are_long(
     one = tensors[0]
     if not one.is_cuda or len(one) > 1 or sum(lengths) < LONG * len(lengths):
         return False
-    return _is_hopper(one.device) and _cudnn_takes(*tensors, dropout)
+    return _cudnn_takes(*tensors, dropout) and _is_hopper(one.device)
 
 
 @functools.cache
@@ -479,6 +479,8 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def _cudnn_takes(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
+    if torch.compiler.is_compiling():  # a graph can't ask
+        return False
     grouped = query.shape[1] != key.shape[1]
     call = torch.backends.cuda.SDPAParams(query, key, value, None, dropout, True, grouped)
     return bool(torch.backends.cuda.can_use_cudnn_attention(call))

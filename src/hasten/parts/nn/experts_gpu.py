@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hasten.parts.kernels.gpu_operators import gpu_operator
+from hasten.parts.kernels.gpu_operators import gpu_operator, launch, why_no_triton
 from hasten.parts.kernels.registry import is_refused
 from hasten.parts.nn import fused_gpu
 
@@ -43,7 +43,8 @@ FEW: Final = 256  # experts whose numbers fit in one byte, which sorts in one pa
 
 def why_not(device: str) -> str:
     """Why the fused experts can't run on a device, in one sentence; empty when they can."""
-    reason = fused_gpu.why_not(device).replace("the fused layers", "the fused experts")
+    homes = "processors and NVIDIA GPUs"
+    reason = why_no_triton(torch.device(device), "the fused experts are", homes)
     if not reason and not hasattr(F, "grouped_mm"):
         return "the fused experts take torch.nn.functional.grouped_mm, which this torch lacks"
     return reason
@@ -130,7 +131,7 @@ def _product(one: Tensor, other: Tensor, ends: Tensor) -> Tensor:
 
 def _launch(name: str, *args: Any, **fixed: Any) -> None:
     kernels = importlib.import_module("hasten.parts.kernels.experts_triton")
-    fused_gpu.launch(getattr(kernels, name), *args, **fixed)
+    launch(getattr(kernels, name), *args, **fixed)
 
 
 def _shape(n: int) -> dict[str, int]:

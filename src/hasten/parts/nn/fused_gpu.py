@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from hasten.parts.kernels.gpu_operators import gpu_operator
-from hasten.parts.kernels.registry import LEAST_CAPABILITY
+from hasten.parts.kernels.gpu_operators import gpu_operator, launch, why_no_triton
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 16_384  # numbers of a row that one program of a norm holds; more would leave registers
@@ -35,16 +34,6 @@ PROGRAMS = 1024  # at most, of a backward norm: each writes a row of partial sum
 ON_A_TILE = 4096  # numbers of a program that turns heads
 CROSS_ENTROPY = "cross_entropy"  # the kernel's name where it is checked
 LOGITS_BLOCK = 8192  # numbers of a row of logits that a program reads at once
-
-
-def launch(kernel: Any, programs: tuple[int, ...], x: Tensor, *others: Any, **fixed: Any) -> None:
-    """Run a kernel on the GPU of ``x``, its first argument; Triton would take the current one."""
-    device = x.get_device()  # below 0: a processor's tensor, for the interpreter
-    if device < 0 or device == torch.cuda.current_device():
-        kernel[programs](x, *others, **fixed)
-        return
-    with torch.cuda.device(device):
-        kernel[programs](x, *others, **fixed)
 
 
 @functools.cache
@@ -58,19 +47,20 @@ def _launch(name: str, *args: Any, **fixed: Any) -> None:
 
 def why_not(device: str) -> str:
     """Why these operations can't run on a device, in one sentence; empty when they can."""
-    kind = torch.device(device).type
-    if kind != "cuda":
-        return f"the fused layers are for processors and NVIDIA GPUs, not for {kind}"
-    if torch.version.hip is not None:  # torch calls AMD's GPUs cuda, too
-        return "the fused layers are for NVIDIA GPUs: their kernels were never tried on ROCm"
-    if importlib.util.find_spec("triton") is None:
-        return "the fused layers take Triton on a GPU, which isn't installed: pip install triton"
-    if torch.cuda.is_available():
-        capability = torch.cuda.get_device_capability(torch.device(device))
-        if capability < LEAST_CAPABILITY:
-            have, need = (".".join(map(str, c)) for c in (capability, LEAST_CAPABILITY))
-            return f"Triton takes compute capability {need} or later, and this GPU has {have}"
-    return ""
+    homes = "processors and NVIDIA GPUs"
+    return why_no_triton(torch.device(device), "the fused layers are", homes)
+
+
+def has_kernels(device: str) -> bool:
+    """Returns True if Triton's kernels run on a device."""
+    # A compiler that looks through here takes no cache, and asks once for its graph.
+    ask = _asked.__wrapped__ if torch.compiler.is_compiling() else _asked
+    return ask(device)
+
+
+@functools.cache
+def _asked(device: str) -> bool:
+    return not why_not(device)
 
 
 def fits(*tensors: Tensor) -> bool:

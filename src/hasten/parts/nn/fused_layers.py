@@ -35,6 +35,7 @@ from hasten.parts.nn.fused_functions import (
     rotate,
     swiglu,
 )
+from hasten.parts.nn.quantised import QuantisedLinear
 
 # Fused code on a model that is cut over ranks: kernels see plain tensors, this rank's part.
 #
@@ -224,13 +225,20 @@ def _plain_adapter(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, float] | None
         and isinstance(scale, float | int)
         and (isinstance(dropout, nn.Identity) or not layer.training)
         and all(_is_bare(one) for one in (down, up))
-        and not any((base._forward_hooks, base._backward_hooks, base._backward_pre_hooks))
+        and _may_be_overwritten(base)
         and not is_cut(*(one for one in (base, down, up) if hasattr(one, "weight")))
         and down.weight.dtype == up.weight.dtype == x.dtype
         and not torch.is_autocast_enabled(x.device.type)
         and not torch.compiler.is_compiling()
     )
     return (down.weight, up.weight, float(scale)) if plain else None
+
+
+def _may_be_overwritten(layer: Any) -> bool:
+    """Returns True if nobody but the caller has the output of a layer: no hook, no own forward."""
+    hooks = (layer._forward_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    known = rebind.plain_class(layer) in (nn.Linear, QuantisedLinear)
+    return known and "forward" not in vars(layer) and not any(hooks)
 
 
 def _is_bare(layer: Any) -> bool:

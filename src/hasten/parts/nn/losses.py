@@ -39,7 +39,7 @@ from hasten.parts.data.collate import TokenizedExample, padded
 from hasten.parts.kernels import products
 from hasten.parts.kernels import rowwise as row_kernels
 from hasten.parts.kernels.registry import is_refused
-from hasten.parts.nn import fused_gpu, quantised_gpu
+from hasten.parts.nn import fused_gpu
 from hasten.parts.nn.causal_lm import causal_lm, trunk
 from hasten.parts.nn.fused_functions import matmul
 from hasten.parts.nn.head_form import (
@@ -292,7 +292,7 @@ def kernel_of_loss(logits: Tensor) -> Callable[[Tensor, Tensor, int], Tensor] | 
         fits = row_kernels.fits(logits) and row_kernels.library().library is not None
         return row_losses if fits else None
     fits = fused_gpu.fits(logits) and logits.is_contiguous()
-    runs = not is_refused(fused_gpu.CROSS_ENTROPY) and quantised_gpu.has_kernels(str(logits.device))
+    runs = not is_refused(fused_gpu.CROSS_ENTROPY) and fused_gpu.has_kernels(str(logits.device))
     return fused_gpu.cross_entropy_ if fits and runs else None
 
 

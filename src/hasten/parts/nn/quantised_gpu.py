@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from hasten.parts.kernels.gpu_operators import gpu_operator
+from hasten.parts.kernels.gpu_operators import gpu_operator, launch
 from hasten.parts.kernels.registry import is_refused
 from hasten.parts.nn import fused_gpu
 
@@ -62,24 +62,13 @@ def may_widen(codes: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _runs(kernel: str, x: Tensor) -> bool:
-    return x.device.type == "cuda" and not is_refused(kernel) and has_kernels(str(x.device))
-
-
-def has_kernels(device: str) -> bool:
-    """Returns True if Triton's kernels run on a device."""
-    # A compiler that looks through here takes no cache, and asks once for its graph.
-    ask = _asked.__wrapped__ if torch.compiler.is_compiling() else _asked
-    return ask(device)
-
-
-@functools.cache
-def _asked(device: str) -> bool:
-    return not fused_gpu.why_not(device)
+    there = x.device.type == "cuda" and not is_refused(kernel)
+    return there and fused_gpu.has_kernels(str(x.device))
 
 
 def _launch(name: str, *args: Any, **fixed: Any) -> None:
     kernels = importlib.import_module("hasten.parts.kernels.few_bits_triton")
-    fused_gpu.launch(getattr(kernels, name), *args, **fixed)
+    launch(getattr(kernels, name), *args, **fixed)
 
 
 def row_warps(block: int) -> int:
