@@ -2,8 +2,8 @@
 
     python benchmarks/bench_gpu_parts.py [attention|loss|sum|float8|host]
 
-Each line has the milliseconds of a part by each way, medians over rounds in turns, forward and back
-for attention. ``host`` has the microseconds of a call on small tensors, without waiting for the GPU.
+Each line has the milliseconds of a part by each way, medians over rounds in turns; of attention,
+forward and back. ``host`` has the microseconds of a call on small tensors, without waiting.
 Without a GPU only torch's ways run, on the processor: that is for ``--smoke``.
 """
 
@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from smoke import arguments
@@ -145,7 +146,7 @@ def bench_float8(rounds: int) -> None:
     for rows, n in MATRICES:
         x = draw(rows, n)
         for side in ("by_rows", "by_columns", "by_both"):
-            ways = both_ways(quantised_gpu.FLOAT8, lambda x=x, s=side: getattr(rounding, s)(x))
+            ways = both_ways(quantised_gpu.FLOAT8, partial(getattr(rounding, side), x))
             show(f"float8 {side.replace('_', ' ')}, {rows:,} x {n:,}", ways, rounds)
 
 

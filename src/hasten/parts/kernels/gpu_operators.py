@@ -1,9 +1,8 @@
 """Triton's kernels as operators of torch under ``hasten_gpu::``: where they run, and the launch.
 
-Operators are defined so that a call takes little time on the host.
-``torch.library.custom_op`` runs some Python of its own for autograd in each call, 25 to 40 us
-on the host. That is longer than a small kernel takes. An operator of a ``torch.library.Library``
-goes from torch's dispatcher straight to its function.
+An operator of ``torch.library.custom_op`` runs Python for autograd in each call. That takes 25
+to 40 us on the host, longer than a small kernel takes. An operator of a
+``torch.library.Library`` goes from torch's dispatcher straight to its function.
 
 So these operators have no gradients of their own, and write none of their arguments. They are
 called in the forward and backward pass of a ``torch.autograd.Function``. A compiled graph keeps

@@ -235,10 +235,10 @@ def _plain_adapter(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, float] | None
 
 
 def _may_be_overwritten(layer: Any) -> bool:
-    """Returns True if nobody but the caller has the output of a layer: no hook, no own forward."""
+    """Returns True if no other code can hold a layer's output: no hook, no forward of its own."""
     hooks = (layer._forward_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    known = rebind.plain_class(layer) in (nn.Linear, QuantisedLinear)
-    return known and "forward" not in vars(layer) and not any(hooks)
+    usual_class = rebind.plain_class(layer) in (nn.Linear, QuantisedLinear)
+    return usual_class and "forward" not in vars(layer) and not any(hooks)
 
 
 def _is_bare(layer: Any) -> bool:

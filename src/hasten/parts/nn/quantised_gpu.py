@@ -62,8 +62,8 @@ def may_widen(codes: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _runs(kernel: str, x: Tensor) -> bool:
-    there = x.device.type == "cuda" and not is_refused(kernel)
-    return there and fused_gpu.has_kernels(str(x.device))
+    allowed = x.device.type == "cuda" and not is_refused(kernel)
+    return allowed and fused_gpu.has_kernels(str(x.device))
 
 
 def _launch(name: str, *args: Any, **fixed: Any) -> None:
