@@ -4,7 +4,8 @@
 // a linear layer is the case that libraries are slow in: both factors have k as their rows.
 //
 //   (1) C is cut into slabs, one task each, so that what a slab needs stays in the second cache
-//   (2) for each chunk of k: A's rows and B's columns of the slab are laid out as tiles
+//   (2) for each chunk of k: B's columns of the slab are laid out as tiles; of A 32 rows at a time,
+//       or all rows of the slab where A is turned
 //   (3) 2 x 2 tiles of C at a time run over the chunk; sums go on from chunk to chunk in float
 //   (4) after the last chunk they are rounded once and written, added to what is there if wanted
 #include <algorithm>
@@ -54,19 +55,26 @@ void lay_out(const Matrix& x, bool contiguous, int64_t at, int64_t width, int64_
 // 32 x 32 sums to the output, of which ``rows`` x ``columns`` exist.
 template <class Out>
 void write(const float* sums, Out* out, int64_t stride, int64_t rows, int64_t columns, bool add) {
-  for (int64_t r = 0; r < rows && r < 32; r++)
-    for (int64_t c = 0; c < columns && c < 32; c += TILE) {
-      __mmask16 mask = upto(columns - c);
-      __m512 v = _mm512_load_ps(sums + (r / TILE * 2 + c / TILE) * 256 + r % TILE * TILE);
-      Out* to = out + r * stride + c;
-      if constexpr (sizeof(Out) == 4) {
-        if (add) v = _mm512_add_ps(v, _mm512_maskz_loadu_ps(mask, to));
-        _mm512_mask_storeu_ps(to, mask, v);
-      } else {
-        if (add) v = _mm512_add_ps(v, widen(_mm256_maskz_loadu_epi16(mask, to)));
-        _mm256_mask_storeu_epi16(to, mask, narrow(v));
+  __mmask16 left = upto(columns), right = upto(columns - TILE);
+  for (int64_t r = 0; r < rows && r < 32; r++) {
+    const float* at = sums + r / TILE * 512 + r % TILE * TILE;
+    __m512 v = _mm512_load_ps(at), w = _mm512_load_ps(at + 256);
+    Out* to = out + r * stride;
+    if constexpr (sizeof(Out) == 4) {
+      if (add) {
+        v = _mm512_add_ps(v, _mm512_maskz_loadu_ps(left, to));
+        w = _mm512_add_ps(w, _mm512_maskz_loadu_ps(right, to + TILE));
       }
+      _mm512_mask_storeu_ps(to, left, v);
+      _mm512_mask_storeu_ps(to + TILE, right, w);
+    } else {
+      if (add) {
+        v = _mm512_add_ps(v, widen(_mm256_maskz_loadu_epi16(left, to)));
+        w = _mm512_add_ps(w, widen(_mm256_maskz_loadu_epi16(right, to + TILE)));
+      }
+      _mm512_mask_storeu_epi16(to, upto32(columns), (__m512i)_mm512_cvtne2ps_pbh(w, v));
     }
+  }
 }
 
 // Ask for the lines that will be written, so that they are there when the sums are.
@@ -75,57 +83,86 @@ void expect(const Out* out, int64_t stride, int64_t rows) {
   for (int64_t r = 0; r < rows && r < 32; r++) __builtin_prefetch(out + r * stride, 1);
 }
 
+// Ask for a part of the next 32 rows of A, so that they are near when they are laid out.
+inline void expect_rows(const Matrix& a, int64_t row, int64_t k, int64_t steps, int64_t part,
+                        int64_t parts) {
+  int64_t lines = steps * 32, each = tiles(lines, parts);
+  for (int64_t l = part * each; l < (part + 1) * each && l < lines; l++)
+    __builtin_prefetch(a.at + (row + l % 32) * a.stride + k + l / 32 * DEPTH, 0, 2);
+}
+
 template <class Out>
 void slab(const Matrix& a, const Matrix& b, const Slab& s, int64_t k, int64_t chunk, Out* out,
           int64_t stride, bool add) {
   thread_local Scratch a_memory, b_memory, c_memory;
   int64_t blocks_m = tiles(s.rows, 32), blocks_n = tiles(s.columns, 32);
   int64_t most = tiles(chunk, DEPTH);
-  bf16* at = a_memory.get<bf16>(blocks_m * 2 * most * WORDS);
+  bf16* at = a_memory.get<bf16>((a.transposed ? blocks_m : 1) * 2 * most * WORDS);
   bf16* bt = b_memory.get<bf16>(blocks_n * 2 * most * WORDS);
   float* ct = c_memory.get<float>(chunk < k ? blocks_m * blocks_n * 1024 : 1024);
   for (int64_t from = 0; from < k; from += chunk) {
-    int64_t depth = k - from < chunk ? k - from : chunk, steps = tiles(depth, DEPTH);
-    bool last = from + chunk >= k;
-    lay_out<true>(a, !a.transposed, s.m, s.rows, from, depth, at);
+    int64_t depth = std::min(chunk, k - from), steps = tiles(depth, DEPTH);
+    auto block = [&](const bf16* strip, int64_t i, int64_t j) {
+      bool last = from + chunk >= k;
+      float* c = chunk < k ? ct + (j * blocks_m + i) * 1024 : ct;
+      Out* to = out + (s.m + i * 32) * stride + s.n + j * 32;
+      if (last) expect(to, stride, s.rows - i * 32);
+      if (from) load_c(c, 512, 256, 64);
+      else zero_c();
+      multiply(strip, steps * WORDS, bt + j * 2 * steps * WORDS, steps * WORDS, steps);
+      store_c(c, 512, 256, 64);
+      if (last) write(c, to, stride, s.rows - i * 32, s.columns - j * 32, add);
+    };
     lay_out<false>(b, b.transposed, s.n, s.columns, from, depth, bt);
-    for (int64_t j = 0; j < blocks_n; j++)
-      for (int64_t i = 0; i < blocks_m; i++) {
-        float* c = chunk < k ? ct + (j * blocks_m + i) * 1024 : ct;
-        Out* to = out + (s.m + i * 32) * stride + s.n + j * 32;
-        if (last) expect(to, stride, s.rows - i * 32);
-        if (from) load_c(c, 512, 256, 64);
-        else zero_c();
-        multiply(at + i * 2 * steps * WORDS, steps * WORDS, bt + j * 2 * steps * WORDS,
-                 steps * WORDS, steps);
-        store_c(c, 512, 256, 64);
-        if (last)
-          write(c, to, stride, s.rows - i * 32, s.columns - j * 32, add);
+    if (a.transposed) {
+      lay_out<true>(a, false, s.m, s.rows, from, depth, at);
+      for (int64_t j = 0; j < blocks_n; j++)
+        for (int64_t i = 0; i < blocks_m; i++) block(at + i * 2 * steps * WORDS, i, j);
+      continue;
+    }
+    for (int64_t i = 0; i < blocks_m; i++) {
+      int64_t row = s.m + i * 32;
+      lay_out<true>(a, true, row, std::min<int64_t>(32, s.rows - i * 32), from, depth, at);
+      for (int64_t j = 0; j < blocks_n; j++) {
+        if (s.rows - i * 32 >= 64) expect_rows(a, row + 32, from, steps, j, blocks_n);
+        block(at, i, j);
       }
+    }
   }
 }
 
-int64_t chunk_of(int64_t k) { return k <= 384 ? k : 256; }
-
 struct Cut {
-  int64_t rows, columns;  // of a slab
+  int64_t rows, columns, chunk;  // of a slab
 };
 
 // Slabs whose tiles and sums lie in the second cache, cut so that the thread with the most to do
-// has the least: products, and laying out tiles, which costs more where a matrix is turned.
-Cut cut(const Matrix& a, const Matrix& b, int64_t m, int64_t n, int64_t chunk, int threads) {
-  double lay_a = a.transposed ? .34 : .08, lay_b = b.transposed ? .2 : .13;  // cycles per number
+// has the least: products, sums put aside between chunks, and laying out tiles, which costs more
+// where a matrix is turned. In cycles, measured.
+Cut cut(const Matrix& a, const Matrix& b, int64_t m, int64_t n, int64_t k, int threads) {
+  double lay_a = a.transposed ? .6 : .2, lay_b = b.transposed ? .8 : .4;  // per number
   double best = 0;
-  Cut found{32, 32};
-  for (int64_t down = 1; down <= tiles(m, 32); down++)
+  Cut found{m, n, k};  // of nothing: zeros
+  if (!k) return found;
+  // A turned A is laid out whole: small chunks keep it near.
+  for (int64_t chunk : {int64_t(256), int64_t(384), int64_t(1024), k}) {
+    if (chunk > k || (a.transposed && chunk > 384)) continue;
+    bool aside = chunk < k;
     for (int64_t across = 1; across <= tiles(n, 32); across++) {
-      int64_t rows = tiles(tiles(m, down), 32) * 32, columns = tiles(tiles(n, across), 32) * 32;
-      if (rows * columns * 4 + (rows + columns) * chunk * 2 > CACHE) continue;
-      int64_t rounds = tiles(tiles(m, rows) * tiles(n, columns), threads);
-      double cost = rounds * (rows * columns * .004 + rows * lay_a + columns * lay_b);
-      if (best == 0 || cost < best) best = cost, found = {rows, columns};
+      int64_t columns = tiles(tiles(n, across), 32) * 32;
+      if (columns * chunk * 2 > CACHE) continue;
+      for (int64_t down = 1; down <= tiles(m, 32); down++) {
+        int64_t rows = tiles(tiles(m, down), 32) * 32;
+        int64_t numbers = (columns + (a.transposed ? rows : 32)) * chunk;
+        if (numbers * 2 + aside * rows * columns * 4 > CACHE) continue;
+        int64_t rounds = tiles(tiles(m, rows) * tiles(n, columns), threads);
+        double cost = rounds * (rows * columns * (.0022 * k + .2 + aside * .2 * tiles(k, chunk)) +
+                                k * (rows * lay_a + columns * lay_b));
+        if (best == 0 || cost < best) best = cost, found = {rows, columns, chunk};
+        if (rows == 32 || rounds > 64) break;
+      }
       if (columns == 32) break;
     }
+  }
   return found;
 }
 
@@ -139,13 +176,15 @@ void products(const std::vector<Group>& groups, Out* out, int64_t stride, bool a
   struct Task {
     const Group* group;
     Slab slab;
+    int64_t chunk;
   };
   std::vector<Task> tasks;
   for (const Group& g : groups) {
-    Cut c = cut(g.a, g.b, g.m, g.n, chunk_of(g.k), groups.size() > 1 ? 1 : threads);
+    Cut c = cut(g.a, g.b, g.m, g.n, g.k, groups.size() > 1 ? 1 : threads);
     for (int64_t j = 0; j < g.n; j += c.columns)
       for (int64_t i = 0; i < g.m; i += c.rows)
-        tasks.push_back({&g, {i, std::min(c.rows, g.m - i), j, std::min(c.columns, g.n - j)}});
+        tasks.push_back({&g, {i, std::min(c.rows, g.m - i), j, std::min(c.columns, g.n - j)},
+                         c.chunk});
   }
 #pragma omp parallel num_threads(threads)
   {
@@ -155,7 +194,7 @@ void products(const std::vector<Group>& groups, Out* out, int64_t stride, bool a
       const Group& g = *tasks[t].group;
       const Slab& s = tasks[t].slab;
       if (g.k)
-        slab(g.a, g.b, s, g.k, chunk_of(g.k), out + g.out, stride, add);
+        slab(g.a, g.b, s, g.k, tasks[t].chunk, out + g.out, stride, add);
       else if (!add)
         for (int64_t i = 0; i < s.rows; i++)
           std::memset(out + g.out + (s.m + i) * stride + s.n, 0, s.columns * sizeof(Out));
