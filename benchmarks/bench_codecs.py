@@ -18,18 +18,19 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 
 import torch
 from smoke import arguments
 from torch import Tensor
 
+from hasten.machine import host
 from hasten.parts.comm.codecs import CastCodec, QuantisedCodec
 from hasten.parts.kernels import build, codec_reference
 from hasten.parts.kernels import codec as compiled
 
 RANKS = 4
-PLAIN = "-march=native"
 COLUMNS = ("encode", "feedback", "in place", "by chance", "decode", "add", "mean of 4")
 Turns = dict[str, tuple[Callable[[], object], int]]  # column: a turn, and the tensors it handles
 
@@ -120,8 +121,8 @@ class Bench:
 
 def library(processor: str) -> Callable[[], build.LoadedLibrary]:
     """What stands for ``codec.library`` while kernels for that processor have their turn."""
-    flags = (PLAIN if flag.startswith(PLAIN[:7]) else flag for flag in build.FLAGS)
-    vars(build)["FLAGS"] = tuple(flag.replace("native", processor) for flag in flags)
+    limit = replace(host.isa_limit(), compiler_flags=(f"-march={processor}",))
+    vars(build)["isa_limit"] = lambda: limit
     build.build_library.cache_clear()
     found = build.build_library("codec")
     if found.library is None:
@@ -163,7 +164,7 @@ def main() -> None:
     print(
         f"{asked.numbers / 1e6:.1f} M numbers, one thread, {rounds} rounds, torch "
         f"{torch.__version__}, kernels for {asked.processor}; this processor "
-        f"{'has' if 'avx512f' in build.processor_flags() else 'lacks'} AVX-512"
+        f"{'has' if 'avx512f' in host.processor_flags() else 'lacks'} AVX-512"
     )
     print(f"| GB/s of float32 | {' | '.join(COLUMNS)} |")
     print("|---|" + "---|" * len(COLUMNS))

@@ -65,7 +65,7 @@ class Bench:
 
         self.chosen, self.place, self.variants = chosen, place, VARIANTS
         self.names = list(chosen.variants or VARIANTS)
-        self.env = machine.environment(chosen.allocator, chosen.threads)
+        self.env = machine.environment(chosen.allocator, chosen.threads, chosen.isa)
         self.env["TORCHINDUCTOR_CACHE_DIR"] = str(place / "inductor")  # empty at the first round
         self.machine = machine
         self.found: dict[str, Any] = {
@@ -73,6 +73,7 @@ class Bench:
             "allocator": chosen.allocator,
             "threads": chosen.threads,
             "machine": machine.description(),
+            "instruction_sets": machine.instruction_sets_used(self.env),
             "versions": machine.versions(chosen.peers),
             "variants": self.names,
             "not_installed": {},
@@ -203,6 +204,7 @@ def sweep(seconds: float, out: Path) -> None:
 
 
 def arguments() -> argparse.Namespace:
+    from step.machine import ISAS
     from step.variant import VARIANTS
 
     parser = argparse.ArgumentParser(
@@ -227,6 +229,7 @@ def arguments() -> argparse.Namespace:
     add("--max-wait", type=float, default=600.0, help="seconds, then it runs all the same")
     add("--timeout", type=float, default=3600.0, help="seconds of one run")
     add("--sweep-seconds", type=float, default=SWEEP_SECONDS, help="for MFU; 0: none")
+    add("--isa", choices=sorted(ISAS), help="the most that any library may use")
     add("--seed", type=int, default=0)
     add("--json", type=Path, help="raw numbers, written after each run")
     add("--folder", type=Path, help="where to work; a temporary place if left out")

@@ -20,12 +20,28 @@ KEEPING = {
     "MALLOC_TRIM_THRESHOLD_": "8000000000",
     "MALLOC_TOP_PAD_": "67108864",
 }
+# What oneDNN (and hasten, which keeps its limit), torch's own kernels and MKL may use
+ISAS = {
+    "avx2": {
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    },
+    "avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "MKL_ENABLE_INSTRUCTIONS": "AVX512"},
+    "avx512_bf16": {
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX512",
+    },
+}
 PACKAGES = ("hasten", "torch", "transformers", "peft", "accelerate", "trl", "lightning", "datasets")
 LOOK_EVERY = 5.0  # seconds, while waiting for a quiet machine
 
 
-def environment(kind: str, threads: int) -> dict[str, str]:
-    """The environment of every variant's process; ``kind`` is glibc, tcmalloc or none."""
+def environment(kind: str, threads: int, isa: str | None = None) -> dict[str, str]:
+    """The environment of every variant's process; ``kind`` is glibc, tcmalloc or none.
+
+    ``isa`` limits the instruction sets of all libraries alike (:data:`ISAS`).
+    """
     env = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
     env |= {
         "OMP_NUM_THREADS": str(threads),
@@ -35,6 +51,8 @@ def environment(kind: str, threads: int) -> dict[str, str]:
         "HF_DATASETS_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if isa is not None:
+        env |= ISAS[isa]
     if kind == "glibc":
         env |= KEEPING
     elif kind == "tcmalloc":
@@ -44,6 +62,26 @@ def environment(kind: str, threads: int) -> dict[str, str]:
             raise SystemExit(f"tcmalloc isn't on this machine: install {package}, or take glibc")
         env["LD_PRELOAD"] = library
     return env
+
+
+def instruction_sets_used(env: dict[str, str]) -> list[str]:
+    """What oneDNN and MKL say that they use, and how hasten's kernels multiply bf16."""
+    code = (
+        "import torch\n"
+        "a = torch.randn(512, 512)\n"
+        "torch.mm(a, a), torch.mm(a.bfloat16(), a.bfloat16())\n"
+        "from hasten.parts.kernels import products\n"
+        "print('hasten multiplies bf16 by', products.unit(torch.bfloat16))"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", code],
+        env=env | {"ONEDNN_VERBOSE": "1", "MKL_VERBOSE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    marks = ("info,cpu,isa", "exec,cpu,matmul", "MKL_VERBOSE oneMKL", "hasten multiplies")
+    lines = [line for line in said.stdout.splitlines() if any(mark in line for mark in marks)]
+    return [line[:160] for line in lines]
 
 
 def missing(python: str, packages: Sequence[str]) -> list[str]:

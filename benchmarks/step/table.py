@@ -73,6 +73,7 @@ def circumstances(found: dict[str, Any]) -> list[str]:
     return [
         f"{found['machine']['short']}, {found['threads']} threads, allocator {found['allocator']}, "
         f"load before runs {min(loads):.1f}-{max(loads):.1f}{rate}{flops}",
+        *found["instruction_sets"],
         ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
         f"{rounds} rounds, {settings['steps']} steps of which {settings['warmup']} warm up",
     ]

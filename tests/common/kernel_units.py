@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from hasten.machine.host import processor_flags
 from hasten.parts.kernels import products
-from hasten.parts.kernels.build import SOURCES, LoadedLibrary, build_library, processor_flags
+from hasten.parts.kernels.build import SOURCES, LoadedLibrary, build_library
 
 FORMATS = {"float32": torch.float32, "floats": torch.bfloat16, "pairs": torch.bfloat16}
 if products.tile_library().library:

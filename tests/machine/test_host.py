@@ -10,15 +10,18 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hasten.machine import host
 from hasten.machine.host import (
     NetworkCard,
     NumaNode,
     SystemLimits,
     cards,
     hardware,
+    isa_limit,
     limits,
     mounts,
     numa_nodes,
+    processor_flags,
 )
 
 linux = pytest.mark.skipif(platform.system() != "Linux", reason="reads Linux's files")
@@ -186,3 +189,26 @@ def test_a_mount_is_listed_once_and_names_with_blanks_are_read(tmp_path: Path) -
 def test_this_machine_is_within_its_memory() -> None:
     found = hardware()
     assert 0 < found.memory_limit_bytes <= found.memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("limit", "allowed", "target"),
+    [
+        ("", {"avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile"}, "native"),
+        ("AVX512_CORE_BF16", {"avx2", "avx512f", "avx512_bf16"}, "x86-64-v4"),
+        ("avx512_core", {"avx2", "avx512f"}, "x86-64-v4"),
+        ("AVX2", {"avx2"}, "x86-64-v3"),
+    ],
+)
+def test_onednns_limit_of_instruction_sets_holds_for_the_kernels_too(
+    monkeypatch: pytest.MonkeyPatch, limit: str, allowed: set[str], target: str
+) -> None:
+    text = "flags : fpu avx2 avx512f avx512_bf16 avx512_fp16 amx_tile\n"
+    monkeypatch.setattr(host, "_read", lambda path: text)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    processor_flags.cache_clear()
+    try:
+        assert processor_flags() == {"fpu", *allowed}
+        assert isa_limit().compiler_flags[0] == f"-march={target}"
+    finally:
+        processor_flags.cache_clear()

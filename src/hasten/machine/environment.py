@@ -274,3 +274,8 @@ def ranks_here(world: World) -> int:
     """Returns the launcher's number of ranks on this machine; all ranks if it isn't set."""
     rank_place = place_of(os.environ)
     return max(1, rank_place.local_size or rank_place.size) if rank_place else world.size
+
+
+def isa_variable() -> str:
+    """oneDNN's limit of instruction sets in the user's environment; empty: none."""
+    return os.environ.get("ONEDNN_MAX_CPU_ISA", "")

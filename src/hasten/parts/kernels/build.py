@@ -31,11 +31,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from hasten.machine.host import isa_limit, processor_flags
+
 SOURCES = Path(__file__).parent / "cpu"
 FOLDER = Path("~/.cache/hasten/kernels")
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = (
-    *("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp"),
+    *("-O3", "-std=c++17", "-fPIC", "-fopenmp"),
     *("-fno-math-errno", "-fno-trapping-math"),
     "-fno-thread-jumps",  # a clamped number would become a branch, and its loop no vectors
 )
@@ -88,10 +90,11 @@ def _kernels(*names: str, folder: Path | None = None) -> _Target:
     # Two OpenMP runtimes in one process would each keep threads and let them spin against each
     # other: link the one that torch has loaded.
     runtime = _loaded("libgomp")
+    wide = (WIDE,) if "avx512f" in processor_flags() else ()
     return _Target(
         name="-".join(names),
         sources=tuple(folder / f"{name}.cpp" for name in names),
-        flags=(*FLAGS, WIDE) if "avx512f" in processor_flags() else FLAGS,
+        flags=(*FLAGS, *isa_limit().compiler_flags, *wide),
         libraries=(runtime or "-fopenmp",),
         depends=(*(h.read_text() for h in sorted(folder.glob("*.h"))), str(runtime)),
     )
@@ -239,19 +242,6 @@ def _key(compiler: str, target: _Target) -> str:
     digest.update(repr((compiler, stamp.st_size, stamp.st_mtime_ns, target.flags)).encode())
     digest.update(repr((sorted(processor_flags()), target.libraries, target.depends)).encode())
     return digest.hexdigest()[:16]
-
-
-@functools.cache
-def processor_flags() -> frozenset[str]:
-    """The processor's instruction sets; empty if the system doesn't report them."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
-    for line in lines:
-        if line.startswith(("flags", "Features")):
-            return frozenset(line.split(":", 1)[1].split())
-    return frozenset()
 
 
 def _loaded(name: str) -> str | None:

@@ -24,7 +24,9 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from hasten.parts.kernels.build import LoadedLibrary, build_library, processor_flags
+from hasten.machine.environment import isa_variable
+from hasten.machine.host import processor_flags
+from hasten.parts.kernels.build import LoadedLibrary, build_library
 
 WORTH_THREADS = 10_000_000  # FLOPs below which one thread is done before a second is awake
 TILES = ("amx_tile", "amx_bf16", "avx512bw", "avx512_bf16")
@@ -42,7 +44,9 @@ def tile_library() -> LoadedLibrary:
     """The compiled kernels for AMX, or why there are none."""
     missing = [name for name in TILES if name not in processor_flags()]
     if missing:
-        return LoadedLibrary(None, f"this processor has no {missing[0]}")
+        limit = isa_variable()
+        why = f", or ONEDNN_MAX_CPU_ISA={limit} does not allow it" if limit else ""
+        return LoadedLibrary(None, f"this processor has no {missing[0]}{why}")
     loaded = build_library("tile_product", "tile_attention")
     if loaded.library is not None and not loaded.library.amx_ready():
         return LoadedLibrary(None, "the system does not let this process use AMX")
