@@ -5,7 +5,7 @@ VENV := .venv
 # and systems refuse such a line with a space in a path or more than 127 characters.
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
-CODE := src tests tools benchmarks scripts examples
+CODE := src tests tools benchmarks scripts examples notebooks
 MINUTES ?= 600
 JOBS ?= 1
 

@@ -3,7 +3,7 @@
     python benchmarks/bench_auto.py [--budget 3m] [--rounds 8] [--change KEY=VALUE] [RECIPE ...]
     python benchmarks/bench_auto.py --planted 3 [--budget 3m] [--change KEY=VALUE]
 
-For each recipe: a choice is raced anew; the techniques of the first plan are measured as a
+For each recipe: plans are compared again; the techniques of the first plan are measured as a
 cumulative; then the choice, the best row of the cumulative, the whole first plan (which a forecast
 alone would take) and the job without techniques take turns. Printed are the choice, the best row,
 ratios with their intervals, and the time of the search with its share of an hour's training.
@@ -100,7 +100,7 @@ def _planted(asked: argparse.Namespace) -> None:
             taken = name in choice.entries
             right += taken == wanted
             change = next((n for n in ratios if name in n.split()), None)
-            speed = "not raced" if change is None else f"{change} {_interval(ratios[change])}"
+            speed = "not compared" if change is None else f"{change} {_interval(ratios[change])}"
             cells.append(f"{'taken' if taken else 'dropped'} ({speed})")
         row = (str(run), *cells, f"{right} of {len(names)}", f"{choice.seconds:.0f} s")
         print(f"| {' | '.join(row)} |", flush=True)

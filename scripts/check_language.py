@@ -5,9 +5,11 @@
     python scripts/check_language.py --list RULE [FOLDER]   # every place of one rule
     python scripts/check_language.py --shrink   # store today's lower counts as the new limits
 
-Names: vague variables, arguments and functions of ``src``. Sentences: docstrings, messages and help
-texts of ``src`` and the pages of ``docs``. ``scripts/language_limits.json`` has a limit for each
-package and rule; a limit only gets lower.
+Names: vague ones (``VAGUE``) and those that replace them without more meaning (``EMPTY``), for
+variables, attributes, arguments, functions, classes and aliases of ``src``; capitals and leading
+underscores don't matter. Sentences: docstrings, messages and help texts of ``src``, the pages of
+``docs``, README and CONTRIBUTING. ``scripts/language_limits.json`` has a limit for each package and
+rule; a limit only gets lower.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ VAGUE = frozenset(
         "mine",
     ]
 )
+EMPTY = frozenset(["result", "data", "value", "item", "info", "obj", "tmp", "thing", "current"])
 MOST_WORDS = 25  # of a sentence
 FEWEST_WORDS = 4  # of a string that is a message
 PATTERNS = {
@@ -63,8 +66,10 @@ PATTERNS = {
     r"|\b(go|goes|went|gone|going) on\b",
 }
 EXPRESSIONS = {name: re.compile(pattern, re.MULTILINE) for name, pattern in PATTERNS.items()}
-RULES = ("name", *PATTERNS, "long")
-SENTENCE_END = re.compile(r"(?<=[.!?:])\s+(?=[A-Z`*\"'(])|\n\s*\n|\n\s*[-*|#>]|\n\s+\w[\w, *`]*: ")
+RULES = ("name", "empty", *PATTERNS, "long")
+SENTENCE_END = re.compile(
+    r"(?<=[.!?:])\s+(?=[A-Z`*\"'(])|\n\s*\n|\n\s*(?:[-*|#>]|\d+\. )|\n\s+\w[\w, *`]*: "
+)
 CODE = re.compile(r"```.*?```|``[^`]*``|`[^`]*`|\{[^{}]*\}|\]\([^)]*\)|<[^>]*>", re.DOTALL)
 
 
@@ -154,8 +159,11 @@ def of_python(folder: Path) -> Iterator[Violation]:
             line = getattr(node, "lineno", 0)
             place = f"{path.relative_to(ROOT)}:{line}"
             name = _stored_name(node)
-            if name in VAGUE:
-                yield Violation("name", package, place, str(name))
+            if name is not None:
+                word = name.strip("_").lower()
+                rule = "name" if word in VAGUE else "empty" if word in EMPTY else None
+                if rule is not None:
+                    yield Violation(rule, package, place, name)
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 text, is_docstring = node.value, id(node) in docstrings
                 if is_docstring or len(text.split()) >= FEWEST_WORDS:
@@ -164,9 +172,10 @@ def of_python(folder: Path) -> Iterator[Violation]:
 
 
 def of_pages(folder: Path) -> Iterator[Violation]:
-    """Violations in the pages of the documentation, the development log left out."""
-    for path in sorted(folder.rglob("*.md")):
-        if path.name == "log.md" or path.stem.endswith("zh-CN"):
+    """Violations in English pages: those of a folder, README and CONTRIBUTING."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(folder.rglob("*.md"))]
+    for path in pages:
+        if path.stem.endswith("zh-CN"):
             continue
         for rule, excerpt in of_text(path.read_text(), docstring=False):
             yield Violation(rule, "docs", str(path.relative_to(ROOT)), excerpt)
@@ -197,12 +206,19 @@ def _docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
 
 
 def _stored_name(node: ast.AST) -> str | None:
+    """The name that a node gives to something."""
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
         return node.id
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        return node.attr
     if isinstance(node, ast.arg):
         return node.arg
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return node.name
+    if isinstance(node, ast.ExceptHandler | ast.MatchAs):
+        return node.name
+    if isinstance(node, ast.alias):
+        return node.asname
     return None
 
 

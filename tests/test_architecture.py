@@ -42,7 +42,7 @@ NEVER: dict[str, set[str]] = {
     "integrations": {"recipe", "training"},
     "tune": {"planner"},
 }
-# Two modules may import more: what is kept of earlier races, and the form of a state on disk.
+# Two modules may import more: for stored choices, and for the form of a state on disk.
 BESIDES: dict[str, set[str]] = {
     "integrations/speed_up.py": {"recipe"},
     "core/state.py": {"parts"},

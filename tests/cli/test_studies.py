@@ -15,11 +15,11 @@ from hasten.report.runs import section, studies_of
 SPEED = {
     "said": "1.500× of the speed with PRECISION=autocast. 3 trials; 3 trials were done.",
     "trials": [
-        {"log_rate": None, "changes": {"RECOMPUTE": "activation_checkpointing"}},
+        {"log_rate": None, "changes": {"ACTIVATION_CHECKPOINTING": "activation_checkpointing"}},
         {"log_rate": 0.4055, "changes": {"PRECISION": "autocast"}},
         {"log_rate": 0.0, "changes": {}},
     ],
-    "importance": {"PRECISION": 0.9, "RECOMPUTE": 0.1, "LOSS": 0.0},
+    "importance": {"PRECISION": 0.9, "ACTIVATION_CHECKPOINTING": 0.1, "LOSS": 0.0},
 }
 LEARNING = {
     "study": "learning",
@@ -47,7 +47,7 @@ def test_studies_are_told_newest_first_with_their_best_trials(tmp_path: Path) ->
     assert text.index("study of learning: No significant") < text.index("study of speed: 1.500×")
     assert "1.500× in its trial  PRECISION=autocast" in text
     assert text.index("PRECISION=autocast\n") < text.index("as the recipe\n  what mattered")
-    assert "what mattered: PRECISION 90%, RECOMPUTE 10%" in text
+    assert "what mattered: PRECISION 90%, ACTIVATION_CHECKPOINTING 10%" in text
     assert "loss 3.2176  learning_rate=0.004" in text
     assert str(tmp_path / "studies" / "a" / "study.html") in text
 

@@ -93,7 +93,7 @@ instances = pytest.mark.parametrize("technique", INSTANCES, ids=str)
 # and one dense architecture and one of experts stand for all.
 INSIDE = {
     *(Slot.ADAPTER, Slot.ROUTING, Slot.ATTENTION, Slot.LAYERS, Slot.EXPERTS, Slot.LOSS),
-    *(Slot.OBJECTIVE, Slot.RECOMPUTE, Slot.COMPILE, Slot.LAYOUT),
+    *(Slot.OBJECTIVE, Slot.ACTIVATION_CHECKPOINTING, Slot.COMPILE, Slot.LAYOUT),
 }
 
 

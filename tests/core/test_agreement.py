@@ -13,7 +13,7 @@ from hasten.core.job import WorkCounts
 from hasten.core.setup import NoCompression, RankSync, SumsEachStep
 from hasten.parts.comm import streaming_local_sgd as parts
 from hasten.parts.comm.codecs import codec
-from hasten.techniques.communication.local import Apart, Stream
+from hasten.techniques.communication.local import LocalCommunication, Stream
 from tiny import language_job, run, session_of
 
 
@@ -36,7 +36,9 @@ def test_by_default_counts_and_the_wish_to_stop_are_summed_in_one_go() -> None:
 def test_a_wire_that_is_an_agreement_takes_the_place_of_the_default() -> None:
     session = session_of(language_job())
     assert not session.setup.rank_sync.diverged
-    session.setup.communication = Apart(session.setup, "stream", lambda parameters: None)  # type: ignore[arg-type,return-value]
+    session.setup.communication = LocalCommunication(
+        session.setup, "stream", lambda parameters: None
+    )  # type: ignore[arg-type,return-value]
     assert isinstance(session.setup.communication, RankSync)
     assert session.setup.rank_sync is session.setup.communication
     assert not isinstance(NoCompression(), RankSync)
@@ -45,7 +47,9 @@ def test_a_wire_that_is_an_agreement_takes_the_place_of_the_default() -> None:
 def test_ranks_that_train_apart_take_the_others_to_have_what_they_have() -> None:
     setup = session_of(language_job()).setup
     setup.layout.size = 3  # type: ignore[misc]
-    communication = Apart(setup, "stream", lambda weights: parts.Stream(weights, codec("int4"), 2))
+    communication = LocalCommunication(
+        setup, "stream", lambda weights: parts.Stream(weights, codec("int4"), 2)
+    )
     counts, stop = communication.counts(WorkCounts(1, 5, 8, 4, 25), stop=True)
     assert astuple(counts) == (3, 15, 24, 12, 75)
     assert not stop  # until an exchange has told the others

@@ -24,7 +24,14 @@ from hasten.techniques import CATALOGUE
 from hasten.techniques.batch import GradientAccumulation
 from tiny import examples, job_context, language_job, session_of, tiny_config, tiny_model
 
-EDITS = {Slot.ROUTING, Slot.ATTENTION, Slot.LAYERS, Slot.LOSS, Slot.RECOMPUTE, Slot.COMPILE}
+EDITS = {
+    Slot.ROUTING,
+    Slot.ATTENTION,
+    Slot.LAYERS,
+    Slot.LOSS,
+    Slot.ACTIVATION_CHECKPOINTING,
+    Slot.COMPILE,
+}
 EDITS |= {Slot.PRECISION, Slot.LAYOUT}
 
 

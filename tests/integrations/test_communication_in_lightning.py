@@ -106,6 +106,6 @@ def test_what_lightning_decides_itself_is_refused(
         with_techniques(two, module_of(tiny_model()), loader(), [GROUPED])
     sharded = trainer_of(tmp_path)
     monkeypatch.undo()
-    monkeypatch.setattr(lightning, "WHOLE", ("DDPStrategy",))
+    monkeypatch.setattr(lightning, "REPLICATED", ("DDPStrategy",))
     with pytest.raises(InputError, match="SingleDeviceStrategy deals the model out"):
         with_techniques(sharded, module_of(tiny_model()), loader(), [GROUPED])

@@ -153,7 +153,7 @@ def test_a_race_of_this_model_and_data_decides_and_its_gain_is_expected_and_comp
         "speed_up: packed, document_attention joined, as plan: auto chose for this model and data "
         f"on {day}: about 3.00 times its speed\n  left out: "
     )
-    assert "bf16=True or fp16=True (hasten train: 2.00 times the speed by it, raced on" in line
+    assert "bf16=True or fp16=True (hasten train: 2.00 times the speed by it, measured on" in line
     assert "prefetched: the Trainer" in line
     assert "checkpoints" not in line  # what the other run asked for beside its plan
     caplog.clear()
@@ -226,7 +226,7 @@ def test_without_a_race_the_figures_of_the_machine_decide_and_the_speed_is_compa
     trainer.args.max_steps = WATCHED_STEPS
     trainer.train()
     (line,) = said(caplog)
-    assert "what that gains isn't known, since no race of this model and data is kept" in line
+    assert "the gain isn't known, since no comparison for this model and data is stored" in line
 
 
 def test_a_trainer_of_another_kind_is_refused() -> None:

@@ -129,7 +129,7 @@ def run_together(together: Sequence[Any]) -> MicroBatch:
 class ScalesLoss(Technique):
     """Leaves a step's gradients too large by a factor, as a wrong division does."""
 
-    slot = Slot.RECOMPUTE  # any slot that the other planted ones leave free
+    slot = Slot.ACTIVATION_CHECKPOINTING  # any slot that the other planted ones leave free
 
     @property
     def fidelity(self) -> Fidelity:

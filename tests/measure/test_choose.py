@@ -239,7 +239,7 @@ def test_a_choice_is_kept_for_the_same_job_and_no_other(
     assert kept_choice(recipe_from(sums, "a test"), SilentProgress(), tmp_path) == again
     other = recipe_from({**sums, "cutoff_len": 24}, "a test")
     assert kept_choice(other, SilentProgress(), tmp_path) is None
-    assert "--fresh races again" in again.why
+    assert "--fresh compares again" in again.why
     for change in ({"cutoff_len": 24}, {"plan": {"auto": {"fidelity": "exact"}}}):
         with pytest.raises(AssertionError, match="raced again"):
             chosen({**sums, **change}, tmp_path, never)
@@ -279,7 +279,7 @@ def test_without_time_for_a_race_a_forecast_chooses(sums: dict[str, Any], tmp_pa
     values = {**sums, "auto_budget": None}
     found = choose(recipe_from(values, "a test"), SilentProgress(), folder=tmp_path)
     assert found.source == "forecast"
-    assert "too short to race plans" in found.why
+    assert "too short to compare plans" in found.why
     assert "labelled_token_loss" in found.entries
     assert not list(tmp_path.glob("*.json"))
 
@@ -393,7 +393,7 @@ def test_the_same_code_chooses_on_a_gpu(
     found = chosen({**sums, "device": "auto"}, tmp_path, race(speeds, steady(0.02, 1)))
     assert ("bf16_master_weights" in found.entries) == bf16
     assert "labelled_token_loss" in found.entries
-    reasons = {row.name: row.why for row in found.rows if row.decision == "leave-one-out"}
+    reasons = {row.name: row.why for row in found.rows if row.decision == "left out"}
     assert "fused_adamw" in found.entries
     assert bf16 or "no bf16 units" in reasons["bf16_master_weights"]
 

@@ -51,7 +51,7 @@ def test_what_autograd_keeps_is_counted_by_hand() -> None:
     with watch.watching():
         y = (x @ weight).exp()  # keeps x for the weight's gradient, and exp's own result
         z = y.sum()  # keeps nothing
-    assert sum(watch.kept.values()) == 4 * (10 * 6 + 10 * 4)
+    assert sum(watch.storages.values()) == 4 * (10 * 6 + 10 * 4)
     z.backward()
     torch.testing.assert_close(weight.grad, x.t() @ y.detach())
 

@@ -17,8 +17,9 @@ def repository(tmp_path: Path) -> Path:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "src/hasten").mkdir(parents=True)
     shutil.copy(ROOT / "scripts/release.sh", tmp_path / "scripts")
-    (tmp_path / "pyproject.toml").write_text('version = "1.2.3"\n')
-    (tmp_path / "src/hasten//__init__.py").write_text('__version__ = "1.2.3"\n')
+    project = 'version = "1.2.3"\n[project.urls]\nRepository = "https://example.org/x"\n'
+    (tmp_path / "pyproject.toml").write_text(project)
+    (tmp_path / "src/hasten/__init__.py").write_text('__version__ = "1.2.3"\n')
     (tmp_path / "CHANGELOG.md").write_text("## 1.2.3 (2026-11-21)\n")
     (tmp_path / "Makefile").write_text("lint test:\n\t@echo checks >&2; exit 1\n")
     who = ("-c", "user.name=x", "-c", "user.email=x@y")
@@ -48,6 +49,13 @@ def test_a_wrong_version_is_refused(repository: Path, words: tuple[str, ...], sa
     code, told = released(repository, *words)
     assert code != 0
     assert said in told
+
+
+def test_a_project_without_an_address_is_refused(repository: Path) -> None:
+    project = repository / "pyproject.toml"
+    project.write_text('version = "1.2.3"\n[project.urls]\n')
+    subprocess.run(["git", "update-index", "--assume-unchanged", project], cwd=repository)
+    assert "has no address" in released(repository, "1.2.3")[1]
 
 
 def test_a_tree_that_isn_t_clean_is_refused(repository: Path) -> None:

@@ -216,7 +216,9 @@ def test_what_did_not_act_is_left_out_of_the_winner_and_said(
 
     def seconds(s: dict[str, Any]) -> float:  # both are best, as far as trials can tell
         fast = 0.01 if s["PRECISION"] == "autocast" else 0.02
-        return fast * (0.999 if s["RECOMPUTE"] == "activation_checkpointing" else 1.0)
+        return fast * (
+            0.999 if s["ACTIVATION_CHECKPOINTING"] == "activation_checkpointing" else 1.0
+        )
 
     machine = Machine(space, seconds, start=0.0)
     monkeypatch.setattr(RecipeSubject, "start", lambda self, point: machine.start(point))
@@ -226,7 +228,7 @@ def test_what_did_not_act_is_left_out_of_the_winner_and_said(
     found = api.tune(given.recipe, 600, options)
     winner = found.report["winner"]
     assert winner["idle"] == ["activation_checkpointing"]
-    assert winner["measured"]["RECOMPUTE"] == "activation_checkpointing"
+    assert winner["measured"]["ACTIVATION_CHECKPOINTING"] == "activation_checkpointing"
     assert winner["changes"] == {"PRECISION": "autocast"}
     assert "activation_checkpointing did not act in the measured plan and is left out" in " ".join(
         found.text.replace("# ", "").split()
@@ -241,7 +243,7 @@ def _place_of_both(study: Any, rows: Sequence[dict[str, Any]]) -> int | None:
         settings = row.get("settings", {})
         if (
             settings.get("PRECISION") == "autocast"
-            and settings.get("RECOMPUTE") == "activation_checkpointing"
+            and settings.get("ACTIVATION_CHECKPOINTING") == "activation_checkpointing"
         ):
             return place
     return None

@@ -157,7 +157,9 @@ def test_a_technique_that_did_not_act_is_left_out_and_its_slot_is_empty() -> Non
     found = plan_space(
         catalogue(), Plan(), FACTS, only=("precision", "activation_checkpointing", "layers")
     )
-    point = found.space.point({"PRECISION": "autocast", "RECOMPUTE": "activation_checkpointing"})
+    point = found.space.point(
+        {"PRECISION": "autocast", "ACTIVATION_CHECKPOINTING": "activation_checkpointing"}
+    )
     nearer, lost = found.without(point, ["activation_checkpointing", "never_heard_of"])
     assert lost == ["activation_checkpointing"]
     assert [t.name() for t in found.plan(nearer)] == ["autocast"]
@@ -168,7 +170,7 @@ def test_what_the_recipe_has_itself_stays_though_it_did_not_act() -> None:
     known = {kind.name(): kind for kind in catalogue()}
     base = Plan([known["autocast"](), known["weight_average"]()])
     found = plan_space(catalogue(), base, FACTS, only=("precision", "activation_checkpointing"))
-    point = found.space.point({"RECOMPUTE": "activation_checkpointing"})
+    point = found.space.point({"ACTIVATION_CHECKPOINTING": "activation_checkpointing"})
     nearer, lost = found.without(point, ["autocast", "weight_average", "activation_checkpointing"])
     assert lost == ["activation_checkpointing"]
     assert set(found.plan(nearer)) == set(base)
@@ -176,7 +178,9 @@ def test_what_the_recipe_has_itself_stays_though_it_did_not_act() -> None:
 
 def test_without_what_others_need_nothing_is_taken_away() -> None:
     found = plan_space(catalogue(), Plan(), FACTS, only=("precision", "activation_checkpointing"))
-    point = found.space.point({"PRECISION": "autocast", "RECOMPUTE": "activation_checkpointing"})
+    point = found.space.point(
+        {"PRECISION": "autocast", "ACTIVATION_CHECKPOINTING": "activation_checkpointing"}
+    )
 
     def needs_autocast(p: tuple[int, ...]) -> str | None:
         return None if found.space.settings(p)["PRECISION"] == "autocast" else "needs autocast"

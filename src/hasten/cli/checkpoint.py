@@ -53,12 +53,12 @@ def ls(folder: Folder) -> None:
 @app.command("verify")
 def verify(folder: Folder) -> None:
     """Compare every byte with its hashes; exit code 4 if damaged."""
-    from hasten.parts.checkpoint import verify as whole
+    from hasten.parts.checkpoint import verify as read_verified
 
     damaged = 0
     for path in _all(folder):
         try:
-            whole(path, thorough=True)
+            read_verified(path, thorough=True)
         except ValueError as error:
             damaged += 1
             typer.echo(f"{path.name}  NOT WHOLE: {error}")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hasten.recipe.schema import Recipe
 
 UNITS = {"m": 1, "h": 60, "d": 1440}
-THERE = {"kubernetes": "/workspace"}  # work folders that don't mirror this machine's
+CONTAINER_WORKDIRS = {"kubernetes": "/workspace"}  # work folders that don't mirror this machine's
 BUCKET = "/checkpoints"
 
 
@@ -126,7 +126,7 @@ def launch(
         minutes=minutes_of(time),
         grace=grace,
         restarts=restarts,
-        workdir=workdir or THERE.get(target, str(Path.cwd())),
+        workdir=workdir or CONTAINER_WORKDIRS.get(target, str(Path.cwd())),
         python=python or (sys.executable if mirrored else "python3"),
         port=port,
         hosts=names,

@@ -143,7 +143,7 @@ def run(interruptible: bool = False) -> None:
         _say(error)
         sys.exit(error.code)
     except Exception as error:
-        if not _told(error):
+        if not _reported_by_supervisor(error):
             raise
         sys.exit(1)
 
@@ -168,13 +168,13 @@ def _refuse_other_flags(arguments: list[str]) -> None:
 
 
 def _say(error: Exception) -> None:
-    if _told(error):
+    if _reported_by_supervisor(error):
         return
     if not isinstance(error, SameOnAllRanksError) or world().is_main:
         print(f"hasten: {shown(str(error))}", file=sys.stderr)
 
 
-def _told(error: Exception) -> bool:
+def _reported_by_supervisor(error: Exception) -> bool:
     """Returns True if a supervisor reports the error, once for all ranks."""
     processes = sys.modules.get("hasten.machine.processes")  # a rank has imported it
     return processes is not None and bool(processes.write_exit_reason(error))

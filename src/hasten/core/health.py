@@ -396,8 +396,8 @@ class SlowLink:
 
     def __init__(self, tell: Callable[[str], None], rank: int = 0) -> None:
         self._tell, self._rank = tell, rank
-        self._seen: list[tuple[float, float, float, int]] = []
-        self._said = math.inf  # bytes per second when it was last told
+        self._exchanges: list[tuple[float, float, float, int]] = []
+        self._reported_rate = math.inf  # bytes per second when it was last told
 
     def note(self, metrics: StepMetrics) -> None:
         """A step is done."""
@@ -405,19 +405,19 @@ class SlowLink:
         if not exposed or not sent:
             return
         under_way = exposed + (metrics.hidden_communication_seconds or 0.0)
-        self._seen.append((metrics.step_seconds, exposed, under_way, sent))
-        if len(self._seen) == LOOK:
+        self._exchanges.append((metrics.step_seconds, exposed, under_way, sent))
+        if len(self._exchanges) == LOOK:
             self._look()
-            self._seen.clear()
+            self._exchanges.clear()
 
     def _look(self) -> None:
         step, exposed, under_way, sent = (
-            statistics.median(column) for column in zip(*self._seen, strict=True)
+            statistics.median(column) for column in zip(*self._exchanges, strict=True)
         )
         rate = sent / under_way
-        if exposed < LEAST or exposed < SHARE * step or rate > min(SLOW, self._said / 2):
+        if exposed < LEAST or exposed < SHARE * step or rate > min(SLOW, self._reported_rate / 2):
             return
-        self._said = rate
+        self._reported_rate = rate
         self._tell(
             f"the exchange between ranks is slow: a step waits {exposed:.2f} s of {step:.2f} s for "
             f"it, and rank {self._rank} sends its {sent / 1e6:,.2f} MB at {rate / 1e6:,.2f} MB/s, "

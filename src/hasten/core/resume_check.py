@@ -178,7 +178,7 @@ def _compare(
     communication = alone and any(entry["slot"] == Slot.COMMUNICATION.name for entry in either)
     if saved_entry is None or new_entry is None:
         states = (
-            f"on ({_words(entry['settings'])})" if entry else "off"
+            f"on ({_value_text(entry['settings'])})" if entry else "off"
             for entry in (saved_entry, new_entry)
         )
         (refused if lossy and not communication else allowed).append(
@@ -227,12 +227,12 @@ def _is_stretched(key: str, saved: Mapping[str, Any], new_settings: Mapping[str,
 
 
 def _phrase(key: str, saved: Any, new: Any) -> str:
-    return f"{key} was {_words(saved)} and is {_words(new)} now"
+    return f"{key} was {_value_text(saved)} and is {_value_text(new)} now"
 
 
-def _words(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{key}={_words(item)}" for key, item in value.items()) or "as usual"
+        return ", ".join(f"{key}={_value_text(item)}" for key, item in value.items()) or "as usual"
     return "none" if value is None else str(value)
 
 

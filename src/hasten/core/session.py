@@ -4,7 +4,7 @@ Only ``assemble`` contains the order of construction that PyTorch requires:
 
     build (a skeleton, if LAYOUT sends weights) -> ADAPTER, ROUTING
     -> EXPERTS, ATTENTION, LAYERS, LOSS, OBJECTIVE
-    -> LAYOUT.apply_pipeline, .apply_tensor_parallel -> RECOMPUTE -> COMPILE
+    -> LAYOUT.apply_pipeline, .apply_tensor_parallel -> ACTIVATION_CHECKPOINTING -> COMPILE
     -> PRECISION -> device -> LAYOUT.apply_data_parallel with COMMUNICATION
     -> OPTIMIZER over the parameters as they are now -> engine -> batches
 

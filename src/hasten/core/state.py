@@ -140,8 +140,10 @@ class _Places:
         anywhere = {name for names in layout.all_gather_object(mastered) for name in names}
         all_masters = [name for name in full_names if name in anywhere]
 
-        self._there: dict[str, str | None] = {}  # None: a copy, which its original stands for
-        self._here: dict[str, str] = {}
+        self._checkpoint_names: dict[
+            str, str | None
+        ] = {}  # None: a copy, which its original stands for
+        self._model_names: dict[str, str] = {}
         for name in session.loss_module.state_dict():
             self._add(name, f"{MODEL}/{name}", f"{MODEL}/{self._copies.get(name, name)}")
         self._count(OPTIMIZER, local_names, full_names)
@@ -153,19 +155,19 @@ class _Places:
     @property
     def local_names(self) -> Collection[str]:
         """This rank's places."""
-        return self._there
+        return self._checkpoint_names
 
     def full_name(self, name: str) -> str | None:
         """The name in a whole state; None for what another rank brings."""
         prefix, key = _split(name)
-        full_name = self._there.get(prefix, prefix)
+        full_name = self._checkpoint_names.get(prefix, prefix)
         return None if full_name is None else f"{full_name}{key}"
 
     def local_name(self, name: str) -> str | None:
         """The name here of what has ``name`` in a whole state; None for what is elsewhere."""
         prefix, key = _split(name)
-        if prefix in self._here:
-            return f"{self._here[prefix]}{key}"
+        if prefix in self._model_names:
+            return f"{self._model_names[prefix]}{key}"
         return None if prefix in self._elsewhere else name
 
     def _count(self, kind: str, local_names: Sequence[str], full_names: Sequence[str]) -> None:
@@ -175,8 +177,8 @@ class _Places:
             self._add(name, f"{kind}/{number}", f"{kind}/{original}")
 
     def _add(self, name: str, local_name: str, full_name: str) -> None:
-        self._there[local_name] = None if name in self._copies else full_name
-        self._here[full_name] = local_name
+        self._checkpoint_names[local_name] = None if name in self._copies else full_name
+        self._model_names[full_name] = local_name
 
 
 def _split(name: str) -> tuple[str, str]:

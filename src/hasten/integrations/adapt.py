@@ -44,9 +44,16 @@ from hasten.techniques.communication.compressed import Compressed
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.optimizer import FusedAdamW
 
-EDITS = (Slot.EXPERTS, Slot.ATTENTION, Slot.LAYERS, Slot.LOSS, Slot.RECOMPUTE, Slot.THREADS)
+EDITS = (
+    Slot.EXPERTS,
+    Slot.ATTENTION,
+    Slot.LAYERS,
+    Slot.LOSS,
+    Slot.ACTIVATION_CHECKPOINTING,
+    Slot.THREADS,
+)
 PROVEN = tuple(slot for slot in EDITS if slot is not Slot.THREADS)  # what changes a pass
-HERE = "train with `hasten train` for it"
+USE_HASTEN_TRAIN = "train with `hasten train` for it"
 NoContext = contextlib.nullcontext
 _LOG = logging.getLogger(__name__)
 
@@ -106,7 +113,7 @@ def prepare_host(
     plan = Plan(techniques)
     for technique in plan:
         if technique.slot not in host.offers:
-            instead = host.advice.get(technique.slot, HERE)
+            instead = host.advice.get(technique.slot, USE_HASTEN_TRAIN)
             raise InputError(
                 f"{technique.name()}: {host.name} doesn't let others decide "
                 f"{technique.slot.value}; {instead}"
@@ -124,8 +131,8 @@ def prepare_host(
     ):
         name = next(t.name() for t in plan if t.slot is Slot.COMMUNICATION)
         raise InputError(
-            f"{name}: it needs a step of hasten's own, which {host.name} isn't; {HERE}, or take "
-            "half, quantised, topk or powersgd"
+            f"{name}: it needs a step of hasten's own, which {host.name} isn't; "
+            f"{USE_HASTEN_TRAIN}, or take half, quantised, topk or powersgd"
         )
     return setup
 

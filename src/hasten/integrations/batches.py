@@ -298,13 +298,13 @@ class StepBatches:
         self.order, self.passes, self.rank, self.ranks = order, passes, rank, ranks
         self.epoch = 0
         self.first = 0  # batches of the epoch that an earlier run has had
-        self.given = 0  # batches of it that were handed out, those among them
+        self.handed_out = 0  # batches of it that were handed out, those among them
         self._trained = trained
         self._length = sum(1 for _ in self._batches(0))
 
     def set_epoch(self, epoch: int) -> None:
         if epoch != self.epoch:
-            self.epoch, self.first, self.given = epoch, 0, 0
+            self.epoch, self.first, self.handed_out = epoch, 0, 0
 
     @property
     def sampler(self) -> StepBatches:
@@ -368,9 +368,11 @@ class StepLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         """Begins with the first ``next``, because trainers may set the epoch after ``iter``."""
-        self.order.given = self.order.first
+        self.order.handed_out = self.order.first
         for batch in super().__iter__():
-            self.order.given += 1  # before it leaves: a checkpoint may be written while it is out
+            self.order.handed_out += (
+                1  # before it leaves: a checkpoint may be written while it is out
+            )
             yield batch
         self.order.first = 0
 
@@ -380,11 +382,11 @@ class StepLoader(DataLoader[Any]):
     def state_dict(self) -> dict[str, int]:
         """Where the batch comes from that follows the last one."""
         order = self.order
-        if order.given >= len(order):
+        if order.handed_out >= len(order):
             return {"epoch": order.epoch + 1, "batch": 0}
-        return {"epoch": order.epoch, "batch": order.given}
+        return {"epoch": order.epoch, "batch": order.handed_out}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on there, from the next ``iter`` on."""
         self.order.epoch = state["epoch"]
-        self.order.first = self.order.given = state["batch"]
+        self.order.first = self.order.handed_out = state["batch"]

@@ -68,7 +68,7 @@ class GivenLoader:
         self._repeated = 0  # examples of an epoch that come a second time
         if self._alike and isinstance(loader, DataLoader) and _is_plain(loader):
             self._share_out(loader)
-        self._told = _with_set_epoch(self._loader)
+        self._epoch_setters = _with_set_epoch(self._loader)
 
     @property
     def steps(self) -> int | None:
@@ -86,7 +86,7 @@ class GivenLoader:
         Raises:
             InputError: two ranks get the same first batch.
         """
-        for one in self._told:
+        for one in self._epoch_setters:
             one.set_epoch(number)
         source = iter(self._loader)
         first = list(itertools.islice(source, 1))

@@ -184,7 +184,7 @@ class _Comparison:
         steps: int,
         context: JobContext,
     ) -> None:
-        self.known, self._model, self._optimizer = context, model, optimizer
+        self.context, self._model, self._optimizer = context, model, optimizer
         rank_loader = GivenLoader(loader, context.world, deal=True)
         most = int((rounds + 1) * steps / (1 - EVAL_DATA)) + 1
         drawn = [rows[0].batch for rows in itertools.islice(rank_loader.epoch(0), most)]
@@ -218,7 +218,7 @@ class _Comparison:
         ]
         for trained in copies:
             trained.close()
-        if self.known.world.size > 1:  # what the first rank measured: all decide alike
+        if self.context.world.size > 1:  # what the first rank measured: all decide alike
             dist.broadcast_object_list(variants, src=0)
         return variants[0], variants[1]
 
@@ -229,14 +229,14 @@ class _Comparison:
                 "batches are dictionaries; give loss_fn=, a function of (output, labels)"
             )
         loss, name = usual_loss(target)
-        _say(self.known, f"no loss_fn was given, so {name} is taken")
+        _say(self.context, f"no loss_fn was given, so {name} is taken")
         return loss
 
     def _copy(self, plan: Plan) -> _Copy:
         model, optimizer = copy.deepcopy((self._model, self._optimizer))
         switches: dict[str, Any] = {SWITCHES[t.slot]: t for t in plan}
         trainer = OptimizedTrainer(model, optimizer, self.loss_fn, **switches)
-        return _Copy(trainer, self._batches, self.known)
+        return _Copy(trainer, self._batches, self.context)
 
 
 class _Rounds:

@@ -174,7 +174,7 @@ HOST = TrainerAdapter(
         Slot.ALLOCATOR: "start the program with the variables that `hasten check` names",
     },
 )
-WHOLE = ("SingleDeviceStrategy", "DDPStrategy")  # every process holds the whole model
+REPLICATED = ("SingleDeviceStrategy", "DDPStrategy")  # every process holds the whole model
 
 
 def with_techniques(
@@ -369,7 +369,7 @@ def _check(trainer: Any, loader: Any, plan: Iterable[Technique]) -> None:
             "torchrun, so that techniques know of each other"
         )
     strategy = type(trainer.strategy).__name__
-    if strategy not in WHOLE:
+    if strategy not in REPLICATED:
         raise InputError(
             f"{strategy} deals the model out or has a step of its own, and techniques work on a "
             'whole one; give lightning.Trainer strategy="ddp", or train with `hasten train`'

@@ -111,12 +111,12 @@ def _chosen(  # noqa: C901  # a clause for each reason
 ) -> tuple[list[Technique], SpeedNote]:
     """The techniques that a trainer can carry together; a warning names them and the others."""
     agreeing = context.world.size == 1 or dist.is_initialized()  # else each rank is by itself
-    kept_choice = _kept(context, rows) if agreeing else None
+    kept_choice = _stored_choice(context, rows) if agreeing else None
     if kept_choice is None:
         wanted = [kind() for kind in CATALOGUE if kind.auto == "usual"]
     else:
-        raced = Plan.from_list(kept_choice.choice.entries, CATALOGUE)
-        wanted = [technique for technique in raced if technique.auto != "no"]
+        stored_plan = Plan.from_list(kept_choice.choice.entries, CATALOGUE)
+        wanted = [technique for technique in stored_plan if technique.auto != "no"]
     chosen: list[Technique] = []
     left_out: dict[Technique, str] = {}
     for technique in Plan(wanted):
@@ -155,8 +155,8 @@ def _chosen(  # noqa: C901  # a clause for each reason
     return chosen, note
 
 
-def _kept(context: JobContext, rows: Any) -> KeptChoice | None:
-    """A choice that was raced on this machine, with this model and data; None without one."""
+def _stored_choice(context: JobContext, rows: Any) -> KeptChoice | None:
+    """The stored choice for this machine, model and data; None without one."""
     from hasten.measure.choose import kept_choices
 
     choices = kept_choices(context)
@@ -208,9 +208,8 @@ def _more(technique: Technique, context: JobContext, kept_choice: KeptChoice | N
     """
     ratio = None if kept_choice is None else _without(kept_choice, technique)
     if kept_choice is not None and ratio is not None and ratio < 1:
-        return (
-            f" (hasten train: {1 / ratio:.2f} times the speed by it, raced on {kept_choice.date})"
-        )
+        speed = f"{1 / ratio:.2f} times the speed"
+        return f" (hasten train: {speed} by it, measured on {kept_choice.date})"
     if technique.unsupported_reasons(context):
         return ""
     gain = technique.gain(context)
@@ -229,7 +228,7 @@ class SpeedNote:
     def __init__(
         self, kept_choice: KeptChoice | None, expected: float | None, context: JobContext
     ) -> None:
-        self._expected, self._known, self._date = (
+        self._expected, self._context, self._date = (
             expected,
             context,
             "" if kept_choice is None else kept_choice.date,
@@ -257,25 +256,25 @@ class SpeedNote:
         """Records a step; at the last of the measured steps, reports the speed."""
         if self._steps >= WATCHED_STEPS:
             return
-        if self._known.on_gpu:
-            torch.accelerator.synchronize(self._known.device)  # a step's time is its own
+        if self._context.on_gpu:
+            torch.accelerator.synchronize(self._context.device)  # a step's time is its own
         seconds = time.perf_counter() - self._last
         tokens, _ = count.take()
         self._steps += 1
         if tokens is not None and self._steps > WARM_UP:
             self._speeds.append(tokens / max(seconds, 1e-9))
         if self._steps == WATCHED_STEPS and self._speeds:
-            _LOG.warning("%s", self._told(statistics.median(self._speeds)))
+            _LOG.warning("%s", self._speed_text(statistics.median(self._speeds)))
         self.begin()
 
-    def _told(self, speed: float) -> str:
+    def _speed_text(self, speed: float) -> str:
         sentence = f"speed_up: steps {WARM_UP + 1} to {WATCHED_STEPS} ran at {speed:,.0f} tokens/s"
         if self._plain is None:
             return (
-                f"{sentence}; what that gains isn't known, since no race of this model and data is "
-                "kept: hasten train --choose-only RECIPE does one"
+                f"{sentence}; the gain isn't known, since no comparison for this model and data is "
+                "stored: hasten train --choose-only RECIPE does one"
             )
-        if self._known.world.size > 1:
+        if self._context.world.size > 1:
             return f"{sentence} on this rank"
         hoped = "" if self._expected is None else f" (about {self._expected:.2f} was expected)"
         return (

@@ -63,7 +63,7 @@ def benchmark(
             return examples_in(batch)
 
         samples, seconds = _timed(step, loader, epochs)
-    return _told(samples, seconds)
+    return _rate_of_all_ranks(samples, seconds)
 
 
 def loss_of(model: nn.Module, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | None) -> Tensor:
@@ -97,7 +97,7 @@ def _timed(
     return samples, seconds
 
 
-def _told(samples: list[int], seconds: list[float]) -> float:
+def _rate_of_all_ranks(samples: list[int], seconds: list[float]) -> float:
     """The rate of all ranks, printed by the first."""
     size = max(len(samples) // BLOCKS, 1)
     starts = range(0, len(samples) - size + 1, size)

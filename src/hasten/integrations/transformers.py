@@ -152,7 +152,7 @@ def _check(trainer: Trainer, technique: Technique) -> None:  # noqa: C901  # a c
     if slot is Slot.SAMPLER and own_loader:
         raise InputError(f"{name}: {kind.__name__} draws its examples itself; leave it out")
     twice = args.gradient_checkpointing or getattr(args, "activation_checkpointing", False)
-    if slot is Slot.RECOMPUTE and twice:
+    if slot is Slot.ACTIVATION_CHECKPOINTING and twice:
         raise InputError(
             f"{name}: TrainingArguments' activation_checkpointing (gradient_checkpointing) "
             "recomputes the same blocks; set it to False, or leave the technique out"

@@ -66,15 +66,17 @@ from hasten.recipe.schema import AutoPlan, Recipe
 from hasten.recipe.suggest import entry_of
 from hasten.techniques.layout.ddp import DDP
 
-FOLDER = Path("~/.cache/hasten/choices")  # of this user; None of it is needed to train
+FOLDER = Path("~/.cache/hasten/choices")  # of this user; training doesn't need it
 LONGEST_SECONDS, SHARE = 180.0, 0.05  # a search takes at most so long, and this share of a training
-FIRST_RACE = 0.65  # of the budget: the rest is for changes together, and no technique at all
+FIRST_SHARE = 0.65  # of the budget: the rest is for changes together, and no technique at all
 FORECAST = 0.01  # of expected logarithms of speed: less is no promise
-LEAST_UNSEEN = 0.96  # without such a promise nothing is lost by leaving out what can't be told from
-# noise, unless it may be more than this
-ALIKE = 0.02  # a technique is left out if training without it loses no more than this, surely
+LEAST_UNSEEN = 0.96  # without such a forecast a technique within noise is left out, unless
+# training without it may be slower than this
+ALIKE = 0.02  # a technique is left out if training without it is at most this much slower (95 %)
 PROBE_STEPS = 3
-RACE = Design(rounds=30, steps=3, warmup=2, longest_warmup=6, evaluations=0, eliminate=True, seed=1)
+COMPARISON = Design(
+    rounds=30, steps=3, warmup=2, longest_warmup=6, evaluations=0, eliminate=True, seed=1
+)
 PLAIN, FIRST, TOGETHER = "no techniques", "first plan", "all changes"
 Source = Literal["measured", "forecast", "remembered"]
 _LOG = logging.getLogger(__name__)
@@ -82,7 +84,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ChoiceRow:
-    """One technique, or one plan of a race.
+    """One technique, or one plan of a comparison.
 
     ``ratio`` is its speed over the first plan's: median, low and high.
     """
@@ -181,7 +183,7 @@ def choose(
 
 @dataclass(frozen=True)
 class KeptChoice:
-    """A choice of an earlier race, with its day, its file and the data that it was raced on."""
+    """A stored choice, with its date, its file and the examples that it was measured on."""
 
     choice: Choice
     date: str
@@ -226,7 +228,7 @@ def kept_choice(recipe: Recipe, audience: Audience, folder: Path | None = None) 
 def choose_by_forecast(
     recipe: Recipe, context: JobContext, why: str, more: Iterable[type[Technique]] = ()
 ) -> Choice:
-    """The first plan, of ranks that a launcher has started, or where there is no time to race."""
+    """The initial plan, for ranks that a launcher started, or without time for a comparison."""
     settings = recipe.auto_plan or AutoPlan()
     technique_candidates = candidates(recipe, context, settings.fidelity, more)
     base_plan = plan_of(recipe.model_copy(update={"auto_plan": None}), context)
@@ -250,17 +252,19 @@ class PlanComparison:
         more: tuple[type[Technique], ...],
     ) -> None:
         self._subject, self._audience = subject, audience
-        self._recipe, self._known = subject.recipe, subject.context
+        self._recipe, self._context = subject.recipe, subject.context
         self._began = time.monotonic()
-        self._found = candidates(self._recipe, self._known, settings.fidelity, more)
+        self._candidates = candidates(self._recipe, self._context, settings.fidelity, more)
         self._plain = Plan(t for t in subject.plan if t.slot is not Slot.CHECKPOINT)
         saving = [t for t in subject.plan if t.slot is Slot.CHECKPOINT]
-        self._saving = Plan(saving)  # joins the choice, and isn't raced
-        first = first_plan(self._found, self._plain, self._known)
+        self._saving = Plan(saving)  # joins the choice, and isn't compared
+        first = first_plan(self._candidates, self._plain, self._context)
         self._slots = self._micro_batch(first)
-        self._first, self._fitted = fitted_to_memory(first, self._recipe, self._known, self._slots)
+        self._first, self._fitted = fitted_to_memory(
+            first, self._recipe, self._context, self._slots
+        )
         self._pool: WorkerPool | None = None
-        self._variants: list[Variant] = []  # of the first race
+        self._variants: list[Variant] = []  # of the first comparison
 
     def run(self) -> Choice:
         """Compares the plans; if there is no comparison, the choice contains the reason.
@@ -287,7 +291,7 @@ class PlanComparison:
         path = folder / "recipe.yaml"
         folder.mkdir(parents=True, exist_ok=True)
         path.write_text(self._recipe.to_yaml())
-        with WorkerPool(folder, self._known.device, fork=True, recipe=path) as pool:
+        with WorkerPool(folder, self._context.device, fork=True, recipe=path) as pool:
             self._pool = pool
             budget = self._recipe.auto_budget
             if budget is None:
@@ -295,22 +299,22 @@ class PlanComparison:
                 if why:
                     return self._forecast(why)
             self._audience.tell(
-                f"plan: auto: racing {len(variants)} changes of {self._first} for "
+                f"plan: auto: comparing {len(variants)} changes of {self._first} for "
                 f"{duration(budget)} "
                 "at most"
             )
-            return self._raced(variants, budget)
+            return self._compared(variants, budget)
 
     def _micro_batch(self, plan: Plan) -> int:
         """Slots of the largest micro-batch of the first steps."""
         data = self._subject.data
         if data is None:
             return 0
-        if self._known.world.size > 1 and Slot.LAYOUT not in plan:
+        if self._context.world.size > 1 and Slot.LAYOUT not in plan:
             plan = plan.with_(DDP())
-        job = job_of(self._recipe, data, self._known, plan)
+        job = job_of(self._recipe, data, self._context, plan)
         self._steps = job.schedule.total_steps
-        return largest_micro_batch(prepare(job, plan, self._known, Path(self._recipe.output)))
+        return largest_micro_batch(prepare(job, plan, self._context, Path(self._recipe.output)))
 
     def _own_budget(self, recipe: Path) -> tuple[float, str]:
         """Seconds for the search, from a start of the first plan; or why there is no time."""
@@ -328,10 +332,10 @@ class PlanComparison:
         step = statistics.median(s["step_seconds"] for s in steps[1:])
         training = self._steps * step
         budget = min(LONGEST_SECONDS, SHARE * training)
-        least = 2 * start + 2 * 2 * RACE.steps * step + sum(s["step_seconds"] for s in steps)
+        least = 2 * start + 2 * 2 * COMPARISON.steps * step + sum(s["step_seconds"] for s in steps)
         if budget < least:
             return budget, (
-                f"the training takes about {duration(training)}, too short to race plans for "
+                f"the training takes about {duration(training)}, too short to compare plans for "
                 f"{duration(least)}"
             )
         return budget, ""
@@ -344,14 +348,14 @@ class PlanComparison:
         last, and the one with the largest forecast is the last of all.
         """
         neighbours: dict[str, Plan] = {}
-        gains = {technique: expected_gain(technique, self._known) for technique in self._first}
+        gains = {technique: expected_gain(technique, self._context) for technique in self._first}
         for technique in sorted(self._first, key=gains.__getitem__):
             if technique.slot in self._plain or self._fitted:
                 continue
             neighbours[f"without {technique.name()}"] = with_document_attention(
                 self._first.without(technique)
             )
-        for candidate in self._found:
+        for candidate in self._candidates:
             technique = candidate.technique
             if candidate.refused or technique in self._first.techniques:
                 continue
@@ -361,7 +365,7 @@ class PlanComparison:
             base_plan = self._first if other is None else self._first.without(other)
             name = f"with {technique.name()}"
             name = name if other is None else f"{name} for {other.name()}"
-            neighbours[name] = with_document_attention(base_plan.with_(technique), self._found)
+            neighbours[name] = with_document_attention(base_plan.with_(technique), self._candidates)
         self._too_large = [n for n, p in neighbours.items() if not self._fits(p)]
         fit = [name for name in neighbours if name not in self._too_large]
 
@@ -373,14 +377,14 @@ class PlanComparison:
         return {name: neighbours[name] for name in sorted(fit, key=openness)}
 
     def _fits(self, plan: Plan) -> bool:
-        return fits_in_memory(plan, self._recipe, self._known, self._slots)
+        return fits_in_memory(plan, self._recipe, self._context, self._slots)
 
-    def _raced(self, variants: Mapping[str, Plan], budget: float) -> Choice:
+    def _compared(self, variants: Mapping[str, Plan], budget: float) -> Choice:
         """First every change by itself, then what they make together, and no technique at all."""
         ratios = (
-            self._ratios({FIRST: self._first, **variants}, FIRST_RACE * budget) if variants else {}
+            self._ratios({FIRST: self._first, **variants}, FIRST_SHARE * budget) if variants else {}
         )
-        founded = {t.name() for t in self._first if expected_gain(t, self._known) > FORECAST}
+        founded = {t.name() for t in self._first if expected_gain(t, self._context) > FORECAST}
         helped = {
             n for n, (_, verdict) in _verdicts(self._variants).items() if verdict.word == "helped"
         }
@@ -398,27 +402,29 @@ class PlanComparison:
         final: list[Variant] = []
         seconds_left = budget - (time.monotonic() - self._began)
         if seconds_left > 0 and plans[best] != self._plain:
-            final = self._race({name: plans[name] for name in dict.fromkeys(finals)}, seconds_left)
+            final = self._compare(
+                {name: plans[name] for name in dict.fromkeys(finals)}, seconds_left
+            )
         last = {variant.name: ratio for variant in final if (ratio := _ratio(variant)) is not None}
         if last:
             best = _best(last, reference=finals[0])
         elif not ratios:
-            return self._forecast("nothing could be raced within the budget")
+            return self._forecast("the budget was too short for a comparison")
         return self._choice(plans, best, ratios, final)
 
     def _ratios(self, plans: Mapping[str, Plan], seconds: float) -> dict[str, Interval]:
-        self._variants = self._race(plans, seconds)
+        self._variants = self._compare(plans, seconds)
         return {
             variant.name: ratio
             for variant in self._variants
             if (ratio := _ratio(variant)) is not None
         }
 
-    def _race(self, plans: Mapping[str, Plan], seconds: float) -> list[Variant]:
-        """Race plans against the first of them; it and the last one are never dropped."""
+    def _compare(self, plans: Mapping[str, Plan], seconds: float) -> list[Variant]:
+        """Compares plans with the first one; it and the last one are never dropped."""
         kinds: dict[str, Kind] = dict.fromkeys(plans, "cumulative")
         kinds |= {next(iter(plans)): "baseline", list(plans)[-1]: "all"}
-        design = replace(RACE, budget_seconds=seconds / (1 + GRACE), partial=True)
+        design = replace(COMPARISON, budget_seconds=seconds / (1 + GRACE), partial=True)
         measurement = measured(
             self._subject,
             plans,
@@ -456,20 +462,20 @@ class PlanComparison:
             others[FIRST] = 1.0
         nearest = max(others, key=others.__getitem__, default=None)
         verdicts, seconds = _verdicts(self._variants), time.monotonic() - self._began
-        raced = len({*ratios, *variants, FIRST})
-        reason = self._found_words(plans, verdicts, plan, f"{raced} plans in {duration(seconds)}")
+        count = len({*ratios, *variants, FIRST})
+        reason = self._reason(plans, verdicts, plan, f"{count} plans in {duration(seconds)}")
         return Choice(
-            entries=_entries(Plan([*plan, *self._saving]), self._known),
+            entries=_entries(Plan([*plan, *self._saving]), self._context),
             source="measured",
             why="; ".join(filter(None, (reason, self._fitted))),
-            rows=self._told(plans, verdicts, plan),
+            rows=self._choice_rows(plans, verdicts, plan),
             gain=gain,
             tokens_per_second=statistics.median(speeds) if speeds else None,
-            next_best=None if nearest is None else _entries(plans[nearest], self._known),
+            next_best=None if nearest is None else _entries(plans[nearest], self._context),
             seconds=round(seconds, 1),
         )
 
-    def _found_words(
+    def _reason(
         self,
         plans: Mapping[str, Plan],
         verdicts: Mapping[str, tuple[Interval, EffectVerdict]],
@@ -493,26 +499,26 @@ class PlanComparison:
         """The techniques that these changes add, or leave out."""
         return {t for name in names for t in set(plans[name]) ^ set(self._first)}
 
-    def _told(
+    def _choice_rows(
         self,
         plans: Mapping[str, Plan],
         verdicts: Mapping[str, tuple[Interval, EffectVerdict]],
         chosen: Plan,
     ) -> list[ChoiceRow]:
-        """A row for every change that was raced, and for every candidate that wasn't."""
+        """A row for every change that was compared, and for every candidate that wasn't."""
         rows = []
         for name, (ratio, verdict) in verdicts.items():
             taken = _applied(self._first, plans[name], chosen)
             decision = "taken" if taken else "not taken"
             rows.append(ChoiceRow(name, decision, verdict.text, ratio.summary()))
-        raced = self._tested(plans, verdicts)
+        compared = self._tested(plans, verdicts)
         rows += [ChoiceRow(n, "not taken", "memory would run out") for n in self._too_large]
-        for candidate in self._found:
+        for candidate in self._candidates:
             if candidate.refused:
-                rows.append(ChoiceRow(candidate.technique.name(), "leave-one-out", candidate.why))
-            elif candidate.technique not in raced:
+                rows.append(ChoiceRow(candidate.technique.name(), "left out", candidate.why))
+            elif candidate.technique not in compared:
                 taken = candidate.technique in chosen.techniques
-                why = f"no time to race it; forecast: {candidate.why}"
+                why = f"no time to compare it; forecast: {candidate.why}"
                 decision = "taken" if taken else "not taken"
                 rows.append(ChoiceRow(candidate.technique.name(), decision, why))
         return rows
@@ -522,7 +528,7 @@ class PlanComparison:
         reason = f"{why}, so a forecast chose"
         if self._fitted:
             reason += f" ({self._fitted})"
-        entries, rows = _entries(plan, self._known), _rows(self._found)
+        entries, rows = _entries(plan, self._context), _rows(self._candidates)
         seconds = round(time.monotonic() - self._began, 1)
         return Choice(entries, "forecast", reason, rows, seconds=seconds)
 
@@ -545,7 +551,7 @@ def _changes(
         ratio, technique = ratios.get(name), name.removeprefix("without ")
         if ratio is None or technique == name or name in helping or ratio.high < 1:
             continue
-        if ratio.rounds < 2:  # of its noise nothing is known
+        if ratio.rounds < 2:  # one round says nothing about noise
             continue
         if ratio.low > 1 - ALIKE or (technique not in founded and ratio.estimate >= LEAST_UNSEEN):
             alike.append(name)
@@ -556,7 +562,7 @@ def _changes(
 
 
 def _about(change: str) -> str:
-    """Which technique a change takes away; of one that adds some, its own name."""
+    """The technique that a change takes away; its own name if it only adds one."""
     for word in ("without ", " for "):
         if word in change:
             return change.rpartition(word)[2]
@@ -592,7 +598,7 @@ def _best(ratios: Mapping[str, Interval], reference: str = FIRST) -> str:
 
 
 def _ratio(variant: Variant) -> Interval | None:
-    """Its speed over the first plan's; None: it is that plan, or was never raced."""
+    """Its speed over the first plan's; None: it is that plan, or wasn't compared."""
     if variant.kind == "baseline" or not variant.baseline_rounds or variant.failed:
         return None
     # Decisions allow for no process variance.
@@ -618,7 +624,7 @@ def _rows(technique_candidates: Iterable[TechniqueCandidate]) -> list[ChoiceRow]
     def decision(candidate: TechniqueCandidate) -> str:
         if candidate.refused:
             return "left out"
-        return "taken" if candidate.usual else "not raced"
+        return "taken" if candidate.usual else "not compared"
 
     return [ChoiceRow(c.technique.name(), decision(c), c.why) for c in technique_candidates]
 
@@ -668,10 +674,10 @@ def _about_job(context: JobContext) -> dict[str, Any]:
 def _remembered(path: Path) -> Choice | None:
     def build(entry: Any) -> Choice:
         choice = Choice.from_dict(entry["choice"])
-        why = f"{choice.why}, on {entry['date']} ({path}; --fresh races again)"
+        why = f"{choice.why}, on {entry['date']} ({path}; --fresh compares again)"
         return replace(choice, source="remembered", why=why)
 
-    return cache.read(path, build, "plans are raced again")
+    return cache.read(path, build, "plans are compared again")
 
 
 def _remember(path: Path, choice: Choice, context: JobContext, settings: AutoPlan) -> None:

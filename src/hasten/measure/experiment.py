@@ -46,7 +46,7 @@ from hasten.measure.workers import WorkerError, WorkerPool, WorkerSpec
 
 SHARE = 0.92  # of the memory that is available: caches of the system want some, too
 GROUP = 3  # variants beside the baseline, where groups were asked for
-RACED_ROUNDS = 3  # of a race before a variant can be out of it: fewer say little of their own error
+RACED_ROUNDS = 3  # of a comparison before a variant can be dropped: fewer don't show their error
 ALIKE = 0.01  # an interval of this half-width around 1 is an answer, too
 Tell = Callable[[str, float], None]  # what happens now, and which share of the work is done
 
@@ -97,7 +97,7 @@ class Experiment:
         self.alive: dict[str, ArmProcess] = {}
         self.time = BudgetTracker(design, kinds, expected, record)
         self.fresh = design.grouping == "fresh"
-        self._read = 0  # events of the record that `_rounds` knows
+        self._read = 0  # events of the record that `_all_rounds` has
 
     def run(self) -> None:
         """Measure until no variant lacks a round."""
@@ -122,9 +122,9 @@ class Experiment:
         They are read again after new events.
         """
         if self._read < len(self.record.events):
-            self._known = Rounds(self.record.events, self.base, self.design)
+            self._all_rounds = Rounds(self.record.events, self.base, self.design)
             self._read = len(self.record.events)
-        return self._known
+        return self._all_rounds
 
     def _waiting(self) -> list[str]:
         """Variants that lack rounds, the baseline first and the result next; the rest as listed."""

@@ -274,7 +274,7 @@ def _one_pass(session: Session, micro_batch: MicroBatch, weights: Storages) -> d
         setup.clock = clock
     owner_bytes = {
         "gradients": sum(_without(gradients, weights).values()),
-        "activations": sum(_without(watch.kept, weights).values()),
+        "activations": sum(_without(watch.storages, weights).values()),
     }
     return {**owner_bytes, "logits": wide.bytes} if watched else owner_bytes
 
@@ -283,7 +283,7 @@ class SavedTensors:
     """Storages that autograd keeps while it is watched; those as wide as the vocabulary apart."""
 
     def __init__(self, vocabulary: int = 0) -> None:
-        self.kept: Storages = {}
+        self.storages: Storages = {}
         self._vocabulary = vocabulary
 
     @contextmanager
@@ -293,7 +293,7 @@ class SavedTensors:
 
     def _pack(self, tensor: Tensor) -> Tensor:
         if not (self._vocabulary and _is_wide(tensor, self._vocabulary)):
-            self.kept |= storages([tensor])
+            self.storages |= storages([tensor])
         return tensor.detach()  # an output that held itself would never be freed
 
 

@@ -84,7 +84,9 @@ class Rounds:
 
     def complete(self, variant: str) -> list[Key]:
         """A variant's complete rounds, in order: no variant's turn is missing in them."""
-        return [key for key, turns in self.turns.items() if variant in turns and self._whole(key)]
+        return [
+            key for key, turns in self.turns.items() if variant in turns and self._is_complete(key)
+        ]
 
     def counting(self, variant: str) -> list[Key]:
         """The rounds from which a variant's numbers are taken."""
@@ -125,7 +127,7 @@ class Rounds:
         """Cohorts that a variant has taken part in to their end."""
         return sum(variant in self.members[cohort] for cohort in self.ended)
 
-    def _whole(self, key: Key) -> bool:
+    def _is_complete(self, key: Key) -> bool:
         turns = self.turns[key]
         return all(
             name in turns

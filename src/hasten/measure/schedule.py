@@ -110,7 +110,7 @@ class ArmProcess:
         patience: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.worker, self._left, self.note = worker, time_left, note
+        self.worker, self._time_left, self.note = worker, time_left, note
         self._patience, self._clock, self._began = patience, clock, clock()
         self.warm: list[Mapping[str, Any]] = []  # steps before the first round
         self._graphs: list[int] = []  # compiled, after each of the last requests
@@ -245,12 +245,12 @@ class ArmProcess:
         return max(TIMEOUT_FACTOR * (count * self.step_seconds + slowest), LEAST_TIMEOUT)
 
     def _within(self, act: Callable[[float], Any], seconds: float) -> Any:
-        seconds_left = self._left()
+        seconds_left = self._time_left()
         try:
             if seconds_left > 0:
                 return act(min(seconds, seconds_left))
         except WorkerError:
-            if self._left() > 0:  # else it was cut off by the end of time, and didn't fail
+            if self._time_left() > 0:  # else it was cut off by the end of time, and didn't fail
                 raise
         self.cut_off = True
         raise OutOfTimeError("the budget is used up")

@@ -499,7 +499,7 @@ class _ForkServer:
                 process_group=0,
             )
         self._channel = Connection(local_socket.detach())
-        self._asked = 0
+        self._requested = 0
         self.workers: set[int] = set()  # that haven't ended
         self.codes: dict[int, int] = {}
 
@@ -509,14 +509,14 @@ class _ForkServer:
 
     def fork(self, spec: Mapping[str, Any], descriptors: Sequence[int]) -> int:
         """Ask for a worker; its number here."""
-        self._asked += 1
-        request = {"worker": self._asked, "spec": spec, "descriptors": len(descriptors)}
+        self._requested += 1
+        request = {"worker": self._requested, "spec": spec, "descriptors": len(descriptors)}
         self.send(request)
         with contextlib.suppress(OSError):  # it is dead, which `wait` will see
             for descriptor in descriptors:
                 reduction.send_handle(self._channel, descriptor, self._process.pid)
-        self.workers.add(self._asked)
-        return self._asked
+        self.workers.add(self._requested)
+        return self._requested
 
     def send(self, request: Mapping[str, Any]) -> None:
         with contextlib.suppress(OSError):  # the same

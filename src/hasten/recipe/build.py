@@ -113,7 +113,7 @@ def supervision_of(recipe: Recipe) -> Supervision:
 
 # What of a recipe decides the training, beside what every job knows; checkpoints note it.
 
-WORDS = (
+TERM_KEYS = (
     *("from_scratch", "finetuning_type", "learning_rate", "weight_decay"),
     *("adam_betas", "label_smoothing", "z_loss"),
 )
@@ -124,7 +124,7 @@ OF_ORIGIN = ("transformers_version", "_name_or_path", "architectures", "dtype", 
 def words_of(recipe: Recipe) -> dict[str, Any]:
     """The recipe's settings that decide the training, before any data is read."""
     lora = {key for key in Recipe.model_fields if key.startswith("lora_")}
-    keys = {*WORDS, *(lora if recipe.finetuning_type == "lora" else ())}
+    keys = {*TERM_KEYS, *(lora if recipe.finetuning_type == "lora" else ())}
     settings = recipe.model_dump(mode="json", include=keys)
     path = Path(recipe.model)
     # Of a folder its own name and its parent's: trees may move, and runs/a/model isn't b's.

@@ -184,10 +184,10 @@ def _judged(  # noqa: C901  # a clause for each reason
         return TechniqueCandidate(
             technique, usual, f"{1 - cast.positions:.0%} of the positions are padding"
         )
-    return TechniqueCandidate(technique, usual, _words(technique, context))
+    return TechniqueCandidate(technique, usual, _gain_text(technique, context))
 
 
-def _words(technique: Technique, context: JobContext) -> str:
+def _gain_text(technique: Technique, context: JobContext) -> str:
     gain, cast = technique.gain(context), technique.forecast(context)
     phrases = [] if gain is None else [f"its kernels: {gain} the speed, measured on this machine"]
     phrases += [

@@ -208,7 +208,9 @@ def needs_of(
         score_length=mean if by_document else examples.longest,
     )
     logits = _logits(size, context, plan, positions, number_bytes)
-    recomputed = min(3 * max(forecasts.get(Slot.RECOMPUTE, none).flops - 1, 0.0), 1.0)
+    recomputed = min(
+        3 * max(forecasts.get(Slot.ACTIVATION_CHECKPOINTING, none).flops - 1, 0.0), 1.0
+    )
     activations = activation_bytes(size, positions, number_bytes, recomputed, form)
     if recomputed:  # a block is computed again once the logits are gone, and then run backward
         block = block_bytes(size, positions, number_bytes, form)

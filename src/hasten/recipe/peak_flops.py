@@ -27,7 +27,7 @@ from hasten.recipe.schema import Recipe
 
 SECONDS = 2.0
 LARGEST_FILE = 1 << 20  # bytes
-KEPT = "ceiling.json"
+RATES_FILE = "ceiling.json"
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def resolve_ceiling(
         InputError: the file can't be used.
     """
     if recipe.ceiling == "measure":
-        if context.world.size == 1 and _kept(recipe, context) is None:
+        if context.world.size == 1 and _stored_rates(recipe, context) is None:
             tell(f"measuring this machine's matrix products for MFU, about {SECONDS:.0f} s")
             _measure(recipe, context)
     elif recipe.ceiling != "auto":
@@ -81,7 +81,7 @@ def ceiling_of(recipe: Recipe, context: JobContext) -> PeakFlops | None:
             return None
         return PeakFlops(row.bf16, f"{_tera(row.bf16)}, datasheet of {row.name}: {row.source}")
     if recipe.ceiling == "measure":
-        rates = _kept(recipe, context)
+        rates = _stored_rates(recipe, context)
     else:
         rates = read_rates(Path(recipe.ceiling), context)
     best = rates.best() if rates else None
@@ -128,10 +128,10 @@ def read_rates(path: Path, context: JobContext) -> MachineRates:
     return rates
 
 
-def _kept(recipe: Recipe, context: JobContext) -> MachineRates | None:
+def _stored_rates(recipe: Recipe, context: JobContext) -> MachineRates | None:
     """Rates that an earlier process stored in the run's folder, if from this device."""
     try:
-        return read_rates(Path(recipe.output) / "data" / KEPT, context)
+        return read_rates(Path(recipe.output) / "data" / RATES_FILE, context)
     except InputError:
         return None
 
@@ -144,7 +144,7 @@ def _measure(recipe: Recipe, context: JobContext) -> None:
         seconds=SECONDS,
         memory_bytes=context.hardware.memory_limit_bytes,
     )
-    write_rates(rates, Path(recipe.output) / "data" / KEPT)
+    write_rates(rates, Path(recipe.output) / "data" / RATES_FILE)
 
 
 def write_rates(rates: MachineRates, path: Path) -> None:

@@ -33,7 +33,7 @@ from hasten.techniques.checkpoint import Checkpoints
 
 SHOWN_CHARACTERS = 500  # of an example, at the start
 Tell = Callable[[str], None]
-OWN = ("nproc", "output", "min_nproc")  # a rank may have its own
+RANK_KEYS = ("nproc", "output", "min_nproc")  # a rank may have its own
 
 
 def terms_of_all_ranks(recipe: Recipe, context: JobContext) -> dict[str, dict[str, Any]]:
@@ -43,7 +43,7 @@ def terms_of_all_ranks(recipe: Recipe, context: JobContext) -> dict[str, dict[st
     """
     keys = recipe.model_dump(mode="json")
     return {
-        "recipe": {key: value for key, value in keys.items() if key not in OWN},
+        "recipe": {key: value for key, value in keys.items() if key not in RANK_KEYS},
         "version": dict(context.versions),
         "set of examples": asdict(context.examples),
         "model": asdict(context.model),

@@ -130,7 +130,7 @@ def _files(recipe: Recipe, tell: Tell, gathered: Callable[[], ConversationSink])
     eval_data = _eval_file(recipe, gathered)
     if any(weight != 1 for weight in weights):
         if eval_data is None and not isinstance(recipe.eval_data, str):
-            groups, eval_data = _apart(groups, recipe.eval_data, recipe.seed)
+            groups, eval_data = _split_eval(groups, recipe.eval_data, recipe.seed)
         train = weighted(groups, weights, recipe.seed)
         for data, group in zip(recipe.datasets, groups, strict=True):
             tell(f"{data.path}: {len(group):,} examples to train on, weight {data.weight:g}")
@@ -156,7 +156,7 @@ def _eval_file(
     return Selection([read_sources([source], recipe.max_rejected, gathered)[0].conversations])
 
 
-def _apart(
+def _split_eval(
     groups: Sequence[Selection], eval_data: float, seed: int
 ) -> tuple[list[Selection], Sequence[Conversation]]:
     """The groups without the eval examples, and these."""

@@ -27,7 +27,7 @@ class Price(BaseModel):
     )
     spot_share: float = Field(0.0, ge=0, le=1, description="share of the hours bought there")
     per_kwh: float | None = Field(
-        None, ge=0, description="price of a kilowatt-hour, where energy is paid apart"
+        None, ge=0, description="price of a kilowatt-hour, if energy is paid separately"
     )
 
     @model_validator(mode="after")
@@ -66,19 +66,19 @@ def price_of(value: Any) -> Any:
     if not isinstance(value, str | dict):
         return value
     if isinstance(value, dict):
-        return _known(value, "")
+        return _checked_keys(value, "")
     try:
         contents = read_yaml_file(Path(value), "price file")
         if not isinstance(contents, dict):
             raise InputError(f"{value} is not a price file: it must be lines of `key: value`")
-        return Price(**_known(contents, f"{value}: "))
+        return Price(**_checked_keys(contents, f"{value}: "))
     except ValidationError as error:
         raise ValueError(f"{value}: {first_complaint(error)}") from error
     except InputError as error:
         raise ValueError(str(error)) from error
 
 
-def _known(values: dict[Any, Any], prefix: str) -> dict[Any, Any]:
+def _checked_keys(values: dict[Any, Any], prefix: str) -> dict[Any, Any]:
     for key in values:
         if key not in Price.model_fields:
             hint = did_you_mean(str(key), Price.model_fields)

@@ -46,7 +46,9 @@ class DataSource(BaseModel):
     columns: dict[str, str] | None = Field(
         None, description="as the recipe's columns, for this source alone"
     )
-    max_examples: int | None = Field(None, ge=1, description="use its first so many examples")
+    max_examples: int | None = Field(
+        None, ge=1, description="use at most this many of its examples"
+    )
 
 
 FIDELITIES = ("exact", "rounding", "lossy")
@@ -58,7 +60,7 @@ class AutoPlan(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     fidelity: Literal["exact", "rounding", "lossy"] = Field(
-        "rounding", description="how far the chosen techniques may move the mathematics"
+        "rounding", description="how far the chosen techniques may change the mathematics"
     )
 
 
@@ -71,7 +73,7 @@ class Recipe(BaseModel):
 
     model_config = FINITE
 
-    # Material
+    # Model and data
     model: str = Field(description="a preset, a Hugging Face folder, or a hub name")
     tokenizer: str | None = Field(
         None, description="folder or hub name; of the model if left out, trained for presets"
@@ -81,12 +83,12 @@ class Recipe(BaseModel):
         description="files or folders, or the embedded corpus: stdlib, stdlib-text"
     )
     columns: dict[str, str] = Field(
-        default_factory=dict, description="a shape's column: your name for it"
+        default_factory=dict, description="column of a data shape: its name in your data"
     )
     eval_data: float | str = Field(
-        0.05, description="a share below 1, a number of examples, or a file of its own"
+        0.05, description="a share below 1, a number of examples, or a separate file"
     )
-    max_examples: int | None = Field(None, ge=1, description="use so many examples at most")
+    max_examples: int | None = Field(None, ge=1, description="use at most this many examples")
     max_rejected: float = Field(
         0.001, ge=0, description="unusable examples allowed: a share below 1, or a number"
     )
@@ -106,7 +108,7 @@ class Recipe(BaseModel):
         "auto", description="processes that tokenise; auto: one for each usable core"
     )
 
-    # What learns
+    # Weights
     finetuning_type: Literal["full", "lora"] = Field("full", description="all weights, or LoRA")
     lora_rank: int = Field(16, ge=1, description="rank of the LoRA update")
     lora_alpha: int = Field(32, ge=1, description="the update is scaled by lora_alpha / lora_rank")
@@ -115,15 +117,17 @@ class Recipe(BaseModel):
         "auto", description="auto, all-linear, module names, or a regular expression of full names"
     )
     lora_rslora: bool = Field(False, description="scale by lora_alpha / sqrt(lora_rank) instead")
-    lora_dora: bool = Field(False, description="learn direction and length of a weight apart")
+    lora_dora: bool = Field(
+        False, description="learn direction and length of a weight separately (DoRA)"
+    )
     lora_base: Literal["int8", "nf4"] | None = Field(
         None, description="frozen linear layers kept in int8 or nf4"
     )
 
-    # How long
-    max_steps: int | None = Field(None, ge=1, description="stop after so many steps")
-    epochs: int | None = Field(None, ge=1, description="stop after so many passes over the data")
-    max_tokens: int | None = Field(None, ge=1, description="stop after so many tokens")
+    # Length
+    max_steps: int | None = Field(None, ge=1, description="stop after this many steps")
+    epochs: int | None = Field(None, ge=1, description="stop after this many passes over the data")
+    max_tokens: int | None = Field(None, ge=1, description="stop after this many tokens")
 
     # Optimization
     global_batch_size: int | None = Field(None, ge=1, description="examples of one step, all ranks")
@@ -142,7 +146,7 @@ class Recipe(BaseModel):
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="lowest rate / peak rate")
     weight_decay: float = Field(0.0, ge=0, description="AdamW, matrices only")
     adam_betas: tuple[float, float] = Field(
-        (0.9, 0.95), description="AdamW's shares of the past in the means of gradients and squares"
+        (0.9, 0.95), description="AdamW's decay rates of the means of gradients and their squares"
     )
     max_grad_norm: float | None = Field(1.0, gt=0, description="clip gradients to this norm")
     label_smoothing: float = Field(
@@ -154,7 +158,7 @@ class Recipe(BaseModel):
     # torch takes 64 bits, and ranks and passes add to the seed.
     seed: int = Field(0, ge=0, lt=2**63, description="seed of weights, data order and dropout")
 
-    # Looking
+    # Evaluation
     eval_every: int | float = Field(
         0, ge=0, description="steps between evaluations; below 1: a share of all; 0: at the end"
     )
@@ -166,7 +170,7 @@ class Recipe(BaseModel):
         "eval_loss", description="what decides which weights are saved as best, and patience"
     )
     log_to: list[Literal["tensorboard", "wandb", "mlflow"]] = Field(
-        default_factory=list, description="write the numbers for these tools too"
+        default_factory=list, description="write the metrics for these tools too"
     )
     price: Price | None = Field(
         None, description="price of a device, or a YAML file with it; for the cost"
@@ -184,10 +188,10 @@ class Recipe(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where to train")
     nproc: int = Field(1, ge=1, description="processes on this machine, one rank each")
     backend: Literal["auto", "gloo", "nccl"] = Field(
-        "auto", description="what carries messages between ranks; auto: gloo on a processor"
+        "auto", description="library for messages between ranks; auto: NCCL on GPUs, else gloo"
     )
     transport: dict[str, str] = Field(
-        default_factory=dict, description="variables of gloo, NCCL or UCX to start with"
+        default_factory=dict, description="environment variables of gloo, NCCL or UCX"
     )
     checkpoint_every: Literal["dynamic"] | int | None = Field(
         None, description="dynamic, or steps from one checkpoint to the next; joins the plan"
@@ -200,11 +204,15 @@ class Recipe(BaseModel):
         description="auto: continue from the newest checkpoint; a checkpoint's folder; never",
     )
 
-    # When something goes wrong
+    # Faults
     max_restarts: int = Field(0, ge=0, description="restarts after a rank has died or hangs")
-    hang_seconds: float = Field(600, gt=0, description="a rank without a step for so long hangs")
-    start_seconds: float = Field(1800, gt=0, description="the same before its first step")
-    link_seconds: float = Field(600, gt=0, le=1e8, description="a rank waits so long for others")
+    hang_seconds: float = Field(
+        600, gt=0, description="seconds without a step after which a rank counts as hung"
+    )
+    start_seconds: float = Field(1800, gt=0, description="the same limit before the first step")
+    link_seconds: float = Field(
+        600, gt=0, le=1e8, description="seconds that a rank waits for others"
+    )
     min_nproc: int | None = Field(
         None, ge=1, description="fewest ranks to continue with if one fails twice; none: nproc"
     )
@@ -213,13 +221,13 @@ class Recipe(BaseModel):
     )
     leave_file: str | None = Field(None, description="save and leave when this file appears")
     leave_command: list[str] | None = Field(
-        None, description="save and leave when this command ends with code 0; asked every 5 s"
+        None, description="save and leave when this command ends with code 0; run every 5 s"
     )
     max_skipped: int = Field(
-        10, ge=1, description="steps in a row that aren't finite before the run ends"
+        10, ge=1, description="consecutive steps without finite numbers before the run ends"
     )
     loss_spike: SpikePolicy | None = Field(
-        None, description="what to do when the loss shoots up; {} takes the settings below"
+        None, description="action on a sudden rise of the loss; {}: the default settings"
     )
     check_replicas: int = Field(
         0, ge=0, description="steps between comparisons of the ranks' weights; 0: never"
@@ -258,7 +266,7 @@ class Recipe(BaseModel):
     @field_validator("dataset", mode="before")
     @classmethod
     def _sources(cls, value: Any) -> Any:
-        """Sources by themselves first: a union would complain of every type it could have been."""
+        """Checks sources one by one: an error of a union lists every type of it."""
         if not isinstance(value, list):
             return value
         if not value:
@@ -367,7 +375,7 @@ class Recipe(BaseModel):
     @field_validator("data_workers", mode="before")
     @classmethod
     def _workers(cls, value: Any) -> Any:
-        """Itself first, as the sources: a union would complain of being no `auto`."""
+        """Checks both types in one place: an error of a union lists each of them."""
         if value == "auto" or (type(value) is int and value >= 1):
             return value
         raise ValueError("give auto, or a number of processes from 1 on")
@@ -410,7 +418,7 @@ def _is_auto(plan: Any) -> bool:
 
 
 def _auto_settings(plan: Any) -> dict[str, Any]:
-    """The settings in ``plan: {auto: {...}}``, by the words in which they were written."""
+    """The settings in ``plan: {auto: {...}}``, as written."""
     settings = plan["auto"] if isinstance(plan, dict) else None
     if settings is None:
         return {}
@@ -444,7 +452,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     return recipe_from({**contents, **read_overrides(overrides)}, str(path))
 
 
-# Keys that other trainers' files have: what a recipe has instead, in words for an error.
+# Keys of other trainers' files, and what a recipe has instead, as text for an error.
 #
 # The tables are those of ``hasten import`` (``importers/keys.json``), which translates whole files.
 

@@ -82,7 +82,7 @@ def suggest(model: str, dataset: str, output: str) -> str:
     head = (
         f"# {one_line(context.model.architecture)}, "
         f"{context.model.parameters / 1e6:,.1f} M parameters, on {context.hardware.short}.\n"
-        f"# Seen: {one_line(_seen(data))}.\n"
+        f"# Seen: {one_line(_sample_text(data))}.\n"
         f"# {first}.\n"
         "# Check it with `hasten check`, measure it with `hasten speedup`.\n"
     )
@@ -112,11 +112,11 @@ def _lines(look: Recipe, data: PreparedData, context: JobContext, output: str) -
         Line("warmup_steps", warmup, of_all),
         Line("eval_every", every, of_all),
         Line("output", output),
-        Line("plan", "auto", "races techniques on this job and machine, and takes the fastest"),
+        Line("plan", "auto", "compares techniques on this job and machine, takes the fastest"),
     ]
 
 
-def _seen(data: PreparedData) -> str:
+def _sample_text(data: PreparedData) -> str:
     lengths = data.train.lengths
     low, middle, high = (int(np.percentile(lengths, q)) for q in (10, 50, 99))
     stats = data.example_stats

@@ -1,4 +1,4 @@
-"""RECOMPUTE: which activations are kept for the backward pass."""
+"""ACTIVATION_CHECKPOINTING: which activations are kept for the backward pass."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from hasten.techniques import probes
 class ActivationCheckpointing(Technique):
     """Blocks keep their inputs alone; backward computes the rest of a block again."""
 
-    slot = Slot.RECOMPUTE
+    slot = Slot.ACTIVATION_CHECKPOINTING
     fidelity = Fidelity.EXACT
     segments: int | None = setting(
         None, "recompute in so many runs of blocks, the last kept; none: each block by itself"

@@ -33,7 +33,7 @@ class LoRA(Technique):
     dropout: float = knob(0.0, "dropout before the adapter", low=0.0, high=0.2)
     targets: Any = setting("auto", "auto, all-linear, or a list of module names")
     rslora: bool = setting(False, "scale by alpha / sqrt(rank), which suits high ranks")
-    dora: bool = setting(False, "learn direction and length of a weight apart")
+    dora: bool = setting(False, "learn direction and length of a weight separately (DoRA)")
     base: Kind | None = setting(None, "frozen linear layers in int8 or nf4; None: as they are")
 
     def __post_init__(self) -> None:

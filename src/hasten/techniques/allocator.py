@@ -17,7 +17,7 @@ KINDS = ("glibc", "tcmalloc", "jemalloc", "expandable")
 EXPANDABLE = "expandable_segments:True"
 OLDER, UNIFIED = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"  # torch takes the first, if set
 TUNABLE = "glibc.malloc.hugetlb=1"  # madvise for huge pages; glibc from 2.35 on
-KEPT = 0.1  # of a test block's pages may fault again where memory is kept
+REFAULT_SHARE = 0.1  # of a test block's pages may fault again where memory is kept
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,11 @@ class HostAllocator:
     def __init__(self, technique: Allocator) -> None:
         self._technique = technique
         self._faults = 0
-        self._kept = False
+        self._keeps_memory = False
 
     def __call__(self) -> None:
         if self._technique.kind == "glibc":
-            self._kept = memory.keep()
+            self._keeps_memory = memory.keep()
         self._faults = memory.minor_faults()
 
     def proof(self, steps: int) -> EffectCheck:
@@ -119,10 +119,12 @@ class HostAllocator:
             f"{per_step:,.0f} page faults per step since the start of the run",
             f"{again:,} of {pages:,} pages of a freed block were filled in again at best",
         ]
-        effective = again < KEPT * pages
+        effective = again < REFAULT_SHARE * pages
         if technique.kind == "glibc":
-            effective = effective and self._kept
-            evidence.insert(0, "glibc keeps freed memory" if self._kept else "glibc refused")
+            effective = effective and self._keeps_memory
+            evidence.insert(
+                0, "glibc keeps freed memory" if self._keeps_memory else "glibc refused"
+            )
         else:
             loaded = memory.is_loaded(technique.kind)
             effective = loaded

@@ -98,12 +98,12 @@ class PrefetchedFeed:
             self.load_state_dict(self._pace)
         assert self._ahead is not None  # made with the prefetcher
         # Each step as its inputs, which travel, beside what stays.
-        self._ahead.loader = ([(m.inputs, _Kept(m)) for m in step] for step in steps)
+        self._ahead.loader = ([(m.inputs, _HostPart(m)) for m in step] for step in steps)
         for step in self._ahead:
             yield tuple(replace(carrier.micro_batch, inputs=inputs) for inputs, carrier in step)
 
 
-class _Kept:
+class _HostPart:
     """The part of a micro-batch that stays on the host: its counts and its examples."""
 
     def __init__(self, micro_batch: MicroBatch) -> None:

@@ -177,7 +177,7 @@ class Autocast(Technique):
 
     def check_effect(self, session: Session) -> EffectCheck:
         number_format = _format(session)
-        dtypes = number_format.seen if isinstance(number_format, AutocastRegion) else set()
+        dtypes = number_format.formats if isinstance(number_format, AutocastRegion) else set()
         scale = session.setup.loss_scale
         scaled = (
             f"; loss scale {scale.value:g}, {scale.skipped} steps given up for it"
@@ -285,7 +285,7 @@ class AutocastRegion:
         self._keep_weights = keep_weights
         self._plain = GivenPrecision()
         self._hooks: list[RemovableHandle] = []
-        self.seen: set[torch.dtype] = set()  # formats that linear layers were seen to return
+        self.formats: set[torch.dtype] = set()  # formats that linear layers were seen to return
 
     def prepare(self, module: nn.Module) -> None:
         linear = next((m for m in module.modules() if isinstance(m, nn.Linear | nn.Conv2d)), None)
@@ -329,7 +329,7 @@ class AutocastRegion:
             self.layers.detach()
 
     def _look(self, module: nn.Module, args: Any, out: Tensor) -> None:
-        self.seen.add(out.dtype)
+        self.formats.add(out.dtype)
 
 
 def _format(session: Session) -> object:

@@ -33,10 +33,10 @@ class _Counting(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[func._schema.name] += 1
+        self.counts[func._schema.name] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -68,7 +68,7 @@ def operators_of(session: Session, batch: MicroBatch) -> Counter[str]:
         around.enter_context(setup.precision.region())
         around.enter_context(counting)
         session.loss_module(**batch.inputs)
-    return counting.seen
+    return counting.counts
 
 
 @contextlib.contextmanager

@@ -79,7 +79,7 @@ def same_on_all_ranks(recipe: Recipe, context: JobContext, tell: Callable[[str],
     """
     payload: list[Any] = [None]
     if context.world.is_main:
-        choice = choose_by_forecast(recipe, context, "a launcher's ranks can't race plans")
+        choice = choose_by_forecast(recipe, context, "a launcher's ranks can't compare plans")
         tell(choice.sentence)
         payload = [choice.entries]
     dist.broadcast_object_list(payload, src=0)

@@ -89,13 +89,13 @@ class _RecipeTrace:
     """Traces of one recipe in several sizes."""
 
     def __init__(self, device: SimulatedDevice, paper: SimulatedRecipe, full_model: bool) -> None:
-        self._device, self._paper, self._whole = device, paper, full_model
+        self._device, self._paper, self._full_model = device, paper, full_model
         self._each = paper.examples // paper.passes or 1  # examples of a pass, over all ranks
         self.last = Traced({}, frozenset(), {})
 
     def counts(self) -> Mapping[Key, float]:
         paper = self._paper
-        if self._whole:
+        if self._full_model:
             return self.at(paper.layers, paper.passes)
         return extrapolated(self.at, paper.layers, paper.passes, paper.fewest_layers)
 

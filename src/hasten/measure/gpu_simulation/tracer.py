@@ -36,7 +36,7 @@ FORWARD, BACKWARD, OPTIMIZER, BETWEEN = "forward", "backward", "optimizer", "bet
 KEPT_NUMBERS = 4096  # of a tensor whose values are known on the device
 ALIGNMENT = 512  # bytes; the allocator's unit
 PACKAGE = str(Path(__file__).parents[2])
-HERE = str(Path(__file__).parent)
+SIMULATION_FOLDER = str(Path(__file__).parent)
 EXCHANGED = frozenset(
     {"allreduce_", "broadcast_", "allgather_", "_allgather_base_", "alltoall_base_"}
 )
@@ -162,11 +162,11 @@ class Tracer(TorchDispatchMode):
             if name == "all" and isinstance(out, FakeTensor):
                 out.holds = True  # who asks whether all numbers are good hears yes
             if name == "topk" and out[1].numel() <= KEPT_NUMBERS:
-                out[1].known = _spread(out[1].shape, args[0].shape[-1])
+                out[1].known_numbers = _spread(out[1].shape, args[0].shape[-1])
             return out
         for fake, number in zip(tree_leaves(out), tree_leaves(numbers), strict=False):
             if isinstance(fake, FakeTensor) and isinstance(number, Tensor):
-                fake.known = number
+                fake.known_numbers = number
         return out
 
     def _longest(self, name: str, args: Any) -> Tensor:
@@ -324,7 +324,7 @@ def _where() -> str:
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(PACKAGE) and not file.startswith(HERE):
+        if file.startswith(PACKAGE) and not file.startswith(SIMULATION_FOLDER):
             return f"{file[len(PACKAGE) + 1 :]}:{frame.f_lineno}"
         frame = frame.f_back
     return "elsewhere"
@@ -363,7 +363,7 @@ _stale: weakref.WeakSet[Any] = (
 
 def numbers_of(tensor: FakeTensor) -> Tensor | None:
     """The numbers of a tensor on the device; None where they aren't known."""
-    numbers: Tensor | None = getattr(tensor, "known", None)
+    numbers: Tensor | None = getattr(tensor, "known_numbers", None)
     return None if numbers is None or numbers.untyped_storage() in _stale else numbers
 
 
@@ -419,7 +419,7 @@ def _forget(func: Any, args: Any) -> None:
 
 
 def _forget_one(tensor: Any) -> None:
-    numbers = getattr(tensor, "known", None)
+    numbers = getattr(tensor, "known_numbers", None)
     if numbers is not None:
         _stale.add(numbers.untyped_storage())
 

@@ -121,20 +121,23 @@ class GradientRecord:
         self.sketched = sketched
         self.norms = {name: _norm(g) for name, g in gradients.items()}
         self.norm = math.sqrt(sum(n * n for n in self.norms.values()))
-        self._kept = {n: self._form(n, g) for n, g in gradients.items() if g is not None}
+        self._compared = {n: self._form(n, g) for n, g in gradients.items() if g is not None}
 
     def distance(self, name: str, other: Tensor | None) -> float:
         """|g - g'| of one parameter; a missing gradient is zero."""
-        recorded, theirs = self._kept.get(name), None if other is None else self._form(name, other)
+        recorded, theirs = (
+            self._compared.get(name),
+            None if other is None else self._form(name, other),
+        )
         if recorded is None or theirs is None:
             return _norm(theirs) if recorded is None else _norm(recorded)
         return _norm(recorded - theirs)
 
     def cosine(self, name: str, other: Tensor | GradientRecord | None) -> float:
         """Cosine of the angle between the gradients of one parameter."""
-        recorded = self._kept.get(name)
+        recorded = self._compared.get(name)
         if isinstance(other, GradientRecord):
-            theirs = other._kept.get(name)
+            theirs = other._compared.get(name)
         else:
             theirs = None if other is None else self._form(name, other)
         if recorded is None or theirs is None:
@@ -398,9 +401,11 @@ class FirstStepProof:
         if _on_any_rank(short):
             raise _ShortOfMemoryError from error
         if is_host and _on_any_rank(error is not None):
-            raise _HostFailsError(f"{self._name}'s own pass ends with {_words(error)}") from error
+            raise _HostFailsError(
+                f"{self._name}'s own pass ends with {_error_text(error)}"
+            ) from error
         if made is None:
-            raise _PassError(_words(error)) from error
+            raise _PassError(_error_text(error)) from error
         return made
 
     def _pass(self, batch: Any, techniques: Sequence[Technique], seed: int) -> _Pass:
@@ -418,7 +423,7 @@ class _PassError(Exception):
     """A pass with techniques has failed."""
 
 
-def _words(error: BaseException | None) -> str:
+def _error_text(error: BaseException | None) -> str:
     text = str(error).partition("\n")[0]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

@@ -48,15 +48,15 @@ class GradientRecorder(torch.optim.SGD):
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         pairs = [(n, p) for n, p in named if p.requires_grad]
         self.names = [n.removeprefix("module.") for n, _ in pairs]
-        self.held: list[Tensor] = []  # the true weights, as a precision or a layout has them
-        self.seen: dict[str, Tensor] = {}
+        self.weights: list[Tensor] = []  # the true weights, as a precision or a layout has them
+        self.gradients: dict[str, Tensor] = {}
         super().__init__([p for _, p in pairs], lr=0.0)
 
     def step(self, closure: Any = None) -> None:
-        self.held = [p for group in self.param_groups for p in group["params"]]
-        self.seen = {
+        self.weights = [p for group in self.param_groups for p in group["params"]]
+        self.gradients = {
             name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-            for name, p in zip(self.names, self.held, strict=True)
+            for name, p in zip(self.names, self.weights, strict=True)
         }
 
     def gather_full(self, layout: Layout) -> dict[str, Tensor]:
@@ -66,10 +66,10 @@ class GradientRecorder(torch.optim.SGD):
             InputError: the layout can't bring them together.
         """
         if layout.replicated:
-            return self.seen
-        gradients = self.seen
+            return self.gradients
+        gradients = self.gradients
         if isinstance(layout, SplitsState):
-            pairs = zip(gradients.items(), self.held, strict=True)
+            pairs = zip(gradients.items(), self.weights, strict=True)
             gradients = {name: layout.full_tensor(p, gradient) for (name, gradient), p in pairs}
         elif not isinstance(layout, SplitsWeights):
             raise InputError(

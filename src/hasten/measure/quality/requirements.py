@@ -363,10 +363,10 @@ def _test(margin: float, names: Sequence[str] = ("eval loss",)) -> str:
 
 ONE_PROCESS = "needs several ranks, and one process ran; nproc: 2 in the recipe runs two"
 # of the orders `planned` and `communication` on all ranks, `single` on one
-Found = Mapping[str, Reply]
+Replies = Mapping[str, Reply]
 
 
-def split_row(ranks: int, replies: Found, bound: Bound) -> Invariance:
+def split_row(ranks: int, replies: Replies, bound: Bound) -> Invariance:
     """The row for splitting a step's examples over ranks: both runs must match float64."""
     if ranks == 1:
         return Invariance("split over ranks", "not tested", None, None, ONE_PROCESS)
@@ -387,7 +387,7 @@ def split_row(ranks: int, replies: Found, bound: Bound) -> Invariance:
 
 
 def communication_row(
-    technique: Technique, ranks: int, replies: Found, bound: Bound
+    technique: Technique, ranks: int, replies: Replies, bound: Bound
 ) -> VerificationRow:
     """The row for communication: gradients must arrive equal, except for rounding."""
     test = f"gradient of one step on {ranks} ranks against float64, with all that isn't lossy"
@@ -458,7 +458,7 @@ class Gradients:
         self.optimizer = next((t for t in rounding if t.slot is Slot.OPTIMIZER), None)
         self.without_precision = Plan(t for t in plan if t.slot is not Slot.PRECISION)
         self.layouts = [n for n in LAYOUTS if n != "padded" or Slot.COLLATE in plan]
-        self.found: dict[str, Reply] = {}
+        self.replies: dict[str, Reply] = {}
         self.guilty: dict[str, list[str]] = {}  # what failed -> names, where it is known
 
     def make(self, others: Sequence[CheckRequest] = ()) -> list[Reply]:
@@ -469,10 +469,10 @@ class Gradients:
         """
         orders = self._orders()
         answers = self._perform([*orders.values(), *others])
-        self.found |= zip(orders, answers, strict=False)
-        usual = self.found["bare"] if "failed" not in self.found["bare"] else None
+        self.replies |= zip(orders, answers, strict=False)
+        usual = self.replies["bare"] if "failed" not in self.replies["bare"] else None
         self.bound = bound_of(False, usual)
-        half = self.found.get("half bare")
+        half = self.replies.get("half bare")
         self.half_bound = bound_of(True, half)
         self._blame()
         return answers[len(orders) :]
@@ -512,7 +512,7 @@ class Gradients:
 
     def _ask(self, orders: dict[str, CheckRequest]) -> None:
         if orders:
-            self.found |= zip(orders, self._perform(list(orders.values())), strict=True)
+            self.replies |= zip(orders, self._perform(list(orders.values())), strict=True)
 
     def _blame(self) -> None:
         """Leave techniques out one at a time wherever the plan failed as a whole."""
@@ -535,7 +535,7 @@ class Gradients:
             cured = [
                 t.name()
                 for t in plan
-                if (key := f"{name} without {t.name()}") in self.found and self._passes(name, key)
+                if (key := f"{name} without {t.name()}") in self.replies and self._passes(name, key)
             ]
             self.guilty[name] = cured
 
@@ -545,12 +545,12 @@ class Gradients:
         return {"leak": self.without_precision, "half leak": self.plan}.get(name, self.close)
 
     def _failed(self) -> list[str]:
-        names = [n for n in (*self.layouts, "half", "leak", "half leak") if n in self.found]
-        return [n for n in names if "failed" not in self.found[n] and not self._passes(n, n)]
+        names = [n for n in (*self.layouts, "half", "leak", "half leak") if n in self.replies]
+        return [n for n in names if "failed" not in self.replies[n] and not self._passes(n, n)]
 
     def _passes(self, name: str, key: str) -> bool:
         """Returns True if an answer passes by the rule of ``name``."""
-        answer = self.found[key]
+        answer = self.replies[key]
         if "failed" in answer:
             return False
         if "leak" in name:
@@ -561,17 +561,17 @@ class Gradients:
         """Experts sort the tokens of all rows, so that even rows apart may differ by rounding."""
         if name == "leak":
             return LEAK_FLOAT32
-        usual = float(self.found["half leak bare"].get("change", 0.0))
+        usual = float(self.replies["half leak bare"].get("change", 0.0))
         return max(LEAK_HALF, min(TIMES * usual, 10 * LEAK_HALF))
 
     def invariance(self) -> list[Invariance]:
         """The lines of the plan as a whole."""
         rows = [self._layout_row(name) for name in self.layouts]
-        rows += [self._leak_row(name) for name in ("leak", "half leak") if name in self.found]
-        return [*rows, split_row(self.ranks, self.found, self.bound)]
+        rows += [self._leak_row(name) for name in ("leak", "half leak") if name in self.replies]
+        return [*rows, split_row(self.ranks, self.replies, self.bound)]
 
     def _layout_row(self, name: str) -> Invariance:
-        what, answer = LAYOUTS[name][0], self.found[name]
+        what, answer = LAYOUTS[name][0], self.replies[name]
         if "failed" in answer:
             return Invariance(what, "not tested", None, None, self._why(answer))
         good, description = self._passes(name, name), self.bound.errors_text(answer)
@@ -585,7 +585,7 @@ class Gradients:
         allowed = self._leak_allowed(name)
         what = "a document among changed neighbours"
         what += ", in the plan's number format" if name == "half leak" else ""
-        answer = self.found[name]
+        answer = self.replies[name]
         if "failed" in answer:
             return Invariance(what, "not tested", None, None, answer["failed"])
         change = answer["change"]
@@ -606,10 +606,10 @@ class Gradients:
 
     def _why(self, answer: Reply) -> str:
         """Why there is no gradient to judge: without a reference there is none at all."""
-        return str(self.found["reference"].get("failed", answer["failed"]))
+        return str(self.replies["reference"].get("failed", answer["failed"]))
 
     def _taken(self) -> str:
-        reference = self.found["reference"]
+        reference = self.replies["reference"]
         if "failed" in reference:
             return str(reference["failed"])
         return (
@@ -625,14 +625,14 @@ class Gradients:
         if self.optimizer is not None and self.optimizer.fidelity is Fidelity.ROUNDING:
             rows.append(self._moved(self.optimizer))
         if self.communication is not None:
-            rows.append(communication_row(self.communication, self.ranks, self.found, self.bound))
+            rows.append(communication_row(self.communication, self.ranks, self.replies, self.bound))
         return rows
 
     def _rounding(self, technique: Technique) -> VerificationRow:
         test = "gradient of one step against float64, with the plan's other techniques"
         if technique.slot is Slot.LAYOUT and self.ranks == 1:
             return owed(technique, test, "not tested", ONE_PROCESS)
-        answers = {n: self.found[n] for n in ("planned", "half") if n in self.found}
+        answers = {n: self.replies[n] for n in ("planned", "half") if n in self.replies}
         failed = next((a["failed"] for a in answers.values() if "failed" in a), None)
         if failed:
             return owed(technique, test, "not tested", self._why({"failed": failed}))
@@ -654,7 +654,7 @@ class Gradients:
         return self._judged(technique, test, "equal", answers["planned"], self.bound, text)
 
     def _precision(self, technique: Technique) -> VerificationRow:
-        test, answer = "gradient of one step against float64, alone", self.found["half bare"]
+        test, answer = "gradient of one step against float64, alone", self.replies["half bare"]
         if "failed" in answer:
             return owed(technique, test, "not tested", self._why(answer))
         bound = bound_of(True, None)
@@ -663,7 +663,7 @@ class Gradients:
         return self._judged(technique, test, verdict, answer, bound, text)
 
     def _moved(self, technique: Technique) -> VerificationRow:
-        test, answer = "the same gradients through both update rules", self.found["update"]
+        test, answer = "the same gradients through both update rules", self.replies["update"]
         if "failed" in answer:
             return owed(technique, test, "not tested", answer["failed"])
         allowed = max(UPDATE, 4 * answer["floor"])

@@ -75,7 +75,7 @@ class QualityRunner:
         self._folder, self._environ, self._timeout = folder, environ, timeout
         self._budget, self._end = budget_seconds, time.monotonic() + budget_seconds
         self._ranks, self._job = ranks, job
-        self._given = {"recipe": str(recipe), "folder": str(folder)}
+        self._arguments = {"recipe": str(recipe), "folder": str(folder)}
         self._pool = WorkerPool(folder)
         self._count = 0  # of workers
         self.broken = False  # a process died or hung: another attempt may find more
@@ -105,7 +105,7 @@ class QualityRunner:
     def _made(self, requests: Sequence[CheckRequest]) -> list[Reply]:
         first = requests[0]
         ranks = 1 if first.alone else self._ranks
-        spec = WorkerSpec(self._job, self._given, self._environ(first.start), ranks)
+        spec = WorkerSpec(self._job, self._arguments, self._environ(first.start), ranks)
         replies: list[Reply] = []
         while len(replies) < len(requests):
             if self.seconds_left <= 0:
@@ -113,10 +113,10 @@ class QualityRunner:
                 return replies + [self._no_time()] * (len(requests) - len(replies))
             self._count += 1
             with self._pool.start(spec, f"checks-{self._count}") as worker:
-                replies += self._asked(worker, requests[len(replies) :])
+                replies += self._replies_of(worker, requests[len(replies) :])
         return replies
 
-    def _asked(self, worker: Worker, requests: Sequence[CheckRequest]) -> list[Reply]:
+    def _replies_of(self, worker: Worker, requests: Sequence[CheckRequest]) -> list[Reply]:
         """The replies of one worker; if it failed, the last reply has the reason."""
         replies: list[Reply] = []
         try:

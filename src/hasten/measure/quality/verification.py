@@ -136,7 +136,7 @@ def verified(
     folder = Path(recipe.output) / "data" / "verification"
     folder.mkdir(parents=True, exist_ok=True)
     report_path = folder / f"{_key(recipe, context, plan, data_key, design)}.json"
-    before = None if fresh else _kept(report_path)
+    before = None if fresh else _stored(report_path)
     if before is not None:
         tell(f"verification: proven before: {report_path}")
         return before
@@ -160,7 +160,7 @@ def verified(
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _kept(path: Path) -> Rows | None:
+def _stored(path: Path) -> Rows | None:
     """The stored result; None if there is none, or none that can be read."""
     try:
         report: Rows = json.loads(path.read_text())

@@ -11,17 +11,17 @@ from typing import Any
 
 from hasten.recipe.importers.draft import RecipeDraft
 
-FULL, KEPT, NONE = "full_shard", "shard_grad_op", "no_shard"
+FULL, GRADIENTS_ONLY, NONE = "full_shard", "shard_grad_op", "no_shard"
 NUMBERS = {
     "1": FULL,
-    "2": KEPT,
+    "2": GRADIENTS_ONLY,
     "3": NONE,
     "4": "hybrid_shard",
     "5": "hybrid_shard_zero2",
 }
 COPIES = "one sharded copy a host is `fsdp2: {replicas: N}` in the plan, N being the hosts"
 BY_LAYER = "blocks are sharded one by one (layout: fsdp2)"
-WHOLE = "weights are saved whole_number, and read on any number of ranks"
+FULL_STATE = "weights are saved in full, and read on any number of ranks"
 ALWAYS = "fsdp2 does it"
 ONE_BUILDS = "one rank of a host builds the model and sends the others their part"
 NEEDLESS = {
@@ -38,8 +38,8 @@ NEEDLESS = {
     "use_orig_params": ALWAYS,
     "sync_module_states": ONE_BUILDS,
     "cpu_ram_efficient_loading": ONE_BUILDS,
-    "state_dict_type": WHOLE,
-    "final_state_dict_type": WHOLE,
+    "state_dict_type": FULL_STATE,
+    "final_state_dict_type": FULL_STATE,
     "version": "fsdp2 is PyTorch's second one",
     "pin_memory": "memory that a GPU copies from is always pinned",
 }
@@ -125,7 +125,7 @@ def _strategy(draft: RecipeDraft, key: str, value: Any) -> None:
     name = NUMBERS.get(str(value), str(value).lower())
     if name == FULL:
         _set(draft, key, value, "reshard", True)
-    elif name == KEPT:
+    elif name == GRADIENTS_ONLY:
         _set(draft, key, value, "reshard", False)
     elif name == NONE:
         draft.values["layout"], draft.why["layout"] = "ddp", key

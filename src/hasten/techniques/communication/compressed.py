@@ -159,7 +159,7 @@ class CompressesGradients(Technique):
             raise ValueError("check_every can't be negative")
         if not 0 <= share <= 1:
             raise ValueError(f"dense_share is {share}; it is a share of the steps, 0 to 1")
-        GradientCompressor(communication_backend=None, **self._given())
+        GradientCompressor(communication_backend=None, **self._compressor_settings())
 
     def apply(self, setup: Setup) -> None:
         """With one rank nothing travels, and nothing is to be done."""
@@ -167,7 +167,7 @@ class CompressesGradients(Technique):
             return
         settings = self.settings()
         start = dense_steps(setup, settings.get("dense_share", 0.0))
-        arguments = {**self._given(), "dense_steps": start}
+        arguments = {**self._compressor_settings(), "dense_steps": start}
         setup.communication = Compressed(setup, self.name(), arguments, settings["check_every"])
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
@@ -181,7 +181,7 @@ class CompressesGradients(Technique):
             )
         return communication.proof(session)
 
-    def _given(self) -> dict[str, Any]:
+    def _compressor_settings(self) -> dict[str, Any]:
         settings = self.settings()
         return {**self.method, "minimum": settings["minimum"], "scope": settings["scope"]}
 

@@ -44,7 +44,7 @@ class TrainsApart(Technique):
         communication = session.setup.communication
         part = (
             communication.part
-            if isinstance(communication, Apart) and communication.kind == self.name()
+            if isinstance(communication, LocalCommunication) and communication.kind == self.name()
             else None
         )
         if part is None:
@@ -127,7 +127,7 @@ class Stream(TrainsApart):
         return _forecast(context, name, self._count or 2, copies=1)
 
 
-class Apart(Communication):
+class LocalCommunication(Communication):
     """A run's communication and rank sync: each step uses only this rank's values."""
 
     diverged = True
@@ -231,7 +231,7 @@ def enable_local_steps(setup: Setup, technique: Technique, build: Build) -> None
             f"plan: {name} and a running average of the weights don't go together, since each rank "
             "would average weights of its own; leave weight_average out"
         )
-    setup.communication = Apart(setup, name, build)
+    setup.communication = LocalCommunication(setup, name, build)
 
 
 def _check_timeout(seconds: int) -> None:

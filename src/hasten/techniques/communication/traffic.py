@@ -32,11 +32,11 @@ class ReplicaTraffic:
         self.late = False
         self._module, self._communication, self._before = module, communication, 0
         self._dense = ring_bytes(module) if isinstance(communication, NoCompression) else None
-        self._known = watch_reducer(module)
+        self._reducer = watch_reducer(module)
 
     def traffic(self) -> CommTiming | None:
         """Returns the timing of the last step; None if the reducer has no clock."""
-        timing = under_way(self._module) if self._known else None
+        timing = under_way(self._module) if self._reducer else None
         late, self.late, sent = self.late, False, self._sent()
         if timing is None:
             return None

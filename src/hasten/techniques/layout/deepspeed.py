@@ -34,7 +34,7 @@ from hasten.parts.distributed.deepspeed_engine import ZeroTrainer, why_not
 
 EXTENSIONS = "TORCH_EXTENSIONS_DIR"
 # What DeepSpeed decides itself, and where it does.
-OWN = {
+DECIDED_BY_DEEPSPEED = {
     Slot.PRECISION: "its number format is its config's (bf16, fp16), or this technique's dtype",
     Slot.COMMUNICATION: "gradients travel in ZeRO's own reduce-scatter; its own way of making them "
     "small is "
@@ -108,10 +108,11 @@ class DeepSpeed(Technique):
         if setup.context.world.size == 1:
             return
         for technique in setup.plan:
-            if technique.slot in OWN:
+            if technique.slot in DECIDED_BY_DEEPSPEED:
                 raise InputError(
                     f"plan: {self.name()} can't go with {technique.name()}, as under DeepSpeed "
-                    f"{OWN[technique.slot]}; leave {technique.name()} out, or take fsdp2"
+                    f"{DECIDED_BY_DEEPSPEED[technique.slot]}; leave {technique.name()} out, or "
+                    "take fsdp2"
                 )
             if technique.slot is Slot.OBJECTIVE:
                 raise InputError(
@@ -123,7 +124,7 @@ class DeepSpeed(Technique):
                 f"plan: {self.name()} needs the number of a step's trained tokens before its "
                 "passes; take ddp or fsdp2 with a loss of your own"
             )
-        config = self.settings_of(self._known(setup))
+        config = self.settings_of(self._trainer_settings(setup))
         clipping, max_norm = config.get("gradient_clipping"), setup.job.max_grad_norm
         if clipping is not None and clipping != (max_norm or 0.0):
             raise InputError(
@@ -133,7 +134,7 @@ class DeepSpeed(Technique):
         setup.layout = Zero(setup)
         setup.engine = lambda assembly: ZeroEngine(assembly, config)
 
-    def _known(self, setup: Setup) -> TrainerSettings:
+    def _trainer_settings(self, setup: Setup) -> TrainerSettings:
         return TrainerSettings(
             world=setup.context.world.size,
             batch=setup.job.batch.examples,

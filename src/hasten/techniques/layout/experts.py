@@ -168,7 +168,7 @@ class ExpertsInDDP:
                 "expert_parallel: tokens travel between ranks in every pass, so ranks can't train "
                 "apart; choose a communication method that compresses gradients, or none"
             )
-        shared = self._held()
+        shared = self._shared_experts()
         self._gradients = ExpertGradients(shared.parameters(), self._replicas, self.averages)
         gpu = None if self._device == "cpu" else [torch.device(self._device)]
         wrapped = replicated(module, shared, device_ids=gpu, bucket_cap_mb=self._bucket_cap_mb)
@@ -197,10 +197,10 @@ class ExpertsInDDP:
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """Each expert once: its copies in other groups have the same gradient."""
         dense_norm = total_norm([p for p in parameters if not holds_part(p)])
-        return norm_with_experts(dense_norm, parameters, self._held())
+        return norm_with_experts(dense_norm, parameters, self._shared_experts())
 
     def gather(self, model: nn.Module) -> AbstractContextManager[bool]:
-        return self._held().gathered()
+        return self._shared_experts().gathered()
 
     def full_tensor(self, weight: Tensor, value: Tensor) -> Tensor:
         return full_tensor(weight, value)
@@ -208,7 +208,7 @@ class ExpertsInDDP:
     def local_shard(self, weight: Tensor, full: Tensor) -> Tensor:
         return local_shard(weight, full)
 
-    def _held(self) -> SharedExperts:
+    def _shared_experts(self) -> SharedExperts:
         if self.shared is None:
             raise InputError("expert_parallel: the experts aren't shared out before `within`")
         return self.shared
@@ -329,7 +329,7 @@ class ExpertsInFSDP:
                 "plan: ep with shard uses torch's reduce-scatter, which supports no "
                 "communication method; leave the method's technique out, or give ep with dp only"
             )
-        self._module, shared = module, self._held()
+        self._module, shared = module, self._shared_experts()
         self.move_parts(module)  # copies are made alike next, by what carries the device's memory
         self._gradients = ExpertGradients(shared.parameters(), self._replicas, self.averages)
         shard_rest(module, shared, data_mesh(self.mesh), self._reshard)
@@ -337,7 +337,7 @@ class ExpertsInFSDP:
 
     def move_parts(self, module: nn.Module) -> None:
         """Shards are on the device already; experts, which FSDP2 leaves alone, go there."""
-        for weight in self._held().parameters():
+        for weight in self._shared_experts().parameters():
             weight.data = weight.data.to(self._device)
 
     @contextmanager
@@ -360,12 +360,12 @@ class ExpertsInFSDP:
         """Each piece once, and each expert once: its copies have the same gradient."""
         dense = [p for p in parameters if not holds_part(p)]
         dense_norm = self.weights.norm(dense, self.size, self.all_reduce_world)
-        return norm_with_experts(dense_norm, parameters, self._held())
+        return norm_with_experts(dense_norm, parameters, self._shared_experts())
 
     @contextmanager
     def gather(self, model: nn.Module) -> Iterator[bool]:
         with (
-            self._held().gathered() as first,
+            self._shared_experts().gathered() as first,
             whole_on_first(self._module, model, first) as gathered,
         ):
             yield gathered
@@ -380,6 +380,6 @@ class ExpertsInFSDP:
             return local_shard(weight, full)
         return layout_dealt.local_shard(self.weights, weight, full)
 
-    def _held(self) -> SharedExperts:
+    def _shared_experts(self) -> SharedExperts:
         assert self.shared is not None  # within() comes first
         return self.shared

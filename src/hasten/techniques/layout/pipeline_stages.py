@@ -357,9 +357,9 @@ class StagesInPieces(StageWeightsSplit):
             )
         self.sizes, self.settings = sizes, settings
         self.size, self.data_size, self.averages = world.size, sizes.data_size, sizes.data_size
-        lane, self._piece = divmod(world.rank, sizes.tp)
+        lane, self._tensor_rank = divmod(world.rank, sizes.tp)
         self.data_rank, stage = divmod(lane, settings.ranks)
-        self._keeps = self.data_rank == self._piece == 0  # one rank of each stage
+        self._keeps = self.data_rank == self._tensor_rank == 0  # one rank of each stage
         self.cut = Cut(setup, settings, stage, self._keeps, lambda: self.mesh.get_group("pp"))
         self.weights = LocalShards(setup.precision)
         setup.precision = self.weights
