@@ -29,7 +29,7 @@ from hasten.machine import host
 from hasten.machine.processes import LoadMeter
 from hasten.measure.loops import loop_spec
 from hasten.measure.recipe_experiment import prepared, recipe_worker
-from hasten.measure.schedule import ArmProcess, Turn, run_round
+from hasten.measure.schedule import Turn, VariantProcess, run_round
 from hasten.measure.statistics import paired_ratio
 from hasten.measure.workers import WorkerPool
 from hasten.progress import SilentProgress
@@ -115,7 +115,7 @@ def overhead(folder: Path) -> dict[str, list[float]]:
     draw, load = random.Random(0), LoadMeter(host.hardware().usable_cores)
     spec = replace(loop_spec(f"{Path(__file__).resolve()}:next_to_nothing"), slices=True)
     with WorkerPool(folder) as pool:
-        variants = {place: ArmProcess(pool.start(spec, f"loop-{place}")) for place in range(2)}
+        variants = {place: VariantProcess(pool.start(spec, f"loop-{place}")) for place in range(2)}
         for variant in variants.values():
             variant.begin(2)
         for _ in range(ROUNDS_OF_TURNS):

@@ -11,7 +11,7 @@ import errno
 import os
 from pathlib import Path
 
-from hasten.launch import lab as network
+from hasten.launch import lab_network as network
 
 BLOCK = bytes(1 << 16)
 FILLER = "filler"

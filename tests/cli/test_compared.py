@@ -13,7 +13,7 @@ import yaml
 from hasten.cli.rerun import conclusion
 from hasten.measure.ablation import Design, Variant
 from hasten.measure.experiment import Measured, design_words
-from hasten.report.bundle import ArmChange, read_bundle
+from hasten.report.bundle import VariantChange, read_bundle
 from sample_data import small
 
 pytestmark = pytest.mark.usefixtures("bf16_products")
@@ -110,10 +110,10 @@ def test_an_experiment_is_stored_done_again_and_a_planted_loss_is_exit_code_4(
 
 
 def test_nothing_is_said_to_have_kept_its_gain_that_is_not_known_to() -> None:
-    same, open_ = ArmChange("a", "same"), ArmChange("b", "undecided")
+    same, open_ = VariantChange("a", "same"), VariantChange("b", "undecided")
     assert conclusion([same], 0.005) == "nothing lost by more than 0.5%"
     assert conclusion([same, open_], 0.02) == "nothing lost by more than 2%; not known of b"
-    assert conclusion([same, open_, ArmChange("c", "lost")], 0.02) == "lost: c"
+    assert conclusion([same, open_, VariantChange("c", "lost")], 0.02) == "lost: c"
 
 
 def test_a_climb_that_keeps_nothing_says_that_there_is_no_report(

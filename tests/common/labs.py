@@ -21,7 +21,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from hasten.errors import InputError
-from hasten.launch import lab as system
+from hasten.launch import lab_network as system
 from netlab import Lab
 
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -56,13 +56,13 @@ Place = tuple[int, int]  # descriptors of a host's namespaces: of users, of the 
 
 def places(lab: Lab) -> list[Place]:
     """Where each host of a lab with one rank a host is, found by a process that sleeps there."""
-    assert lab._guard is not None
+    assert lab._watchdog is not None
     sleeping = lab.begin(["sleep", "900"], seconds=900)
     found: dict[int, int] = {}
     end = time.monotonic() + 60
     while len(found) < lab.hosts:
         assert time.monotonic() < end, f"{len(found)} of {lab.hosts} hosts are seen"
-        for process in psutil.Process(lab._guard.pid).children(recursive=True):
+        for process in psutil.Process(lab._watchdog.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error, KeyError):
                 if process.name() == "sleep":
                     found[int(process.environ()["RANK"])] = process.pid

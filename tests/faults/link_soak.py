@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 import rank_soak
 from rank_soak import HOLD, Forked, hold
 
-from hasten.launch.lab import NIC, address
+from hasten.launch.lab_network import NIC, address
 from hasten.launch.supervisor import RankTimeouts, SupervisedRanks, Supervision, supervise
 from hasten.machine.processes import ATTEMPT, exit_with_parent
 from labs import enter, places

@@ -12,7 +12,7 @@ import pytest
 from hasten.machine import processes
 from hasten.machine.processes import Instant, LoadMeter
 from hasten.measure import schedule
-from hasten.measure.schedule import ArmProcess, Turn, run_round
+from hasten.measure.schedule import Turn, VariantProcess, run_round
 from hasten.measure.workers import WorkerError
 
 PACES = {"fast": 0.1, "slow": 0.4, "middling": 0.2}
@@ -52,7 +52,7 @@ class Pretended:
 
 def round_of(workers: dict[str, Pretended]) -> dict[str, Turn | WorkerError]:
     """A round of ten steps of each."""
-    variants = {name: ArmProcess(worker) for name, worker in workers.items()}
+    variants = {name: VariantProcess(worker) for name, worker in workers.items()}
     for variant in variants.values():
         variant.begin(2)
     return dict(run_round(variants, [10], random.Random(0), LoadMeter(2)))
@@ -81,7 +81,7 @@ def test_one_that_fails_leaves_the_others_their_turn() -> None:
 def test_a_worker_that_works_on_and_on_in_its_slices_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedule, "LEAST_TIMEOUT", 0.2)
     worker = Pretended(1e-3, [])
-    variant = ArmProcess(worker, clock=lambda: worker.worked)
+    variant = VariantProcess(worker, clock=lambda: worker.worked)
     variant.begin(2)
     worker.pace = 1.0  # a thousand times slower now
     variant.begin_slices(10)

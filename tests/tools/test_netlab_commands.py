@@ -21,7 +21,7 @@ def own_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     room = tmp_path / "room"
     room.mkdir(mode=0o700)
     monkeypatch.setattr(own, "room", lambda: room)
-    monkeypatch.setattr(own, "SECONDS_TO_END", 60.0)  # a busy machine's verification is slow
+    monkeypatch.setattr(own, "SECONDS_TO_END", 60.0)  # a busy machine's watchdog is slow
     return room
 
 

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from hasten.errors import InputError
 from hasten.launch import lab as own
-from hasten.launch.lab import SEGMENT, bits_per_second, burst_bytes
+from hasten.launch import lab_network
+from hasten.launch.lab_network import SEGMENT, bits_per_second, burst_bytes
 from labs import TOOLS, lab_with_links
 from netlab import Lab
 from netlab.lab import alive, labs, manifest, remove
@@ -38,7 +39,7 @@ def own_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     room = tmp_path / "room"
     room.mkdir(mode=0o700)
     monkeypatch.setattr(own, "room", lambda: room)
-    monkeypatch.setattr(own, "SECONDS_TO_END", 60.0)  # a busy machine's verification is slow
+    monkeypatch.setattr(own, "SECONDS_TO_END", 60.0)  # a busy machine's watchdog is slow
     return room
 
 
@@ -226,9 +227,9 @@ def test_a_keeper_that_ends_before_it_has_answered_is_one_sentence(tmp_path: Pat
 
 
 def test_a_tool_that_hangs_is_given_up_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own, "TOOL_SECONDS", 0.1)
+    monkeypatch.setattr(lab_network, "TOOL_SECONDS", 0.1)
     with pytest.raises(OSError, match=r"sleep 60 did not end within 0\.1 s"):
-        own._run(["sleep", "60"])
+        lab_network._run(["sleep", "60"])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hasten.machine.processes import LoadMeter
-from hasten.measure.schedule import SLICE_SECONDS, ArmProcess, OutOfTimeError, Turn, run_round
+from hasten.measure.schedule import SLICE_SECONDS, OutOfTimeError, Turn, VariantProcess, run_round
 from hasten.measure.workers import WorkerError
 from hasten.tune.bench import ReferencePair
 from hasten.tune.space import Point
@@ -58,7 +58,7 @@ def test_slices_go_to_and_fro_and_are_the_longer_the_slower_one_is() -> None:
     notes = Noting.notes = []
     variants = {}
     for fused in (True, False):
-        variants[fused] = ArmProcess(
+        variants[fused] = VariantProcess(
             Noting(machine, {"batch": 1, "fused": fused}), clock=machine.clock
         )
         variants[fused].begin(2)
@@ -76,7 +76,7 @@ def test_slices_go_to_and_fro_and_are_the_longer_the_slower_one_is() -> None:
 def test_every_second_pass_has_the_order_backwards_and_a_failure_ends_its_own_turns_alone() -> None:
     machine = Machine(SPACE, lambda s: 1.0)
     points = SPACE.points()[:3]
-    variants = {p: ArmProcess(machine.start(p), clock=machine.clock) for p in points}
+    variants = {p: VariantProcess(machine.start(p), clock=machine.clock) for p in points}
     for variant in variants.values():
         variant.begin(1)
     turns = list(run_round(variants, [1, 2], random.Random(0), LoadMeter(2)))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hasten.machine.processes import LoadMeter
 from hasten.measure.record import ExperimentRecord
-from hasten.measure.schedule import ArmProcess, OutOfTimeError
+from hasten.measure.schedule import OutOfTimeError, VariantProcess
 from hasten.measure.workers import WorkerError
 from hasten.tune.bench import PASSES, ReferencePair, turn_steps
 from hasten.tune.samplers import Proposer
@@ -243,7 +243,7 @@ def test_a_turn_is_neither_too_short_to_tell_nor_longer_than_it_must_be(
 def length(warm: list[float], **design: int) -> int:
     """The steps of a round after a warm-up whose steps took so many seconds."""
     machine = Machine(SPACE, lambda s: 1.0)
-    variant = ArmProcess(machine.start(SPACE.start))
+    variant = VariantProcess(machine.start(SPACE.start))
     variant.warm = [step(1.0, seconds) for seconds in warm]
     return ReferencePair(machine.start, SPACE.start, 2, **design)._length(variant)
 

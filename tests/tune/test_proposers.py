@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import random
 
@@ -234,18 +233,6 @@ def test_expected_improvement_is_the_mean_of_what_lies_above() -> None:
 def test_an_unknown_sampler_is_refused_with_the_nearest() -> None:
     with pytest.raises(InputError, match="did you mean 'genetic'"):
         proposer_of("genetics", SPACE, PriorKnowledge())
-
-
-def test_a_sampler_without_its_library_says_so_and_tpe_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    there = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "scipy" else there(name)
-    )
-    told: list[str] = []
-    assert study(proposer_of("gp", SPACE, PriorKnowledge(), tell=told.append), 3)
-    assert told == ["sampler: gp needs scipy, which isn't installed; continuing with tpe"]
 
 
 def test_a_conditional_decision_is_learnt_under_its_own_choice_alone() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hasten.core.plan import Plan
 from hasten.machine.processes import LoadMeter
 from hasten.measure import schedule
-from hasten.measure.schedule import ArmProcess, Turn, run_round
+from hasten.measure.schedule import Turn, VariantProcess, run_round
 from hasten.measure.workers import WorkerPool, WorkerSpec
 from hasten.recipe.build import prepare_run
 from hasten.recipe.schema import recipe_from
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.waits
 
 
 @pytest.fixture(scope="module")
-def variants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ArmProcess]]:
+def variants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VariantProcess]]:
     """Two plans' processes, built."""
     folder = tmp_path_factory.mktemp("variants")
     recipe = recipe_from(small(folder, plan=[], max_steps=99, cutoff_len=256), "test")
@@ -35,18 +35,18 @@ def variants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ArmProce
         found = []
         for place, plan in enumerate(plans):
             given = {"recipe": str(path), "plan": plan.to_list()}
-            found.append(ArmProcess(pool.start(WorkerSpec("recipe", given), f"worker-{place}")))
+            found.append(VariantProcess(pool.start(WorkerSpec("recipe", given), f"worker-{place}")))
         for variant in found:
             variant.begin(0)
         yield found
 
 
-def records(variant: ArmProcess, count: int) -> list[int]:
+def records(variant: VariantProcess, count: int) -> list[int]:
     """The tokens of its next steps."""
     return [step["tokens"] for step in variant.whole_turn(count)["steps"]]
 
 
-def test_a_plan_begins_again_with_the_first_record(variants: list[ArmProcess]) -> None:
+def test_a_plan_begins_again_with_the_first_record(variants: list[VariantProcess]) -> None:
     variant = variants[0]
     variant.again()  # before the first step it is there already
     first = records(variant, 4)
@@ -58,7 +58,7 @@ def test_a_plan_begins_again_with_the_first_record(variants: list[ArmProcess]) -
 
 
 def test_plans_take_their_turns_in_slices(
-    variants: list[ArmProcess], monkeypatch: pytest.MonkeyPatch
+    variants: list[VariantProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each trains its own records, in seconds that add up to no more than those of the round."""
     monkeypatch.setattr(schedule, "SLICE_SECONDS", 0.02)

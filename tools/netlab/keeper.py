@@ -1,6 +1,6 @@
 """The keeper of a lab whose links can be changed while it runs: rate, delay, loss, cut.
 
-Links are those of ``hasten.launch.lab`` where neither a delay nor a loss was asked for. Else each
+Without a delay and a loss, links are those of ``hasten.launch.lab_network``. Else each
 host has a TUN device, and a switch in user space (``packet_link``) joins them: it can delay and
 lose packets too, and costs a share of a core.
 Nothing here imports torch, whose threads would keep this process out of namespaces of users. Run as
@@ -21,21 +21,21 @@ from typing import Any, ClassVar, Protocol
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from hasten.launch import lab
+from hasten.launch import lab, lab_network
 from netlab.lab import COUNTS
 from netlab.packet_link import DELAY, LOSS, LinkSettings
 
 TUNSETIFF, TUN_WITHOUT_HEADER = 0x400454CA, 0x0001 | 0x1000  # IFF_TUN | IFF_NO_PI
 
 
-class ChangeableNetwork(lab.Network, Protocol):
+class ChangeableNetwork(lab_network.Network, Protocol):
     """A network whose links can be delayed and cut."""
 
     def shape(self, delay: float, loss: float) -> None: ...
     def cut(self, host: int, cut: bool) -> None: ...
 
 
-class CutBridge(lab.VethBridge):
+class CutBridge(lab_network.VethBridge):
     """Hosts on a bridge, from which each can be taken."""
 
     def shape(self, delay: float, loss: float) -> None:
@@ -43,19 +43,19 @@ class CutBridge(lab.VethBridge):
             raise OSError("these links have no delay and no loss: make the lab with one of them")
 
     def cut(self, host: int, cut: bool) -> None:
-        lab.ip([f"link set p{host} {'down' if cut else 'up'}"])
+        lab_network.ip([f"link set p{host} {'down' if cut else 'up'}"])
 
 
 class UserSpaceSwitch:
     """Hosts on a switch in user space."""
 
     def __init__(self, hosts: int, mtu: int) -> None:
-        self._hosts = [lab.new_network() for _ in range(hosts)]
+        self._hosts = [lab_network.new_network() for _ in range(hosts)]
         devices = []
         for host, fd in enumerate(self._hosts):
-            with lab.inside(fd):
-                devices.append(_open_tun(lab.NIC))
-                lab.ip(lab.lines_inside(host, mtu))
+            with lab_network.inside(fd):
+                devices.append(_open_tun(lab_network.NIC))
+                lab_network.ip(lab_network.lines_inside(host, mtu))
         self._settings = LinkSettings(hosts)
         given = [self._settings.descriptor, *devices]
         self._switch = subprocess.Popen(
@@ -63,7 +63,7 @@ class UserSpaceSwitch:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             pass_fds=given,
-            preexec_fn=lab.die_with_parent,  # the keeper's first thread, which lasts
+            preexec_fn=lab_network.die_with_parent,  # the keeper's first thread, which lasts
         )
         assert self._switch.stdout is not None
         if not self._switch.stdout.readline():
@@ -86,11 +86,11 @@ class UserSpaceSwitch:
         self._settings.cut(host, cut)
 
     def counted(self, host: int) -> tuple[int, int]:
-        with lab.inside(self._hosts[host]):
-            return lab.interface_bytes(lab.NIC)
+        with lab_network.inside(self._hosts[host]):
+            return lab_network.interface_bytes(lab_network.NIC)
 
 
-class NoLinks(lab.LoopbackNetwork):
+class NoLinks(lab_network.LoopbackNetwork):
     """Plain processes."""
 
     def shape(self, delay: float, loss: float) -> None:
@@ -168,4 +168,4 @@ class NetlabKeeper(lab.Keeper):
 
 
 if __name__ == "__main__":
-    lab.verification(Path(sys.argv[1]), NetlabKeeper)
+    lab.watchdog(Path(sys.argv[1]), NetlabKeeper)

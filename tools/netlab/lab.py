@@ -21,7 +21,8 @@ from typing import Any, ClassVar
 
 from hasten.errors import InputError
 from hasten.launch import lab
-from hasten.launch.lab import MODES, Mode, Result, bits_per_second
+from hasten.launch.lab import MODES, Mode, Result
+from hasten.launch.lab_network import bits_per_second
 
 NAME = re.compile(r"[0-9a-f]{8}")
 COUNTS = "HASTEN_NETLAB_COUNTS"  # variable: where ranks without interfaces note what they sent

@@ -15,11 +15,10 @@ from hasten.cli.arguments import text_to_stderr
 from hasten.core.plan import Plan
 from hasten.errors import FAILED, InputError
 from hasten.formatting import aligned, span
-from hasten.measure.statistics import Interval
 
 if TYPE_CHECKING:
     from hasten.recipe.schema import Recipe
-    from hasten.report.bundle import ArmChange, Bundle
+    from hasten.report.bundle import Bundle, VariantChange
 
 MAY_CHANGE = ("dataset", "eval_data", "model", "tokenizer", "price", "data_workers", "ceiling")
 
@@ -83,7 +82,7 @@ def rerun(
     return FAILED if lost(gains) else 0
 
 
-def _row(change: ArmChange) -> dict[str, Any]:
+def _row(change: VariantChange) -> dict[str, Any]:
     intervals = {"before": change.before, "now": change.now, "ratio": change.ratio}
     summaries = {key: None if i is None else i.summary() for key, i in intervals.items()}
     return {"name": change.name, "verdict": change.verdict, "reason": change.reason, **summaries}
@@ -131,7 +130,7 @@ def differences(bundle: Bundle) -> list[str]:
     return lines
 
 
-def conclusion(changes: Sequence[ArmChange], margin: float) -> str:
+def conclusion(changes: Sequence[VariantChange], margin: float) -> str:
     """The variants that lost; if none did, a note if that is shown of all."""
     from hasten.report.bundle import lost
 
@@ -142,11 +141,14 @@ def conclusion(changes: Sequence[ArmChange], margin: float) -> str:
     return f"nothing lost by more than {100 * margin:g}%{suffix}"
 
 
-def table(changes: Sequence[ArmChange]) -> str:
+def table(changes: Sequence[VariantChange]) -> str:
     """A row per variant: its ratio to the baseline then and now, and now over then."""
     rows = [["variant", "then [95 %]", "now [95 %]", "now/then [95 %]", ""]]
     for change in changes:
-        spans = (_span(i) for i in (change.before, change.now, change.ratio))
+        spans = (
+            "-" if interval is None else span(interval.summary(), "times")
+            for interval in (change.before, change.now, change.ratio)
+        )
         word = f"{change.verdict}: {change.reason}" if change.reason else change.verdict
         rows.append([change.name, *spans, word])
     return aligned(rows)
@@ -180,7 +182,3 @@ def _plans(bundle: Bundle, recipe: Recipe) -> Mapping[str, Plan]:
 
 def _plain(value: Any) -> Any:
     return [_plain(v) for v in value] if isinstance(value, tuple) else value
-
-
-def _span(interval: Interval | None) -> str:
-    return "-" if interval is None else span(interval.summary(), "times")

@@ -4,7 +4,7 @@ FD is a socket to the process that started it. First comes a `TokenizeWork`, the
 `RecordChunk`; each is answered by None, or by a sentence on what went wrong. The end of the socket
 is the end of the process, so none outlives its parent. It is a plain program and no
 `multiprocessing` child, because those import the caller's main module again, which a script without
-a verification doesn't survive.
+``if __name__ == "__main__"`` doesn't survive.
 """
 
 from __future__ import annotations

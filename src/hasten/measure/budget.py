@@ -60,7 +60,7 @@ from hasten.errors import InputError
 from hasten.measure.ablation import Design, Kind
 from hasten.measure.record import ExperimentRecord
 from hasten.measure.rounds import Rounds
-from hasten.measure.schedule import ArmProcess
+from hasten.measure.schedule import VariantProcess
 
 if TYPE_CHECKING:
     pass  # loads torch
@@ -234,7 +234,7 @@ class BudgetTracker:
         """Before the first variant of a cohort starts."""
         self._cohort_began, self._is_first = self._record.spent, not self._measured()
 
-    def allows(self, name: str, variants: Sequence[ArmProcess]) -> bool:
+    def allows(self, name: str, variants: Sequence[VariantProcess]) -> bool:
         """Returns True if there is time to start one more variant; else drops it.
 
         The first two variants always start: without them there is nothing to compare.
@@ -249,7 +249,7 @@ class BudgetTracker:
         self._drop(name)
         return False
 
-    def look(self, waiting: Sequence[str], variants: Sequence[ArmProcess]) -> None:
+    def look(self, waiting: Sequence[str], variants: Sequence[VariantProcess]) -> None:
         """After a variant of those that wait has started.
 
         Raises:
@@ -285,7 +285,7 @@ class BudgetTracker:
             self._record.append("dropped", text=text, variants=[])
             self.over = self._hopeless = True
 
-    def warmup(self, waiting: Sequence[str], variants: Sequence[ArmProcess]) -> int:
+    def warmup(self, waiting: Sequence[str], variants: Sequence[VariantProcess]) -> int:
         """Steps to which all of these are warmed up together, beyond those that each needed."""
         budget = self._design.budget_seconds
         if budget is None or not self.every_variant or not variants or not self._is_first:
@@ -298,7 +298,7 @@ class BudgetTracker:
         )
         return self._design.most_warmup if self._record.spent + needed_seconds <= self._until else 0
 
-    def plan_rounds(self, waiting: Sequence[str], variants: Sequence[ArmProcess]) -> None:
+    def plan_rounds(self, waiting: Sequence[str], variants: Sequence[VariantProcess]) -> None:
         """After all have started that are to be alive together: how many rounds there will be."""
         if self.every_variant:
             self._shorten(variants)
@@ -313,7 +313,7 @@ class BudgetTracker:
         if not recorded_rounds and rounds < self._design.rounds:
             self._record.append("rounds", rounds=rounds)
 
-    def out(self, variants: Sequence[ArmProcess], done: int) -> bool:
+    def out(self, variants: Sequence[VariantProcess], done: int) -> bool:
         """Returns True if there is no time for one more round after the ``done`` rounds.
 
         Two rounds always run, because one round contains no estimate of its own error. With
@@ -340,7 +340,7 @@ class BudgetTracker:
             self.over = True
         return True
 
-    def _shorten(self, variants: Sequence[ArmProcess]) -> None:
+    def _shorten(self, variants: Sequence[VariantProcess]) -> None:
         """Turns of one step, for all cohorts, where not three rounds of whole turns fit."""
         if not variants or not self._is_first:
             return
@@ -435,7 +435,7 @@ class BudgetTracker:
         names = {name for members in rounds.members.values() for name in members}
         return {name for name in names if rounds.complete(name)}
 
-    def _costs(self, variants: Sequence[ArmProcess], steps: int | None = None) -> Costs:
+    def _costs(self, variants: Sequence[VariantProcess], steps: int | None = None) -> Costs:
         """Costs by the measurements of these variants.
 
         ``steps``: steps of a turn, if they differ from those of the rounds.

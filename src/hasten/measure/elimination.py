@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from hasten.machine.processes import LoadMeter
-from hasten.measure.schedule import ArmProcess, run_round
+from hasten.measure.schedule import VariantProcess, run_round
 from hasten.measure.statistics import hodges_lehmann, student_quantile
 from hasten.measure.workers import WorkerError
 
@@ -28,7 +28,7 @@ Logs = Mapping[Name, Sequence[float]]  # of each pass: the logarithm of a rate
 
 
 def eliminate(
-    variants: dict[Name, ArmProcess],
+    variants: dict[Name, VariantProcess],
     values: Mapping[Name, float],
     passes: Sequence[int],
     draw: random.Random,

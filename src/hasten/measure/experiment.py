@@ -41,7 +41,7 @@ from hasten.measure.budget import BudgetTracker
 from hasten.measure.energy import EnergyMeter
 from hasten.measure.record import Event, ExperimentRecord, seconds_of
 from hasten.measure.rounds import Rounds, variants_of
-from hasten.measure.schedule import ArmProcess, OutOfTimeError, in_slices, run_round
+from hasten.measure.schedule import OutOfTimeError, VariantProcess, in_slices, run_round
 from hasten.measure.workers import WorkerError, WorkerPool, WorkerSpec
 
 SHARE = 0.92  # of the memory that is available: caches of the system want some, too
@@ -94,7 +94,7 @@ class Experiment:
         self.record, self._tell = record, tell
         self.base, self.result = next(iter(plans)), list(plans)[-1]
         self.peaks: dict[str, int] = {}
-        self.alive: dict[str, ArmProcess] = {}
+        self.alive: dict[str, VariantProcess] = {}
         self.time = BudgetTracker(design, kinds, expected, record)
         self.fresh = design.grouping == "fresh"
         self._read = 0  # events of the record that `_all_rounds` has
@@ -220,7 +220,7 @@ class Experiment:
         worker = self.context.pool.start(self.context.spec(name), name_of_log)
         stack.callback(worker.close)
         note = partial(self.record.append, cohort=number, variant=name)
-        self.alive[name] = ArmProcess(
+        self.alive[name] = VariantProcess(
             worker, self.time.seconds_left, note, self.context.patience, self.context.clock
         )
         least = self.design.warmup
@@ -311,7 +311,10 @@ class Experiment:
         self.record.append("cohort", cohort=number, members=names, fresh=True)
         done = len(self._rounds().complete(names[-1]))
         shown = self._round_words(done + 1, names[-1])
-        draw, variants = random.Random(self.design.seed * 1_000_003 + number), list[ArmProcess]()
+        draw, variants = (
+            random.Random(self.design.seed * 1_000_003 + number),
+            list[VariantProcess](),
+        )
         for name in draw.sample(names, len(names)):
             self.alive = {}
             if name in self.time.dropped or self.time.seconds_left() <= 0:
@@ -358,7 +361,7 @@ class Experiment:
         self._attempt(name, lambda variant: variant.finish(self.design.samples), at_the_end=True)
 
     def _attempt(
-        self, name: str, act: Callable[[ArmProcess], None], at_the_end: bool = False
+        self, name: str, act: Callable[[VariantProcess], None], at_the_end: bool = False
     ) -> None:
         """Runs one action of a variant; an error is recorded and ends that variant.
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence, Set
-from typing import Any
 
 from hasten.core.plan import Plan
 from hasten.measure.ablation import Design, Kind, Variant
@@ -271,7 +270,8 @@ def rates(turns: Mapping[str, Event]) -> dict[str, float]:
     therefore that of the full turn.
     """
     step_rates = {
-        name: [_step_rate(step) for step in turn["steps"]] for name, turn in turns.items()
+        name: [float(step["tokens_per_second"]) for step in turn["steps"]]
+        for name, turn in turns.items()
     }
     work = {name: tuple(step["tokens"] for step in turn["steps"]) for name, turn in turns.items()}
     commonest = statistics.mode(work.values())
@@ -297,7 +297,3 @@ def _columns(step_rates: Mapping[str, Sequence[float]], names: Sequence[str]) ->
     """For each step the logarithms of the rates of these variants."""
     rows = [[math.log(rate) for rate in step_rates[name]] for name in names]
     return [list(column) for column in zip(*rows, strict=True)]
-
-
-def _step_rate(step: Mapping[str, Any]) -> float:
-    return float(step["tokens_per_second"])

@@ -88,7 +88,7 @@ class Turn:
         return {"steps": self.steps, "background_load": load, "joules": self.joules, **extra_fields}
 
 
-class ArmProcess:
+class VariantProcess:
     """A worker that takes turns, and the measurements of its steps.
 
     Its methods raise OutOfTimeError if the deadline cuts them off, and WorkerError if the
@@ -257,7 +257,7 @@ class ArmProcess:
 
 
 def run_round(
-    variants: Mapping[Name, ArmProcess],
+    variants: Mapping[Name, VariantProcess],
     passes: Sequence[int],
     draw: random.Random,
     load: LoadMeter,
@@ -298,7 +298,7 @@ def run_round(
         order.reverse()
 
 
-def in_slices(variants: Collection[ArmProcess], joules: Callable[[], float | None]) -> bool:
+def in_slices(variants: Collection[VariantProcess], joules: Callable[[], float | None]) -> bool:
     """Returns True if turns are cut into slices; energy per variant can't be counted then."""
     return (
         len(variants) > 1
@@ -308,7 +308,7 @@ def in_slices(variants: Collection[ArmProcess], joules: Callable[[], float | Non
 
 
 def _in_slices(
-    variants: Mapping[Name, ArmProcess], count: int, load: LoadMeter
+    variants: Mapping[Name, VariantProcess], count: int, load: LoadMeter
 ) -> Iterator[tuple[Name, Turn | WorkerError]]:
     """All turns of a pass, after the last one has ended and all replies have arrived."""
     share = SLICE_SECONDS / min((variant.pace for variant in variants.values()), default=1.0)
@@ -338,7 +338,7 @@ def _in_slices(
 
 
 def _one_by_one(
-    variants: Mapping[Name, ArmProcess],
+    variants: Mapping[Name, VariantProcess],
     count: int,
     load: LoadMeter,
     joules: Callable[[], float | None],

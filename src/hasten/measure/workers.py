@@ -160,8 +160,8 @@ class WorkerPool:
                 rendezvous_dir = Path(stack.enter_context(meeting))
                 ranks = rank_variables(spec.ranks, host.hardware().usable_cores, rendezvous_dir)
             logs = [
-                stack.enter_context((self.folder / _log_name(name, rank)).open("w+b"))
-                for rank in range(len(ranks))
+                stack.enter_context((self.folder / f"{name}{suffix}.log").open("w+b"))
+                for suffix in ("", *(f"-rank-{rank}" for rank in range(1, len(ranks))))
             ]
             clock = None
             sliced = self.on_cpu and spec.ranks == 1 and spec.slices
@@ -571,10 +571,6 @@ def _started(
         group.signal("SIGKILL")
         raise
     return members
-
-
-def _log_name(name: str, rank: int) -> str:
-    return f"{name}-rank-{rank}.log" if rank else f"{name}.log"
 
 
 def _understood(line: str) -> Reply | str:

@@ -162,7 +162,8 @@ class Architecture:
 
     def matrices(self) -> tuple[Matrix, ...]:
         """All matrix products, those of the layers first, the head last."""
-        return (*self._attention(), *self._mlp(), self._head())
+        head = Matrix("head", self.hidden, self.vocabulary, 1, "columns")
+        return (*self._attention(), *self._mlp(), head)
 
     def _attention(self) -> tuple[Matrix, ...]:
         n, h = self.layers, self.hidden
@@ -220,9 +221,6 @@ class Architecture:
                 Matrix("shared_down", moe.shared_width, h, sparse, "rows"),
             ]
         return tuple(matrices)
-
-    def _head(self) -> Matrix:
-        return Matrix("head", self.hidden, self.vocabulary, 1, "columns")
 
     def parameters(self) -> int:
         """Weights in all; a tied head counts once."""

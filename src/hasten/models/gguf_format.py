@@ -153,7 +153,7 @@ def tensor_rules(config: PreTrainedConfig) -> list[TensorRule]:
         layer_rules = [
             *(TensorRule(f"{n}.weight", (f"{t}.weight",), is_exact=True) for n, t in norms.items()),
             *(_latent_attention(config) if is_latent else _attention(config)),
-            *(_experts() if is_latent and _has_experts(config, layer) else _dense("mlp.", "")),
+            *(_experts() if is_latent and layer >= _dense_layers(config) else _dense("mlp.", "")),
         ]
         for rule in layer_rules:
             targets = tuple(block + target for target in rule.targets)
@@ -247,10 +247,6 @@ def _experts() -> Iterator[TensorRule]:
     yield TensorRule("mlp.gate.weight", ("ffn_gate_inp.weight",), is_exact=True)
     yield TensorRule("mlp.gate.e_score_correction_bias", ("exp_probs_b.bias",), is_exact=True)
     yield from _dense("mlp.shared_experts.", "_shexp")
-
-
-def _has_experts(config: PreTrainedConfig, layer: int) -> bool:
-    return layer >= _dense_layers(config)
 
 
 def _dense_layers(config: PreTrainedConfig) -> int:

@@ -27,7 +27,7 @@ import torch
 from hasten.errors import InputError
 from hasten.foreign_files import read_json_object
 from hasten.machine import versions
-from hasten.models.presets import PRESETS, build_config, with_vocabulary
+from hasten.models.presets import PRESETS, build_config, near_presets, with_vocabulary
 from hasten.models.weights import (
     ADAPTER,
     INDEX,
@@ -81,8 +81,7 @@ def check_source(source: str) -> Path | None:
         raise InputError(f"{source} is a file: give the folder that holds config.json and weights")
     if _HUB_NAME.fullmatch(source) and not source.startswith("."):
         return None
-    near = difflib.get_close_matches(source, PRESETS, n=3, cutoff=0.5)
-    advice = f"did you mean {' or '.join(near)}?" if near else "check the path"
+    advice = near_presets(source) or "check the path"
     raise InputError(f"{source!r} is no preset, no folder here and no hub name (a/b): {advice}")
 
 

@@ -49,9 +49,14 @@ def preset(name: str) -> Preset:
     """The preset of that name; an unknown name is an InputError with the nearest ones."""
     if name in PRESETS:
         return PRESETS[name]
-    near = difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.5)
-    advice = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(PRESETS)}"
+    advice = near_presets(name) or f"choose from {', '.join(PRESETS)}"
     raise InputError(f"there is no preset named {name!r}: {advice}")
+
+
+def near_presets(name: str) -> str:
+    """``did you mean x or y?`` for presets of a similar name; empty if there are none."""
+    near = difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(near)}?" if near else ""
 
 
 def build_config(

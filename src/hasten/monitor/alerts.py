@@ -112,7 +112,7 @@ class Command:
 
     def __init__(self, arguments: Sequence[str], say: Say | None = None) -> None:
         self._words = list(arguments)
-        self._say = say or _complain
+        self._say = say or (lambda text: print(f"hasten monitor: {text}", file=sys.stderr))
         self._waiting: queue.Queue[Alert] = queue.Queue(WAITING)
         threading.Thread(target=self._work, daemon=True, name="alerts").start()
 
@@ -165,7 +165,3 @@ def checked_command(value: object) -> list[str]:
         f"--alert is {value!r}; give the command as a list, the sentence is put behind it: "
         '\'["notify-send", "hasten"]\''
     )
-
-
-def _complain(text: str) -> None:
-    print(f"hasten monitor: {text}", file=sys.stderr)

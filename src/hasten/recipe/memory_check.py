@@ -109,11 +109,9 @@ def memory_words(recipe: Recipe, setup: Setup, resident: int = 0) -> tuple[str, 
         InputError: weights, gradients and optimizer alone don't fit; the message has fixes.
     """
     context, room = setup.context, room_of(setup.context)
-    size, positions, adapter = (
-        size_of(recipe, context),
-        largest_micro_batch(setup),
-        _adapter(recipe),
-    )
+    size, positions = size_of(recipe, context), largest_micro_batch(setup)
+    # The recipe's LoRA isn't in the plan, and takes part in the forecast of memory.
+    adapter = (LoRA(base=recipe.lora_base),) if recipe.finetuning_type == "lora" else ()
     needs = needs_of(size, context, setup.plan.with_(*adapter), positions, one_pass(setup))
     if not context.on_gpu:
         needs = replace(needs, overhead=max(needs.overhead, resident + FIRST_STEP))
@@ -131,11 +129,6 @@ def memory_words(recipe: Recipe, setup: Setup, resident: int = 0) -> tuple[str, 
     if needs.total > room:
         text += f"; {MAY_RUN_OUT}: {helps}"
     return text, helps
-
-
-def _adapter(recipe: Recipe) -> tuple[Technique, ...]:
-    """The recipe's LoRA, for its memory forecast; the plan doesn't contain it."""
-    return (LoRA(base=recipe.lora_base),) if recipe.finetuning_type == "lora" else ()
 
 
 def size_of(recipe: Recipe, context: JobContext) -> ModelSize:

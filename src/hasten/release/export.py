@@ -200,7 +200,8 @@ def export(request: Export, tell: Tell = print) -> Exported:
         check_convertible(skeleton, trained.tokenizer)
     _check_room(request, skeleton, trained)
     formats = trained.formats()
-    model = trained.attach(None if _is_whole(trained) else trained.base())
+    is_full_model = trained.lora is None and not trained.is_checkpoint  # and needs no base
+    model = trained.attach(None if is_full_model else trained.base())
     generation_of = model.get_base_model() if trained.lora is not None else model
     if sentence := _repair_generation(generation_of):
         tell(sentence)
@@ -352,11 +353,6 @@ def _stop_token(tokenizer: PreTrainedTokenizerBase, source: Path) -> int | None:
     dialogue = (Message("user", "?"), Message("assistant", "!"))
     encode(tokenizer, Conversation(dialogue, None, f"the chat template of {source}"), 4096)
     return stop_token(tokenizer, answer_end(tokenizer))
-
-
-def _is_whole(trained: _Trained) -> bool:
-    """True if the source is a full model, which needs no base."""
-    return trained.lora is None and not trained.is_checkpoint
 
 
 def _check_room(request: Export, skeleton: Any, trained: _Trained) -> None:

@@ -223,7 +223,7 @@ WORDS: Mapping[Effect, Word] = {
 
 
 @dataclass(frozen=True)
-class ArmChange:
+class VariantChange:
     """The change of one variant: ratio to the baseline before, now, and now over before."""
 
     name: str
@@ -238,7 +238,7 @@ def changes(
     before: Mapping[str, BundledMeasurement],
     now: Mapping[str, BundledMeasurement],
     margin: float = MARGIN,
-) -> list[ArmChange]:
+) -> list[VariantChange]:
     """Every variant but the baseline, the first.
 
     Args:
@@ -263,25 +263,27 @@ def changes(
     return [replace(c, reason=reason) if c.verdict == "lost" else c for c in variant_changes]
 
 
-def lost(variant_changes: Sequence[ArmChange]) -> list[str]:
+def lost(variant_changes: Sequence[VariantChange]) -> list[str]:
     """The names of the variants that lost."""
     return [change.name for change in variant_changes if change.verdict == "lost"]
 
 
 def _change(
     name: str, before: BundledMeasurement, now: BundledMeasurement, margin: float
-) -> ArmChange:
+) -> VariantChange:
     if before.failed is not None or not before.ratios:
         reason = f"it had no result then: {before.failed or 'no rounds'}"
-        return ArmChange(name, "not measured", now=_span(now), reason=reason)
+        return VariantChange(name, "not measured", now=_span(now), reason=reason)
     then, today = _span(before), _span(now)
     if now.failed is not None or not now.ratios:
-        return ArmChange(name, "lost", then, None, None, f"it failed: {now.failed or 'no rounds'}")
+        return VariantChange(
+            name, "lost", then, None, None, f"it failed: {now.failed or 'no rounds'}"
+        )
     ratio = unpaired_ratio(before.ratios, now.ratios)
     idle = sorted(set(now.idle) - set(before.idle))
     if idle:
-        return ArmChange(name, "lost", then, today, ratio, f"{', '.join(idle)} no longer acts")
-    return ArmChange(name, WORDS[verdict(ratio, margin)], then, today, ratio)
+        return VariantChange(name, "lost", then, today, ratio, f"{', '.join(idle)} no longer acts")
+    return VariantChange(name, WORDS[verdict(ratio, margin)], then, today, ratio)
 
 
 def _span(measured: BundledMeasurement) -> Interval | None:

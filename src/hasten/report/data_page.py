@@ -68,9 +68,10 @@ def write_page(
 
 def page(title: str, statistics: DataStatistics, ways: Sequence[BatchLayout], advice: str) -> str:
     """The page's HTML; every text is escaped, the drawings escape their own."""
+    fullness = [Bar(way.method, f"{way.fullness:.1%}", way.fullness) for way in ways]
     drawn = (
         ("Examples by length in tokens", _histogram(statistics), lambda value: f"{value:,.0f}"),
-        ("How full the positions are", _fullness(ways), lambda value: f"{value:.0%}"),
+        ("How full the positions are", fullness, lambda value: f"{value:.0%}"),
     )
     drawings = [
         (heading, *(bar_chart(heading, bars, width, 0.0, formatter) for width in WIDTHS))
@@ -99,7 +100,3 @@ def _histogram(statistics: DataStatistics) -> list[Bar]:
         text = f"{one.examples:,} ({one.tokens / statistics.tokens:.1%} of tokens)"
         bars.append(Bar(name, text, float(one.examples)))
     return bars
-
-
-def _fullness(ways: Sequence[BatchLayout]) -> list[Bar]:
-    return [Bar(way.method, f"{way.fullness:.1%}", way.fullness) for way in ways]

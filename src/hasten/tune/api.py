@@ -114,8 +114,8 @@ class _Tuning:
         subject, options = self._subject, self._options
 
         def proposer(noise: float, memory: float | None) -> Proposer:
-            prior, tell = subject.prior_knowledge(noise, memory), self._audience.tell
-            return proposer_of(options.sampler, subject.space, prior, options.seed, tell)
+            prior = subject.prior_knowledge(noise, memory)
+            return proposer_of(options.sampler, subject.space, prior, options.seed)
 
         cores, together = host.hardware().usable_cores, subject.together
         first, steps, seed = subject.space.start, options.steps, options.seed

@@ -26,10 +26,10 @@ from hasten.errors import InputError
 from hasten.machine.processes import LoadMeter
 from hasten.measure.elimination import MOST_ROUNDS, eliminate
 from hasten.measure.schedule import (
-    ArmProcess,
     OutOfTimeError,
     Turn,
     TurnWorker,
+    VariantProcess,
     peak_of,
     run_round,
 )
@@ -110,7 +110,7 @@ class ReferencePair:
         self._start, self._first, self._cores = start, first, cores
         self._steps, self._together = steps, together
         self._draw, self._clock, self._deadline = random.Random(seed), clock, math.inf
-        self._base: ArmProcess | None = None  # the process that stays
+        self._base: VariantProcess | None = None  # the process that stays
         self.beside, self.above = first, 0.0  # its point, and the logarithm over the start's rate
         self.start_seconds = 0.0  # of the start's processes, to build and warm up
         self.step_seconds = 0.0  # of the process that stays
@@ -263,17 +263,17 @@ class ReferencePair:
             for variant in variants.values():
                 variant.worker.close(kill=True)
 
-    def _variant(self, point: Point) -> ArmProcess:
-        return ArmProcess(
+    def _variant(self, point: Point) -> VariantProcess:
+        return VariantProcess(
             self._start(point), lambda: self._deadline - self._clock(), clock=self._clock
         )
 
-    def _warm_up(self, variant: ArmProcess) -> None:
+    def _warm_up(self, variant: VariantProcess) -> None:
         """Built, and its steps alike: a compiled graph takes some until it runs."""
         variant.begin(WARMUP, MOST_WARMUP, SHORT)
         _checked(Turn(variant.warm))
 
-    def _length(self, variant: ArmProcess) -> int:
+    def _length(self, variant: VariantProcess) -> int:
         """Steps of a round, after a warm-up; fewer if they are long.
 
         More rounds give more information than longer rounds.
@@ -290,7 +290,7 @@ class ReferencePair:
         return [self._together * (units * (n + 1) // most - units * n // most) for n in range(most)]
 
     def _takes_over(
-        self, variant: ArmProcess, point: Point, paired_rounds: list[PairedRound]
+        self, variant: VariantProcess, point: Point, paired_rounds: list[PairedRound]
     ) -> bool:
         """Makes a far better variant the new reference.
 
@@ -307,7 +307,7 @@ class ReferencePair:
         self.step_seconds = variant.step_seconds
         return True
 
-    def _calm_round(self, variant: ArmProcess, steps: int, load: LoadMeter) -> PairedRound:
+    def _calm_round(self, variant: VariantProcess, steps: int, load: LoadMeter) -> PairedRound:
         """A round, once more if others disturbed it."""
         paired_round = self._round(variant, steps, load)
         again = 2 * steps * self.step_seconds
@@ -315,7 +315,7 @@ class ReferencePair:
             return paired_round
         return min(paired_round, self._round(variant, steps, load), key=lambda one: one.load)
 
-    def _round(self, variant: ArmProcess, steps: int, load: LoadMeter) -> PairedRound:
+    def _round(self, variant: VariantProcess, steps: int, load: LoadMeter) -> PairedRound:
         assert self._base is not None
         both = {"own": variant, "other": self._base}
         turns: dict[str, list[Turn]] = {name: [] for name in both}
@@ -355,7 +355,7 @@ def turn_steps(most: int, step_seconds: float, together: int = 1) -> int:
     return max(together, min(most, math.ceil(SHORT / step_seconds)))
 
 
-def _peak(variant: ArmProcess, paired_rounds: list[PairedRound]) -> float | None:
+def _peak(variant: VariantProcess, paired_rounds: list[PairedRound]) -> float | None:
     peaks = [variant.peak, *(one.memory for one in paired_rounds)]
     return max((peak for peak in peaks if peak), default=None)
 

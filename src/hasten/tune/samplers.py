@@ -19,7 +19,6 @@ all, after 6 trials (docs/explanation/results.md, "Trials until the best setting
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import random
 import statistics
@@ -450,14 +449,8 @@ def check_sampler(name: str) -> None:
         )
 
 
-def proposer_of(
-    name: str,
-    space: Space,
-    prior: PriorKnowledge,
-    seed: int = 0,
-    tell: Callable[[str], None] = lambda text: None,
-) -> Proposer:
-    """The proposer of a name; TPE, with a word, where its library is missing."""
+def proposer_of(name: str, space: Space, prior: PriorKnowledge, seed: int = 0) -> Proposer:
+    """The proposer of a name."""
     check_sampler(name)
     if name == "auto":
         return ForecastProposer(space, prior, seed)
@@ -465,7 +458,4 @@ def proposer_of(
         return Proposer(space, seed)
     if name == "bandit":
         return Bandit(space, seed)
-    if name == "gp" and importlib.util.find_spec("scipy") is None:
-        tell("sampler: gp needs scipy, which isn't installed; continuing with tpe")
-        name = "tpe"
     return OptunaProposer(name, space, seed)

@@ -614,7 +614,7 @@ class Gradients:
             return str(reference["failed"])
         return (
             f"{reference['examples']} examples, {reference['tokens']:,} tokens, "
-            f"{_layers(reference)}"
+            f"{reference['layers']} layers"
         )
 
     def owed(self) -> list[VerificationRow]:
@@ -677,7 +677,3 @@ class Gradients:
         return owed(
             technique, test, verdict, text, measured=answer["error"], allowed=bound.gradient
         )
-
-
-def _layers(reference: Reply) -> str:
-    return f"{reference['layers']} layers"

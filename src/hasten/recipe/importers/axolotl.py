@@ -193,7 +193,9 @@ def _sources(draft: RecipeDraft, entry_key: str, entry: Mapping[str, Any]) -> li
             _roles(draft, f"{entry_key}.roles", item, columns)
         elif name == "chat_template":
             template(draft, f"{entry_key}.{name}", item)
-        elif name not in NO_MATTER and not _ordinary(name, item):
+        elif name in NO_MATTER or item in (None, False, "", [], {}, *AS_IT_IS.get(name, ())):
+            continue
+        else:
             draft.row(f"{entry_key}.{name}", item, "unmapped", "hasten reads a source without this")
     if any(tag in columns for tag in (*OF_TURNS.values(), "user_tag", "train_tag")):
         columns.setdefault("messages", str(entry.get("field_messages") or "messages"))
@@ -235,10 +237,6 @@ def _configuration(draft: RecipeDraft, key: str, name: str, value: Any) -> None:
         draft.row(key, value, "unmapped", explanation)
     elif value != "train" or name == "name":
         draft.row(key, value, "mapped", f"dataset: the {name} is part of its name")
-
-
-def _ordinary(name: str, value: Any) -> bool:
-    return value in (None, False, "", [], {}) or value in AS_IT_IS.get(name, ())
 
 
 def _turn(
