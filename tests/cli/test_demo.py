@@ -28,7 +28,7 @@ from hasten.measure.workers import WorkerPool
 from hasten.recipe.schema import Recipe
 from hasten.recipe.shorthands import catalogue
 from hasten.report.build import report_of
-from hasten.report.judgement import lead_of
+from hasten.report.conclusions import lead_of
 from hasten.report.page import render_markdown
 from hasten.report.schema import read_report
 from hasten.training.chosen_plan import TrainingSpeed

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hasten.report.judgement import fastest_of_equal_quality, judge_variants, measured_variant
+from hasten.report.conclusions import fastest_of_equal_quality, measured_variant
+from hasten.report.judgement import judge_variants
 from hasten.report.schema import read_report
 
 

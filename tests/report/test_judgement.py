@@ -16,7 +16,8 @@ from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.measure.ablation import Design, Kind
 from hasten.measure.rounds import variants_of
-from hasten.report.judgement import judge_variants, on_the_whole, quality
+from hasten.report.conclusions import on_the_whole
+from hasten.report.judgement import judge_variants, quality
 from hasten.report.schema import read_report
 from report.handmade import (
     Fake,

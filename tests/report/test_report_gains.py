@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from hasten.measure.statistics import paired_ratio
-from hasten.report.judgement import (
-    cumulative_of,
+from hasten.report.conclusions import (
     fastest_of_equal_quality,
     paired_speed,
     result_of,
@@ -17,6 +16,7 @@ from hasten.report.judgement import (
     unpaid,
     variants_that_hurt,
 )
+from hasten.report.judgement import cumulative_of
 from hasten.report.page import page_of, recipe_plan, render_markdown, table_of, unmeasured
 from hasten.report.schema import read_report
 from hasten.report.svg import drawings

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hasten.report.judgement import lead_of
+from hasten.report.conclusions import lead_of
 from hasten.report.page import machine, proofs, render_markdown, table_of, write_report
 from hasten.report.schema import read_report
 from report.judged import judged

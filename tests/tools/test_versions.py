@@ -12,7 +12,7 @@ from packaging.version import Version
 
 from hasten.errors import InputError
 from hasten.machine import versions
-from hasten.models.load import check_native
+from hasten.models.source_check import check_native
 
 ROOT = Path(__file__).resolve().parents[2]
 RANGES = versions.tested()["ranges"]

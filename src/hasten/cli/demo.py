@@ -299,7 +299,8 @@ def with_usable_techniques(
 
 def plan_to_train(report: Mapping[str, Any] | None, plan: Sequence[Any]) -> DemoPlan:
     """The fastest row of equal quality in the table; all techniques where nothing was measured."""
-    from hasten.report.judgement import fastest_of_equal_quality, verdict_word
+    from hasten.report.conclusions import fastest_of_equal_quality
+    from hasten.report.judgement import verdict_word
     from hasten.report.page import recipe_plan
     from hasten.report.schema import read_report
 
@@ -326,7 +327,8 @@ def plan_to_train(report: Mapping[str, Any] | None, plan: Sequence[Any]) -> Demo
 
 def _choice_words(variant: Mapping[str, Any], read: Mapping[str, Any]) -> str:
     """Returns a sentence on the chosen variant and its gain, as in its row of the table."""
-    from hasten.report.judgement import cumulative_of, on_the_whole, verdict_word
+    from hasten.report.conclusions import on_the_whole
+    from hasten.report.judgement import cumulative_of, verdict_word
 
     gain = f"{span(variant['ratio'], 'times')} the baseline's speed at equal quality"
     word = on_the_whole(variant, read)

@@ -219,7 +219,7 @@ def print_table(report: Mapping[str, Any], console: Console | None = None) -> No
     from rich.console import Console
     from rich.text import Text
 
-    from hasten.report.judgement import variants_that_hurt
+    from hasten.report.conclusions import variants_that_hurt
     from hasten.report.page import render_markdown
     from hasten.report.schema import read_report
 
@@ -237,7 +237,7 @@ def _write_best(report: dict[str, Any], back: WriteBack) -> None:
     It prints how only if that plan differs from the recipe's.
     """
     from hasten.recipe.write_back import plain_entry
-    from hasten.report.judgement import fastest_of_equal_quality
+    from hasten.report.conclusions import fastest_of_equal_quality
     from hasten.report.page import recipe_plan
     from hasten.report.schema import read_report
 

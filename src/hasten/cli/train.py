@@ -129,7 +129,7 @@ def show_choice(choice: Choice) -> None:
 
 def measured_to_hurt(recipe: Recipe) -> list[str]:
     """Techniques of the plan that hurt speed or model in the folder's last `hasten speedup`."""
-    from hasten.report.judgement import unpaid
+    from hasten.report.conclusions import unpaid
     from hasten.report.schema import read_report
 
     path = Path(recipe.output) / "report.json"

@@ -1,7 +1,7 @@
 """Hosts of a lab as network namespaces, and their rate-limited links (Linux, iproute2).
 
 Namespaces and mounts are libc's calls, links those of the commands ip and tc. Nothing here imports
-torch, whose threads would keep a process out of namespaces of users.
+torch: its threads would keep a process out of namespaces of users.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def die_with_parent() -> None:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of its descendants whose own parent ends."""
+    """Make this process the parent of descendants that lose their own parent."""
     if LINUX:
         _call("prctl", ctypes.c_int(SUBREAPER), ctypes.c_ulong(1))
 

@@ -13,9 +13,7 @@ first. For a folder with the name of a preset, write ``./name``.
 from __future__ import annotations
 
 import copy
-import difflib
 import logging
-import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -26,17 +24,14 @@ import torch
 
 from hasten.errors import InputError
 from hasten.foreign_files import read_json_object
-from hasten.machine import versions
-from hasten.models.presets import PRESETS, build_config, near_presets, with_vocabulary
+from hasten.models.presets import PRESETS, build_config, with_vocabulary
+from hasten.models.source_check import check_folder, check_native, check_source, check_tokenizer
 from hasten.models.weights import (
     ADAPTER,
     INDEX,
-    WEIGHTS,
     NumberFormats,
     StoredWeights,
-    is_block_scaled,
     read_weights,
-    weight_files,
 )
 from hasten.parts.nn.causal_lm import freeze_indexers
 
@@ -47,204 +42,6 @@ if TYPE_CHECKING:
         PreTrainedModel,
         PreTrainedTokenizerBase,
     )
-
-
-# What a model's source must hold before anything is loaded from it, each lack as one sentence.
-#
-# transformers meets an incomplete folder late and in its own words: a cut-off file as a parse error
-# without a file name, a missing shard as a failed download. These checks read names, headers and
-# configs only, so they cost milliseconds, and they say which file is wrong and what to do about it.
-
-_HUB_NAME: Final = re.compile(r"[\w.-]+/[\w.-]+")
-_KERNEL_KEY: Final = re.compile(r"_?(attn|experts)_implementation(_internal)?")
-# Numbers that decide how large a model is; building one takes time and memory in proportion.
-_COUNT_KEY: Final = re.compile(
-    r"(num|n)_[a-z0-9_]*(layers?|heads|experts|groups)|n_(layer|head|embd|inner)"
-    r"|(hidden|intermediate|vocab|moe_intermediate)_size|[a-z_]*(head_dim|lora_rank)"
-)
-_MOST_LAYERS: Final = 10_000
-_MOST_FEATURES: Final = 1 << 30
-# What transformers computes with code of its own. Any other name is a kernel: transformers would
-# fetch it from the hub and run it.
-_OWN_KERNELS: Final = {
-    "attn": ("eager", "sdpa", "flex_attention"),
-    "experts": ("eager", "grouped_mm", "batched_mm"),
-}
-
-
-def check_source(source: str) -> Path | None:
-    """The folder that the source names, or None for a hub name; InputError when it is neither."""
-    folder = Path(source)
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise InputError(f"{source} is a file: give the folder that holds config.json and weights")
-    if _HUB_NAME.fullmatch(source) and not source.startswith("."):
-        return None
-    advice = near_presets(source) or "check the path"
-    raise InputError(f"{source!r} is no preset, no folder here and no hub name (a/b): {advice}")
-
-
-def check_folder(folder: Path, *, needs_weights: bool) -> None:
-    """InputError unless the folder holds a config and, if needed, complete safetensors weights."""
-    if (folder / ADAPTER).is_file():
-        _check_adapter(folder, needs_weights)
-    if not (folder / "config.json").is_file():
-        raise InputError(f"{folder} has no config.json: give the folder of a saved model")
-    if needs_weights:
-        weight_files(folder)
-
-
-def _check_adapter(folder: Path, needs_weights: bool) -> None:
-    """Raises InputError if the folder has an adapter, with or without weights.
-
-    transformers would load it unasked.
-    """
-    complete = (folder / "config.json").is_file()
-    if needs_weights:
-        complete = complete and any((folder / name).is_file() for name in (WEIGHTS, INDEX))
-    adapter = read_json_object(folder / ADAPTER, "adapter's config")
-    base = adapter.get("base_model_name_or_path") or "not named in it"
-    if not complete:
-        raise InputError(
-            f"{folder} holds an adapter, not a model: load the model it was trained on ({base}) "
-            "and put the adapter on top"
-        )
-    if needs_weights:
-        raise InputError(
-            f"{folder} holds an adapter ({ADAPTER}, of {base}) together with a model's weights: "
-            "move the adapter to another folder, or merge it into the weights first"
-        )
-
-
-def check_native(source: str, raw: dict[str, Any], *, needs_weights: bool) -> None:
-    """Raises InputError if transformers itself can't build or train the config's model.
-
-    A config with custom code (``auto_map``) is accepted if its model type is native, as in
-    the published DeepSeek-V2 and V3. The native class is used and the code is never read.
-    """
-    import transformers
-
-    model_type = raw.get("model_type")
-    if model_type is None:
-        raise InputError(f"the config.json of {source} has no model_type: add it, like llama")
-    if model_type not in transformers.CONFIG_MAPPING:
-        if "auto_map" in raw:
-            raise InputError(
-                f"{source} needs its own code to run (model type {model_type!r}), and code from a "
-                "model's folder is never executed: choose an architecture that transformers has"
-            )
-        raise InputError(
-            f"{source} is of model type {model_type!r}, unknown to transformers "
-            f"{transformers.__version__}: {_where_known(model_type)}"
-        )
-    quantization = raw.get("quantization_config")
-    if needs_weights and quantization and not is_block_scaled(quantization):
-        method = quantization.get("quant_method", "an unnamed method")
-        raise InputError(
-            f"the weights of {source} are quantised ({method}) and can't be trained as they are: "
-            "convert them to bfloat16 first"
-        )
-    for part in _parts(raw):
-        _check_kernels(source, part)
-        _check_counts(source, part)
-
-
-def _parts(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The objects of a config: itself and those in it."""
-    values: list[Any] = [raw]
-    while values:
-        value = values.pop()
-        if isinstance(value, dict):
-            yield value
-            values += value.values()
-        elif isinstance(value, list):
-            values += value
-
-
-def _check_counts(source: str, part: dict[str, Any]) -> None:
-    """InputError if a number of layers, heads or features is negative or beyond any model's."""
-    for key, value in part.items():
-        if not _COUNT_KEY.fullmatch(key) or not isinstance(value, int | float):
-            continue
-        most = _MOST_LAYERS if key.endswith(("layers", "n_layer")) else _MOST_FEATURES
-        if not 0 <= value <= most:
-            raise InputError(
-                f"the config.json of {source} sets {key} to {value}; write a number from 0 to "
-                f"{most:,}"
-            )
-
-
-def _where_known(model_type: Any) -> str:
-    """Returns advice for a model type that the installed transformers doesn't support."""
-    import transformers
-
-    since = versions.knows_since(str(model_type))
-    if since is not None:
-        return f"install {since} or newer, or choose another model"
-    newest = versions.tested()["ranges"]["transformers"][1]
-    near = difflib.get_close_matches(str(model_type), list(transformers.CONFIG_MAPPING), n=3)
-    return f"no release up to {newest} has it either, so choose another model" + (
-        f", or correct model_type ({' or '.join(near)})" if near else ""
-    )
-
-
-def _check_kernels(source: str, part: dict[str, Any]) -> None:
-    """InputError if an object of a config names code for attention or experts to fetch."""
-    for key, value in part.items():
-        match = _KERNEL_KEY.fullmatch(key)
-        for name in _names(value) if match else ():
-            kernels = _OWN_KERNELS[match[1]] if match else ()
-            if name not in kernels and not _is_installed(name):
-                raise InputError(
-                    f"the config.json of {source} sets {key} to {name!r}, and kernels that a "
-                    f"model's folder names are never fetched or run: remove the key, or set it "
-                    f"to one of {', '.join(kernels)}"
-                )
-
-
-def _names(value: Any) -> Iterator[Any]:
-    """The names in the value of an implementation's key: one, or one for each part of the model."""
-    if isinstance(value, dict):
-        for inner in value.values():
-            yield from _names(inner)
-    elif value is not None:
-        yield value
-
-
-def _is_installed(name: Any) -> bool:
-    """Returns True if it is flash attention from an installed package.
-
-    Otherwise transformers would download it.
-    """
-    from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
-
-    checks = {
-        "flash_attention_2": is_flash_attn_2_available,
-        "flash_attention_3": is_flash_attn_3_available,
-    }
-    return isinstance(name, str) and name in checks and bool(checks[name]())
-
-
-def check_tokenizer(source: str) -> None:
-    """InputError when the source is known, without loading it, to hold no usable tokenizer."""
-    if source in PRESETS:
-        raise InputError(
-            f"the preset {source} has no tokenizer: give the folder of one, or train one"
-        )
-    folder = check_source(source)
-    if folder is None or (folder / "tokenizer.json").is_file():
-        return
-    vocabularies = [name for name in ("tokenizer.model", "vocab.json") if (folder / name).is_file()]
-    if not vocabularies:
-        raise InputError(f"{folder} has no tokenizer.json: give the folder of a saved tokenizer")
-    raise InputError(
-        f"{folder} has {vocabularies[0]} but no tokenizer.json: write it once with "
-        "transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
-    )
-
-
-# Loading.
 
 _NAMES_SHOWN: Final = 3
 _REASON_SHOWN: Final = 300  # characters; transformers explains at length

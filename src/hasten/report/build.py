@@ -23,12 +23,12 @@ from hasten.recipe.prepared_data import data_files
 from hasten.recipe.preset_plans import preset_of
 from hasten.report.bundle import bundle_of, stamp, write_bundle
 from hasten.report.claims import claims_of, preset_claims
+from hasten.report.conclusions import fastest_of_equal_quality
 from hasten.report.cost import cost_of_experiment
 from hasten.report.judgement import (
     NOT_MEASURED,
     Judgement,
     Verification,
-    fastest_of_equal_quality,
     interaction_of,
     judge_variants,
     last_loss,

@@ -13,7 +13,8 @@ from typing import Any
 from hasten.core.technique import Technique
 from hasten.formatting import number_text, span
 from hasten.measure.statistics import Effect, Interval, claim_verdict
-from hasten.report.judgement import NOT_MEASURED, on_the_whole, verdict_word
+from hasten.report.conclusions import on_the_whole
+from hasten.report.judgement import NOT_MEASURED, verdict_word
 
 SPEED, MEMORY = "tokens_per_second", "peak_memory_bytes"
 UNKNOWN = "not comparable"

@@ -18,7 +18,8 @@ from typing import Any
 
 from hasten.errors import InputError
 from hasten.recipe.price import Price
-from hasten.report.judgement import on_the_whole, verdict_word
+from hasten.report.conclusions import on_the_whole
+from hasten.report.judgement import verdict_word
 
 JOULES_PER_KWH = 3.6e6
 

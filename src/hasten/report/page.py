@@ -30,13 +30,10 @@ from hasten.errors import InputError
 from hasten.formatting import duration, measure, number_text, outline, span
 from hasten.machine.files import write_atomic
 from hasten.recipe.write_back import plain_entry
-from hasten.report.judgement import (
-    GUILTY,
-    Row,
+from hasten.report.conclusions import (
     amount,
     any_known,
     compared,
-    cumulative_of,
     effect_words,
     lead_of,
     on_the_whole,
@@ -44,8 +41,8 @@ from hasten.report.judgement import (
     result_of,
     unpaid,
     variants_that_hurt,
-    verdict_word,
 )
+from hasten.report.judgement import GUILTY, Row, cumulative_of, verdict_word
 from hasten.report.markup import LONGEST, cell, markdown_table
 from hasten.report.schema import SCHEMA, as_json, read_report
 from hasten.report.svg import drawings, thin

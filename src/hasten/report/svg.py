@@ -18,18 +18,16 @@ from itertools import pairwise
 from typing import Any
 
 from hasten.formatting import NOT_MEASURED, UNITS, number_text, span
-from hasten.report.judgement import (
-    Row,
+from hasten.report.conclusions import (
     SwitchGain,
     any_known,
-    cumulative_of,
     gain_text,
     on_the_whole,
     result_of,
     switches,
-    verdict_word,
     word_of,
 )
+from hasten.report.judgement import Row, cumulative_of, verdict_word
 
 # What the report's drawings are made of: the frame of rows, marks, ticks, and inert text.
 #

@@ -35,8 +35,8 @@ from hasten.core.technique import Fidelity
 from hasten.errors import InputError
 from hasten.machine.cache import key_of, source_digest
 from hasten.machine.files import write_atomic
+from hasten.measure.quality.gradient_rows import Gradients
 from hasten.measure.quality.requirements import (
-    Gradients,
     VerificationRow,
     exact_orders,
     exact_rows,
@@ -87,7 +87,7 @@ def verification_report(
     tell("verification: gradients against float64, documents against each other, losses bit by bit")
     gradients = Gradients(plan, perform, ranks)
     answers = gradients.make(exact_orders(plan, design.steps))
-    rows: list[VerificationRow] = gradients.owed()
+    rows: list[VerificationRow] = gradients.verification()
     rows += exact_rows(plan, answers, perform, design.steps)
     lossy = [t for t in plan if t.fidelity is Fidelity.LOSSY]
     if lossy and design.seeds:

@@ -1,0 +1,293 @@
+"""Conclusions from all variants of a report: gains of techniques, the best row, the lead.
+
+A variant's own verdict is about its effect against one other variant, and is in the report. The
+gain of a technique next to all the others needs two other variants. It is a ratio within rounds,
+too.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hasten import formatting
+from hasten.core.plan import Plan
+from hasten.formatting import number_text, span
+from hasten.measure.ablation import Variant
+from hasten.measure.significance import (
+    LEAST_FLOOR,
+)
+from hasten.measure.statistics import (
+    Interval,
+    ProcessVariance,
+    is_likely,
+    verdict,
+)
+from hasten.report.judgement import (
+    GUILTY,
+    NOT_MEASURED,
+    Row,
+    cumulative_of,
+    ratio_between,
+    verdict_word,
+)
+
+_SAME = 1e-3  # by which a ratio may differ from its rounds' for being rounded
+_SENSIBLE = (1e-50, 1e50)  # tokens per second; beyond, logarithms and their squares lose meaning
+
+
+@dataclass(frozen=True)
+class SwitchGain:
+    """One technique: its gain alone, and its gain when added to all the others.
+
+    The second is the speed of all techniques over that of all without this one.
+    """
+
+    technique: str
+    alone: Row | None
+    with_others: Interval | None
+
+
+def result_of(variants: Sequence[Row]) -> Row:
+    """The variant that the head of the page compares with the baseline: all of it, or the last."""
+    full_plans = [variant for variant in variants if variant["kind"] == "all"]
+    plain = [variant for variant in variants if variant["kind"] not in ("again", "leave-one-out")]
+    return (full_plans or plain or variants)[-1]
+
+
+def paired_speed(one: Row, other: Row, base: Row) -> Interval | None:
+    """The speed of the other variant over the one's, paired by round; None if they can't be
+    paired.
+    """
+    measured_rows = {id(row): measured_variant(row, base) for row in (base, one, other)}
+    sides = measured_rows[id(other)], measured_rows[id(one)]
+    if not all(side.rounds for side in sides):
+        return None
+    ratio = ratio_between(*sides, measured_rows[id(base)])
+    return None if ratio is None else ratio[0]
+
+
+def measured_variant(row: Row, base: Row) -> Variant:
+    """Converts a report's variant for verdicts; without rounds if they can't be paired.
+
+    If a variant has no `beside`, and its ratio isn't that of its rounds over the
+    baseline's, it ran in other turns.
+    """
+    usable = all(map(_sensible, (*row["rounds"], *row["beside"]))) and _in_turn(row, base)
+    process_variance = row["process_variance"]
+    has_variance = process_variance is not None and all(map(_sensible, process_variance.values()))
+    failed, loss, curve = verdict_word(row["verdict"]) == "failed", row["eval_loss"], [(1, 0.0)]
+    return Variant(
+        row["name"],
+        Plan(),
+        rounds=list(row["rounds"]) if usable and not failed else [],
+        eval_data=[] if loss is None else [((row["eval_curve"] or curve)[-1][0] or 0, loss)],
+        effective=row["effective"],
+        failed=row["verdict"] if failed else None,
+        kind=row["kind"],
+        baseline_rounds=list(row["beside"]) if len(row["beside"]) == len(row["rounds"]) else [],
+        process_variance=ProcessVariance(**process_variance) if has_variance else None,
+    )
+
+
+def on_the_whole(variant: Row, report: Mapping[str, Any]) -> str:
+    """The word for a variant's speed against the baseline, whatever its own effect is against."""
+    word = verdict_word(variant["verdict"])
+    if variant.get("against") in (None, report["variants"][0]["name"]) and word != "together":
+        return word
+    ratio = variant["ratio"]
+    if None in ratio.values():
+        return "undecided"
+    floor = (report.get("noise") or {}).get("floor")
+    return word_of(Interval(ratio["median"], **ratio, rounds=0), floor)
+
+
+def switches(variants: Sequence[Row]) -> list[SwitchGain]:
+    """Every technique of the whole plan, where it was measured apart; not what a cumulative
+    shows.
+    """
+    final = result_of(variants)
+    wanted = set(final["techniques"])
+    separate = [
+        a for a in variants[1:] if a is not final and a["kind"] not in ("again", "cumulative")
+    ]
+    if any(a["kind"] is None for a in separate) and cumulative_of(variants):
+        return []
+    gains = []
+    for technique in dict.fromkeys(final["techniques"]):
+        alone = [a for a in separate if a["techniques"] == [technique]]
+        others = wanted - {technique}
+        without = [a for a in separate if others and set(a["techniques"]) == others]
+        interval = paired_speed(without[0], final, variants[0]) if without else None
+        if alone or interval is not None:
+            gains.append(SwitchGain(technique, alone[0] if alone else None, interval))
+    return gains
+
+
+def fastest_of_equal_quality(report: Mapping[str, Any]) -> Row | None:
+    """The fastest variant with a model that isn't worse; None without measurements.
+
+    The baseline is one of these variants. In a cumulative design, last rows without a
+    likely gain are left out. The simpler plan wins, as with ``plan: auto``.
+    """
+    variants: Sequence[Row] = report["variants"]
+    base = variants[0]
+    if base["tokens_per_second"]["median"] is None:
+        return None
+    equal = [variant for variant in variants[1:] if verdict_word(variant["quality"]) == "not worse"]
+    every: list[Row] = [
+        base,
+        *(variant for variant in equal if variant["ratio"]["median"] is not None),
+    ]
+    best = max(every, key=lambda variant: variant["ratio"]["median"] or 0.0)
+    rows = cumulative_of(variants)
+    index = next((i for i, row in enumerate(rows) if row is best), 0)
+    for above in reversed(rows[:index]):
+        if above not in every or not _is_idle_row(best, above):
+            break
+        best = above
+    return best
+
+
+def _is_idle_row(variant: Row, above: Row) -> bool:
+    """Returns True if a row isn't likely to be faster than the one above.
+
+    One round is too few for this decision.
+    """
+    effect: Mapping[str, float | None] = variant.get("effect") or NOT_MEASURED
+    median, low, high = effect["median"], effect["low"], effect["high"]
+    if variant.get("against") != above["name"] or median is None or low is None or high is None:
+        return False
+    ratio = Interval(median, median, low, high, len(variant["rounds"]))
+    return not (verdict_word(variant["verdict"]) == "helped" or is_likely(ratio))
+
+
+def compared(variants: Sequence[Row]) -> list[Row]:
+    """The variants with a speed that counts for the decision about techniques."""
+    return [a for a in variants[1:] if a["kind"] not in ("again", "leave-one-out")]
+
+
+def unpaid(report: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Variants and switches that don't pay, one entry each.
+
+    Returns:
+        ``name``, ``why``, and ``word``: hurt, no effect, undecided, or worse. The last
+            means that the model is worse, and wasn't in the variant of the comparison.
+    """
+    variants, floor, entries = report["variants"], report["noise"]["floor"], []
+    quality_of = {variant["name"]: variant["quality"] for variant in variants}
+    for variant in compared(variants):
+        word, reasons = (
+            verdict_word(variant["verdict"]),
+            [effect_words(variant), variant["verdict"]],
+        )
+        if (
+            verdict_word(variant["quality"])
+            == "worse"
+            != verdict_word(quality_of.get(variant["against"]))
+        ):
+            word, reasons = word if word == "hurt" else "worse", [*reasons, variant["quality"]]
+        if word in ("worse", "hurt", "no effect", "undecided"):
+            entries.append({"name": variant["name"], "why": "; ".join(reasons), "word": word})
+    listed = {row["name"] for row in entries}
+    for switch in switches(variants):
+        gain = switch.with_others
+        listed_alone = switch.alone is not None and switch.alone["name"] in listed
+        if gain is None or listed_alone or (word := word_of(gain, floor)) == "helped":
+            continue
+        alone = f"alone {span(switch.alone['ratio'], 'times')}, but " if switch.alone else ""
+        what = "slower with it than without" if word == "hurt" else "no gain beyond the noise"
+        why = f"{alone}with all the others {gain_text(gain)}: {what}"
+        entries.append({"name": switch.technique, "why": why, "word": word})
+    guilty = (row for row in report["verification"] if verdict_word(row["verdict"]) in GUILTY)
+    return entries + [
+        {"name": row["technique"], "why": reason_of(row), "word": "worse"} for row in guilty
+    ]
+
+
+def any_known(terms: Mapping[str, float | None]) -> bool:
+    return any(value is not None for value in terms.values())
+
+
+def gain_text(ratio: Interval | None) -> str:
+    """A ratio with its interval, in words."""
+    return formatting.NOT_MEASURED if ratio is None else span(ratio.summary(), "times")
+
+
+def word_of(ratio: Interval, floor: float | None) -> str:
+    """The ratio's verdict beyond the noise floor of its report."""
+    if floor is None or not 0 <= floor < 1:
+        return verdict(ratio)
+    return verdict(ratio, max(floor, LEAST_FLOOR))
+
+
+def reason_of(row: Mapping[str, Any]) -> str:
+    """A line of the verification in words: its verdict and the reason for it."""
+    reason = row["text"] or (
+        f"measured {amount(row['measured'])}" if row["measured"] is not None else "no reason given"
+    )
+    return f"{row['verdict']}: {reason}"
+
+
+def amount(value: object) -> str:
+    """A number or text that a verification measured, as it is printed."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number_text(float(value), "measured") if number else str(value)  # type: ignore[arg-type]
+
+
+def _in_turn(variant: Row, base: Row) -> bool:
+    """Returns True if the variant's ratio is that of its rounds over the baseline's.
+
+    It is also True if the ratio is unknown.
+    """
+    pairs = zip(variant["rounds"], base["rounds"], strict=False)
+    ratios = [a / b for a, b in pairs if _sensible(a) and _sensible(b)]
+    reported = variant["ratio"]["median"]
+    if variant is base or variant["beside"] or reported is None or not ratios:
+        return True
+    return math.isclose(statistics.median(ratios), reported, rel_tol=_SAME)
+
+
+def _sensible(value: float | None) -> bool:
+    low, high = _SENSIBLE
+    return value is not None and math.isfinite(value) and low < value < high
+
+
+def effect_words(variant: Row, usual: str | None = None) -> str:
+    """A variant's own effect with its interval, and against which variant if that isn't the usual
+    one.
+    """
+    if variant["kind"] == "again":
+        return span(variant["ratio"], "times")
+    if verdict_word(variant["verdict"]) == "baseline":
+        return "–"
+    effect_text = span(variant["effect"] or NOT_MEASURED, "times")
+    return (
+        effect_text
+        if variant["against"] in (None, usual)
+        else f"{effect_text} of {variant['against']}"
+    )
+
+
+def variants_that_hurt(variants: Sequence[Row]) -> set[str]:
+    """Names of the variants in red: slower than the variant of their comparison.
+
+    Variants that leave a technique out are excluded: there, slower is good news for the
+    technique.
+    """
+    return {
+        a["name"]
+        for a in variants
+        if verdict_word(a["verdict"]) == "hurt" and a["kind"] != "leave-one-out"
+    }
+
+
+def lead_of(report: Mapping[str, Any]) -> Row:
+    """The variant of the headline: the fastest of equal quality if it helped, else the result."""
+    best = fastest_of_equal_quality(report)
+    if best is None or on_the_whole(best, report) != "helped":
+        return result_of(report["variants"])
+    return best
