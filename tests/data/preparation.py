@@ -11,8 +11,9 @@ import time
 from pathlib import Path
 
 from hasten.data import tokenize as preparing
-from hasten.data.conversation import Conversation, Message
+from hasten.data.conversation import Conversation
 from hasten.data.token_store import tokenize
+from hasten.data.turns import Message
 from offspring import children
 
 CHUNK, COUNT = 10, 95

@@ -18,9 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hasten.data import containers, json_reader
-from hasten.data.conversation import NoConversationError, conversation, shape_of
+from hasten.data.conversation import conversation, shape_of
 from hasten.data.json_reader import scan_lines
 from hasten.data.readers import ReadRecords, read_examples
+from hasten.data.turns import NoConversationError
 from hasten.errors import InputError
 
 Rows = list[dict[str, str]]

@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 
 from hasten.data import prompt_formats
 from hasten.data.chat_template import LossOn, answer_end, encode
-from hasten.data.conversation import Conversation, Message, NoConversationError, conversation
+from hasten.data.conversation import Conversation, conversation
 from hasten.data.prompt_formats import PROMPT_FORMATS, choose_chat_template, missing_tokens
 from hasten.data.template_sandbox import render
 from hasten.data.tokenize import train_bpe
+from hasten.data.turns import Message, NoConversationError
 from hasten.errors import InputError
 
 FILE = json.loads((Path(__file__).parent / "foreign/prompt_formats.json").read_text("utf-8"))

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hasten.data.conversation import Conversation, Message, ToolCall
+from hasten.data.conversation import Conversation
 from hasten.data.readers import read_sources
 from hasten.data.sources import Source, weighted
 from hasten.data.spool import Selection, Spool, pack, packed, spools, unpack
+from hasten.data.turns import Message, ToolCall
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=20)
 CONVERSATIONS = st.lists(

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from hasten.core.setup import unsupported_reasons
-from hasten.data.conversation import Conversation, Message
+from hasten.data.conversation import Conversation
 from hasten.data.corpus import Corpus, SplitSide
+from hasten.data.turns import Message
 from hasten.measure.choose import choose_by_forecast
 from hasten.models.presets import PRESETS
 from hasten.parts.kernels import rowwise

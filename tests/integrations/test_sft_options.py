@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import hasten
-from hasten.measure import choose
+from hasten.measure import choice
 from integrations.test_trainer_options import Outcome, assert_same_training, model_of, tokenizer
 from technique_counts import counted
 
@@ -111,7 +111,7 @@ CASES = {
 @pytest.fixture(autouse=True)
 def choices(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """No race that this user keeps decides."""
-    monkeypatch.setattr(choose, "FOLDER", tmp_path_factory.mktemp("choices"))
+    monkeypatch.setattr(choice, "FOLDER", tmp_path_factory.mktemp("choices"))
 
 
 def trained(case: Case, folder: Path, speed_up: bool) -> Outcome:

@@ -26,8 +26,8 @@ from hasten.integrations.speed_up import WATCHED_STEPS, SpeedNote
 from hasten.integrations.transformers import TrainerTechniques
 from hasten.machine.environment import World
 from hasten.machine.gain import Gain
-from hasten.measure import choose
-from hasten.measure.choose import Choice, ChoiceRow, _remember
+from hasten.measure import choice
+from hasten.measure.choice import Choice, ChoiceRow, store_choice
 from hasten.parts.nn import kernel_variants
 from hasten.recipe.schema import AutoPlan
 from hasten.techniques import precision
@@ -42,7 +42,7 @@ STEPS = 4
 def choices(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where races are kept: none of this user's, which would decide."""
     folder: Path = tmp_path_factory.mktemp("choices")
-    monkeypatch.setattr(choose, "FOLDER", folder)
+    monkeypatch.setattr(choice, "FOLDER", folder)
     return folder
 
 
@@ -130,7 +130,7 @@ def kept_race(trainer: Trainer, folder: Path, **changes: Any) -> None:
     )
     context = replace(context, **changes.pop("known", {}))
     path = folder / f"{len(list(folder.glob('*')))}.json"
-    _remember(path, choice, context, AutoPlan(**changes))
+    store_choice(path, choice, context, AutoPlan(**changes))
 
 
 def span(median: float) -> dict[str, float | None]:

@@ -26,7 +26,7 @@ from torch.utils.data import IterableDataset
 
 import hasten
 from hasten.integrations.transformers import _needs_rows
-from hasten.measure import choose
+from hasten.measure import choice
 from technique_counts import TechniqueCounts, counted
 from tiny import VOCABULARY, examples, tiny_config, tiny_model
 
@@ -344,7 +344,7 @@ class Outcome:
 @pytest.fixture(autouse=True)
 def choices(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """No race that this user keeps decides."""
-    monkeypatch.setattr(choose, "FOLDER", tmp_path_factory.mktemp("choices"))
+    monkeypatch.setattr(choice, "FOLDER", tmp_path_factory.mktemp("choices"))
 
 
 def trained(case: Case, folder: Path, speed_up: bool) -> Outcome:

@@ -23,7 +23,8 @@ from hasten.machine import locks
 from hasten.machine.host import Accelerator
 from hasten.measure import choose as module
 from hasten.measure.ablation import Variant
-from hasten.measure.choose import PLAIN, Choice, choose, kept_choice, kept_choices
+from hasten.measure.choice import Choice, kept_choices
+from hasten.measure.choose import PLAIN, choose, kept_choice
 from hasten.measure.experiment import Measured
 from hasten.measure.recipe_experiment import prepared
 from hasten.measure.significance import with_process_variance

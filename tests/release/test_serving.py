@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hasten.data.conversation import Message
+from hasten.data.turns import Message
 from hasten.monitor.server import listen
 from hasten.release import trained_model
 from hasten.release.trained_model import LoadedModel, Sampling, load_run

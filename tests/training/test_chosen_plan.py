@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import hasten
 from hasten.cli.main import app
 from hasten.errors import InputError
-from hasten.measure.choose import Choice
+from hasten.measure.choice import Choice
 from hasten.progress import SilentProgress
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.recipe.shorthands import catalogue

@@ -16,7 +16,7 @@ from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.machine.processes import LoadMeter
 from hasten.measure.ablation import AGAIN, BASELINE, Variant
-from hasten.measure.choose import Choice
+from hasten.measure.choice import Choice
 from hasten.measure.experiment import Measured
 from hasten.measure.recipe_experiment import ExperimentSubject, prepared
 from hasten.measure.schedule import TurnWorker

@@ -16,7 +16,7 @@ from hasten.formatting import shown
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from hasten.data.conversation import Message
+    from hasten.data.turns import Message
     from hasten.release.trained_model import LoadedModel, Sampling
 
 Run = Annotated[Path, typer.Argument(help="the folder of a finished run", metavar="RUN")]
@@ -102,7 +102,7 @@ class _Conversation:
 
     def start(self) -> None:
         """Forget all turns but the system message."""
-        from hasten.data.conversation import Message
+        from hasten.data.turns import Message
 
         first = [Message("system", self._system)] if self._system else []
         self._turns: list[list[Message]] = [list(first) for _ in self._models]
@@ -113,7 +113,7 @@ class _Conversation:
         Raises:
             InputError: the conversation is too long; the question is not part of it.
         """
-        from hasten.data.conversation import Message
+        from hasten.data.turns import Message
         from hasten.release.trained_model import answer
 
         prompts = [[*turns, Message("user", question)] for turns in self._turns]

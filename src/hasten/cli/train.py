@@ -23,7 +23,7 @@ from hasten.machine.environment import World
 if TYPE_CHECKING:
     from hasten.core.session import Session
     from hasten.core.timing import StepMetrics
-    from hasten.measure.choose import Choice
+    from hasten.measure.choice import Choice
     from hasten.progress import Audience
     from hasten.recipe.schema import Recipe
 

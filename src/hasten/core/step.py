@@ -70,9 +70,9 @@ def training(session: Session) -> Iterator[StepMetrics]:
     setup, clock = session.setup, session.setup.clock
     with nullcontext() if setup.checkpoint is None else setup.checkpoint.running(session):
         moved = True
-        while moved:  # again from where the session stands
+        while moved:  # again from the position in ``session.progress``
             moved, progress = False, session.progress
-            started = running_time()  # before the clock's: its parts never exceed the step
+            started = running_time()  # before the clock starts: its parts never exceed the step
             clock.begin()
             for batch in batches(session):
                 metrics = train_step(session, batch, started)
@@ -81,7 +81,7 @@ def training(session: Session) -> Iterator[StepMetrics]:
                     session, metrics
                 )
                 clock.mark(BETWEEN)
-                # A state that is kept is one to come back to.
+                # A checkpoint must be a state to return to, so none is written in a spike.
                 suspect = back or (setup.spike_policy is not None and setup.spike_policy.in_spike)
                 if setup.checkpoint is not None and not suspect:
                     setup.checkpoint.after_step(session)
@@ -136,7 +136,7 @@ def batches(session: Session) -> Iterator[StepBatch]:
         if not step_count and not progress.step_in_epoch:
             raise InputError("the data has no steps: the loader or the examples are empty")
         progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
-        clock.mark(DATA)  # the loader has said that there is no more
+        clock.mark(DATA)  # the time until the loader ended
         if setup.checkpoint is not None:
             setup.checkpoint.after_epoch(session)
         clock.mark(CHECKPOINT)
@@ -159,14 +159,14 @@ def _local_steps(setup: Setup, epoch: int, first: int) -> Iterator[tuple[MicroBa
                 parts += setup.split_micro_batches(examples)
         if parts:
             yield tuple([replace(collate(part), examples=part) for part in parts])
-        else:  # fewer examples than ranks: take part in the step without any loss
+        else:  # fewer examples than ranks: this rank takes part without loss
             yield (without_loss(collate([job.examples[0]])),)
 
 
 def _level(setup: Setup, local: tuple[MicroBatch, ...]) -> tuple[MicroBatch, ...]:
-    """Ranks that hold parts of a model meet in every pass: all make as many as the busiest.
+    """Gives every rank as many micro-batches as the busiest, since parts of a model run together.
 
-    What is missing on a rank is its smallest micro-batch once more, without loss.
+    A rank with fewer repeats its smallest micro-batch without loss.
     """
     passes = torch.zeros(setup.context.world.size, dtype=torch.float64)
     passes[setup.context.world.rank] = len(local)
@@ -189,7 +189,7 @@ def step_outside(session: Session) -> tuple[MicroBatch, ...] | None:
 
 
 def without_loss(micro_batch: MicroBatch) -> MicroBatch:
-    """The same tensors with nothing that counts, for a rank that has no example of its own."""
+    """The same tensors without trained tokens, for a rank without examples."""
     labels = torch.full_like(micro_batch.inputs["labels"], -100)
     return replace(
         micro_batch,
@@ -199,7 +199,7 @@ def without_loss(micro_batch: MicroBatch) -> MicroBatch:
 
 
 def train_step(session: Session, batch: StepBatch, started: float) -> StepMetrics:
-    """Gradients, norm, update; ``started`` is when the step began to wait for its data."""
+    """Gradients, norm, update; ``started`` is the time at which the wait for data began."""
     setup, clock = session.setup, session.setup.clock
     factor = setup.job.schedule(session.progress.step)
     if setup.spike_policy is not None:
@@ -241,7 +241,7 @@ def _note(
     progress.micro_batches += len(batch.micro_batches)
     progress.trained_tokens += counts.trained_tokens
     progress.examples += counts.examples
-    # The exchange of gradients, and beside it what ranks tell each other in the sums.
+    # The exchange of gradients, and the sums over ranks of counts and losses.
     exposed = hidden = None
     if traffic is not None and traffic.exposed is not None:
         exposed, hidden = traffic.exposed + parts.get(COMMUNICATION, 0.0), traffic.hidden
@@ -273,11 +273,11 @@ def _note(
     )
 
 
-# The engine: three verbs that turn micro-batches into moved weights; the step knows no more.
+# The engine: three verbs that turn micro-batches into updated weights.
 #
-# The plain one runs the whole model in this process, replicated or not.
+# The plain one runs the full model in this process, replicated or not.
 
-Sums = tuple[Tensor, Tensor]  # of loss and of what carries it
+Sums = tuple[Tensor, Tensor]  # of the loss, and the number of trained tokens
 
 
 class StepNumbers(NamedTuple):
@@ -307,7 +307,7 @@ class Engine(Protocol):
         """Clips, moves the weights at ``rate_factor`` x peak learning rate, clears gradients."""
 
     def zero_grad(self) -> None:
-        """Forget the gradients without moving anything (a step that wasn't finite)."""
+        """Clears the gradients without an update, after a step that wasn't finite."""
 
 
 @dataclass(frozen=True)
@@ -338,14 +338,14 @@ class PlainEngine:
         self.module = assembly.module
         self.optimizer = assembly.optimizer
         self.max_norm = assembly.setup.job.max_grad_norm
-        self.loss_count: float | None = None  # of the last step, all ranks; None: batches say it
+        self.loss_count: float | None = None  # of the last step, all ranks; None: known beforehand
         self._norm = torch.tensor(0.0)
         self.sum_loads = assembly.setup.rank_sync.sum  # of experts, over all ranks
         self._peak_rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def gradients(self, micro_batches: Sequence[MicroBatch], denominator: float) -> Tensor:
         layout, last, device = self.setup.layout, len(micro_batches), self.setup.job.device
-        # Made on the device: a zero that is sent there makes the host wait.
+        # Created on the device: copying a zero there would make the host wait.
         sums = torch.zeros((), device=device), torch.zeros((), device=device)
         for index, micro_batch in enumerate(micro_batches, start=1):
             self.setup.precision.before_backward(reduces=index == last and layout.averages > 1)
@@ -356,9 +356,9 @@ class PlainEngine:
     def gradients_apart(
         self, micro_batches: Sequence[MicroBatch], denominator: float, layout: SendsGradientsLate
     ) -> Callable[[], Tensor]:
-        """The same in two halves: passes that no other rank notices, then, called, the rest.
+        """The same in two halves: passes without communication, then the returned function.
 
-        A failure of the first half concerns this rank alone: ``discard`` it and begin again.
+        If the first half fails, only this rank is concerned: clear the gradients and repeat it.
         """
         inner, device = layout.alone(self.module), self.setup.job.device
         sums = torch.zeros((), device=device), torch.zeros((), device=device)
@@ -377,10 +377,10 @@ class PlainEngine:
     def _pass(
         self, module: nn.Module, micro_batch: MicroBatch, denominator: float, sums: Sums
     ) -> Sums:
-        """One forward and backward pass; ``sums`` with its own added."""
+        """One forward and backward pass; returns ``sums`` with those of the pass added."""
         setup = self.setup
-        # Replicas average; the step wants a sum. norm() takes the loss scale out again.
-        # A rank that trains apart may have no token in a step, and then no loss either.
+        # Replicas average, and the step needs a sum. norm() removes the loss scale again.
+        # A rank that trains alone may have a step without tokens, and then without loss.
         scale = setup.loss_factor * setup.layout.averages / (denominator or 1.0)
         with setup.precision.region():
             loss, labels = forward_of(setup.routing, module, micro_batch)
@@ -443,7 +443,7 @@ class PlainEngine:
 
     @contextmanager
     def holding_still(self) -> Iterator[None]:
-        """Inside, updates take their time and move no weight: the learning rate is zero."""
+        """Inside, updates run with a learning rate of zero, so no weight changes."""
         rates, self._peak_rates = self._peak_rates, [0.0] * len(self._peak_rates)
         try:
             yield

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from hasten.core.setup import Setup
     from hasten.machine.gain import Gain
 
-# Settings that may change while a run goes on, between two steps, and who changes them.
+# Settings that may change between two steps of a run.
 #
-# What is offered has to be safe: the same mathematics with every value (other rounding at most),
-# and no value that could end the run. Whoever offers a switch answers for both.
+# A technique offers only safe ones: the same mathematics with every value, other rounding at most,
+# and no value that could end the run.
 
 
 def at_once() -> int:
@@ -41,10 +41,10 @@ class LiveSetting:
 
     Args:
         name: ``technique.setting``, as a recipe has it.
-        values: what it may be, in an order in which neighbours are alike.
-        now: the value that it has.
-        set: gives it another one of the values; called between two steps.
-        delay: steps that are under way with the old value when a new one is set.
+        values: permitted values, ordered so that neighbours are similar.
+        now: returns the present value.
+        set: sets another one of the values; called between two steps.
+        delay: returns the number of further steps with the old value after ``set``.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Expected change of the ledger's terms, never of speed: a cost model turns terms into time.
+    """Expected change of a step's counts, never of speed: a cost model turns counts into time.
 
     Factors are with / without; ``resident_bytes`` is a difference in bytes on one device.
     """
@@ -132,11 +132,11 @@ def setting(default: Any, doc: str, *, may_change: bool = False) -> Any:
 
 
 class Technique(ABC):
-    """One switch of the catalogue: a final frozen dataclass; a base may share what it does."""
+    """One technique of the catalogue: a final frozen dataclass; abstract bases may share code."""
 
     slot: ClassVar[Slot]
-    # What `plan: auto` does with it: "usual" is in its first plan wherever nothing is in the way,
-    # "try" only where it was measured to help; "no" serves something else than speed.
+    # For `plan: auto`. "usual": in the initial plan if it is supported. "try": only if a
+    # measurement shows a gain. "no": never, since it serves another purpose than speed.
     auto: ClassVar[Literal["no", "usual", "try"]] = "no"
 
     @property
@@ -151,7 +151,7 @@ class Technique(ABC):
 
     @abstractmethod
     def apply(self, setup: Setup) -> None:
-        """Put yourself into your slot; nothing runs yet."""
+        """Sets the field of its slot in the setup; nothing runs yet."""
 
     def environment(self, context: JobContext) -> Mapping[str, str]:
         """Returns variables that must be set before the process starts.
@@ -161,17 +161,17 @@ class Technique(ABC):
         return {}
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
-        """Why this can't work on this job, one sentence each; empty when nothing is in the way."""
+        """Reasons why it can't work on this job, one sentence each; empty if it is supported."""
         return ()
 
     def forecast(self, context: JobContext) -> Forecast:
-        """The expected change of the ledger's terms on this job."""
+        """The expected change of a step's counts on this job."""
         return Forecast()
 
     def gain(self, context: JobContext) -> Gain | None:
-        """How many times as fast its kernels are on this machine, where that was measured.
+        """Returns the measured speed-up of its kernels on this machine; None: not measured.
 
-        The first question for it may take some seconds. None: it isn't measured.
+        The first call may measure for some seconds.
         """
         return None
 

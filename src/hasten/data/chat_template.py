@@ -30,9 +30,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from hasten.data import renderer
-from hasten.data.conversation import THOUGHTS, Conversation, Message, ToolCall
+from hasten.data.conversation import Conversation
 from hasten.data.prompt_formats import STANDARD
 from hasten.data.template_sandbox import UnrenderedError, render
+from hasten.data.turns import THOUGHTS, Message, ToolCall
 from hasten.errors import InputError
 from hasten.parts.data.collate import TokenizedExample, tokenized_example
 

@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from hasten.data.conversation import Conversation, Message
+from hasten.data.conversation import Conversation
+from hasten.data.turns import Message
 from hasten.errors import InputError
 
 _NOT_LIBRARY = (

@@ -21,8 +21,6 @@ from hasten.data.conversation import (
     SHAPES,
     ColumnNames,
     Conversation,
-    Message,
-    NoConversationError,
     conversation,
     shape_of,
     unread,
@@ -32,6 +30,7 @@ from hasten.data.sources import FILE, Source, hub_files, hub_name, saved_files
 from hasten.data.spool import ConversationSink
 from hasten.data.stages import advice, refuse_other_stage
 from hasten.data.table_reader import scan_csv, scan_table
+from hasten.data.turns import Message, NoConversationError
 from hasten.errors import InputError
 
 __all__ = [

@@ -26,7 +26,8 @@ from typing import Any, Protocol, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from hasten.data.conversation import Conversation, Message, ToolCall
+from hasten.data.conversation import Conversation
+from hasten.data.turns import Message, ToolCall
 
 _BUFFER = 1 << 16  # bytes: examples that follow each other are read without a system call each
 

@@ -35,11 +35,15 @@ from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
 
 if TYPE_CHECKING:
-    from hasten.measure.choose import KeptChoice
+    from hasten.measure.choice import KeptChoice
 
 AnyTrainer = TypeVar("AnyTrainer")
-Carry = Callable[[Sequence[Technique]], None]  # raises InputError where the trainer can't
-ALIKE = 0.1  # by which share of their number and length examples may differ and be the same data
+Carry = Callable[
+    [Sequence[Technique]], None
+]  # raises InputError if the trainer doesn't support them
+ALIKE = (
+    0.1  # examples count as the same data if their number and tokens differ by at most this share
+)
 WATCHED_STEPS, WARM_UP = 50, 10
 _LOG = logging.getLogger(__name__)
 
@@ -109,8 +113,10 @@ def _chosen(  # noqa: C901  # a clause for each reason
     check: Carry,
     has_already: Callable[[Technique], bool] = lambda technique: False,
 ) -> tuple[list[Technique], SpeedNote]:
-    """The techniques that a trainer can carry together; a warning names them and the others."""
-    agreeing = context.world.size == 1 or dist.is_initialized()  # else each rank is by itself
+    """The techniques that a trainer supports together; a warning lists them and the others."""
+    agreeing = (
+        context.world.size == 1 or dist.is_initialized()
+    )  # else ranks can't agree on techniques
     kept_choice = _stored_choice(context, rows) if agreeing else None
     if kept_choice is None:
         wanted = [kind() for kind in CATALOGUE if kind.auto == "usual"]
@@ -157,14 +163,14 @@ def _chosen(  # noqa: C901  # a clause for each reason
 
 def _stored_choice(context: JobContext, rows: Any) -> KeptChoice | None:
     """The stored choice for this machine, model and data; None without one."""
-    from hasten.measure.choose import kept_choices
+    from hasten.measure.choice import kept_choices
 
     choices = kept_choices(context)
     if not choices or not hasattr(rows, "__len__"):
         return None
     try:
         lengths, trained = row_sizes(rows)
-    except InputError:  # rows that the trainer makes tokens of by itself
+    except InputError:  # rows of text, which the trainer tokenises
         return None
     count, tokens = len(lengths), sum(lengths)
     stats = ExampleStats(count, tokens, max(lengths, default=0), sum(trained) / max(tokens, 1))
@@ -243,7 +249,7 @@ class SpeedNote:
 
     @property
     def promise(self) -> str:
-        """Where the plan is from and what is expected of it, to follow its names."""
+        """The origin of the plan and its expected gain, as text after its techniques."""
         if not self._date:
             return ""
         about = "" if self._expected is None else f": about {self._expected:.2f} times its speed"
@@ -276,11 +282,11 @@ class SpeedNote:
             )
         if self._context.world.size > 1:
             return f"{sentence} on this rank"
-        hoped = "" if self._expected is None else f" (about {self._expected:.2f} was expected)"
+        expected = "" if self._expected is None else f" (about {self._expected:.2f} was expected)"
         return (
-            f"{sentence}, {speed / self._plain:.2f} times{hoped} the {self._plain:,.0f} tokens/s "
-            f"that "
-            f"plan: auto measured on {self._date} without techniques, in hasten's own loop"
+            f"{sentence}, {speed / self._plain:.2f} times{expected} the "
+            f"{self._plain:,.0f} tokens/s that plan: auto measured on {self._date} without "
+            "techniques, in hasten's own loop"
         )
 
     def loss(self, value: object) -> None:
@@ -291,7 +297,7 @@ class SpeedNote:
 
 
 def _at_fit(trainer: Any, techniques: list[Technique] | None) -> None:
-    """Lightning's trainer meets model and loader in ``fit`` alone."""
+    """Adds the techniques in ``fit``, where Lightning's trainer receives model and loader."""
     usual = trainer.fit
 
     def fit(model: nn.Module, train_dataloaders: Any = None, *args: Any, **more: Any) -> Any:
@@ -299,7 +305,7 @@ def _at_fit(trainer: Any, techniques: list[Technique] | None) -> None:
 
         from hasten.integrations import lightning as host
 
-        trainer.fit = usual  # a second fit finds the module as it is
+        trainer.fit = usual  # a second fit uses the module as it is
         loader: Any = train_dataloaders
         chosen = techniques
         try:

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from hasten.data.chat_template import answer_end, encode
-from hasten.data.conversation import Conversation, Message
+from hasten.data.conversation import Conversation
+from hasten.data.turns import Message
 from hasten.errors import InputError
 from hasten.foreign_files import read_json_object
 from hasten.machine.files import write_atomic

@@ -18,8 +18,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from hasten.data.chat_template import answer_end, chat_template_of, render_turns
-from hasten.data.conversation import Message
 from hasten.data.template_sandbox import UnrenderedError
+from hasten.data.turns import Message
 from hasten.errors import InputError
 from hasten.models.adapters import merge, other_base, round_base, with_adapter
 from hasten.models.load import load_model, load_tokenizer, quiet, take_own_attention

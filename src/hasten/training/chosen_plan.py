@@ -23,7 +23,8 @@ from hasten.machine import host
 from hasten.machine.environment import World
 from hasten.machine.files import write_atomic
 from hasten.machine.processes import LoadMeter
-from hasten.measure.choose import LONGEST_SECONDS, Choice, choose, choose_by_forecast
+from hasten.measure.choice import Choice
+from hasten.measure.choose import LONGEST_SECONDS, choose, choose_by_forecast
 from hasten.measure.quality.requirements import FAILED
 from hasten.measure.quality.verification import VerificationDesign, verified
 from hasten.parts.checkpoint.format import read_manifest

@@ -1,0 +1,392 @@
+"""Turns of a dialogue, tool calls, and the values in which files store them.
+
+Calls are read in two forms. OpenAI's chat format has `tool_calls` and a tool's turn that may name
+its call. ShareGPT files have `function_call` (JSON of one call or a list) and `observation`. The
+callable tools come first, as a turn of their own with the role `tools` and JSON as content.
+
+A list may also be JSON text (a cell of a CSV file) or an object of lists (a table's nested column).
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from hasten.data.stages import MEDIA, is_label, is_preference
+from hasten.errors import InputError
+from hasten.foreign_files import unique_keys
+
+# OpenAI's names, ShareGPT's, and those of ms-swift's documentation (Custom-dataset.md).
+ROLES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function": "tool",
+    "tool_response": "tool",
+}
+CALLS = ("function_call", "tool_call")  # roles whose content is JSON of calls
+FLAGS = ("weight", "loss_weight", "loss_scale", "train", "loss")  # of a turn: if it is trained
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+MEDIA_PARTS = ("image", "audio", "video", "file")
+ROLE_KEYS, CONTENT_KEYS = ("role", "from"), ("content", "value")  # a turn's keys
+_PLAIN = frozenset((*ROLE_KEYS, *CONTENT_KEYS))
+_READ = frozenset((*ROLE_KEYS, *CONTENT_KEYS, *FLAGS, *THOUGHTS, "tool_calls", "function_call"))
+_OF_RESULTS = ("tool_call_id", "name")
+EMPTY_VALUES: tuple[Any, ...] = (None, "", [], {})
+_ON_LOSS = re.compile("loss|train|mask|weight")  # in a key of a turn that is not read
+_TAG_ADVICE = "user_tag, assistant_tag, system_tag, function_tag or observation_tag"
+
+
+class ToolCall(NamedTuple):
+    """One call of a tool."""
+
+    name: str
+    arguments: str  # JSON of an object
+    id: str = ""
+
+
+class Message(NamedTuple):
+    """One turn."""
+
+    role: str  # system, user, assistant or tool; tools: not a turn, but what may be called
+    content: str
+    calls: tuple[ToolCall, ...] = ()  # the assistant's
+    id: str = ""  # a tool's turn: the call that it answers
+    name: str = ""  # a tool's turn: the tool, where the example says it
+    trained: bool = True  # the assistant's: whether it carries loss
+    thoughts: str = ""  # the assistant's, apart from its content
+    instruction: str = ""  # a question of two parts: the first, and
+    input: str = ""  # the second, which some formats write apart
+
+
+class NoConversationError(ValueError):
+    """Why an example has no conversation in it."""
+
+
+def message(turn: Mapping[str, Any]) -> Message:
+    """The message of a turn with the keys `role` and `content`, or `from` and `value`.
+
+    Raises:
+        NoConversationError: it is none.
+        InputError: a key of it means what hasten doesn't do, so that no such example is usable.
+    """
+    who, what = present_key(turn, ROLE_KEYS), present_key(turn, CONTENT_KEYS)
+    if who not in turn:
+        raise NoConversationError("a turn lacks 'role' (or 'from')")
+    if what not in turn and not any(turn.get(key) for key in ("tool_calls", "function_call")):
+        raise NoConversationError("a turn lacks 'content' (or 'value')")
+    name = sound(turn[who], who)
+    if name not in ROLES:
+        raise NoConversationError(
+            f"the role {name[:40]!r} is not one of {', '.join(ROLES)}: write one of these, or name "
+            f"it in columns with {_TAG_ADVICE}"
+        )
+    role = ROLES[name]
+    if turn.keys() <= _PLAIN and isinstance(turn[what], str) and name not in CALLS:
+        return Message(role, sound(turn[what], what))  # most turns
+    if more := unread_keys(turn):
+        _check_keys(turn, more)
+    trained = _is_trained(turn, role)
+    if name in CALLS:
+        content = turn.get(what)
+        call_list = read_json(sound(content, what), name) if isinstance(content, str) else content
+        return Message("assistant", "", _calls(call_list), trained=trained)
+    content = _joined(turn.get(what), what, role)
+    thoughts = content.thoughts or _thoughts(turn, role)
+    calls = (*content.calls, *(_calls(turn["tool_calls"]) if turn.get("tool_calls") else ()))
+    if turn.get("function_call"):  # OpenAI's older form of a single call
+        calls = (*calls, *_calls([turn["function_call"]]))
+    if role != "assistant" and (calls or thoughts):
+        kind = "tool calls" if calls else "thoughts"
+        raise NoConversationError(f"a turn of {name} holds {kind}, which are the assistant's")
+    text = "" if calls and content.text is None else sound(content.text, what)
+    if role != "tool":
+        return Message(role, text, calls, trained=trained, thoughts=thoughts)
+    return Message("tool", text, (), _name(turn, "tool_call_id"), _name(turn, "name"))
+
+
+def unread_keys(turn: Mapping[str, Any]) -> set[str]:
+    """The keys of a turn that have a value and no meaning here."""
+    if turn.keys() <= _PLAIN:
+        return set()
+    keys = {key for key in turn.keys() - _READ if turn[key] not in EMPTY_VALUES}
+    if keys and ROLES.get(str(turn.get(present_key(turn, ROLE_KEYS)))) == "tool":
+        keys -= {*_OF_RESULTS}
+    return keys
+
+
+def present_key(turn: Mapping[str, Any], keys: tuple[str, str]) -> str:
+    """The key of these that has a value; else one that is there, or an empty text."""
+    first, second = keys
+    if turn.get(first) is not None or (first in turn and turn.get(second) is None):
+        return first
+    return second if second in turn else ""
+
+
+def _check_keys(turn: Mapping[str, Any], keys: set[str]) -> None:
+    """Raise InputError if one of these keys changes what is to be learnt."""
+    for key in sorted(keys):
+        if key in MEDIA:
+            raise InputError(f"a turn has {key!r}, and hasten trains text alone: {_NO_MEDIA}")
+        if is_preference(key) or is_label(key, turn[key]):
+            raise InputError(
+                f"a turn has {key!r}, which judges an answer (DPO, KTO), and hasten trains on "
+                "answers alone: leave bad answers and the key out"
+            )
+        if _ON_LOSS.search(key):
+            raise InputError(
+                f"a turn has {key!r}, and hasten trains whole turns: if it is 0 or 1, name it in "
+                f"columns (train_tag: {key}), else leave it out"
+            )
+
+
+def _is_trained(turn: Mapping[str, Any], role: str) -> bool:
+    """The answer of other trainers' flags: OpenAI's, LLaMA-Factory's, ms-swift's, axolotl's.
+
+    Raises:
+        InputError: they ask for what can't be followed.
+    """
+    trained = True
+    for key in FLAGS:
+        value = turn.get(key)
+        if value is None or value == "":
+            continue
+        if value not in (0, 1):
+            raise InputError(
+                f"a turn's {key!r} is {value!r}: hasten takes 0 and 1 alone, so write one of them"
+            )
+        # OpenAI's weight and ms-swift's loss are read of answers alone there too.
+        if role != "assistant" and value and key in ("train", "loss_weight"):
+            raise InputError(
+                f"a turn of {role} has {key!r}, and hasten trains answers alone: write 0, or leave "
+                "it out"
+            )
+        trained = trained and bool(value)
+    return trained or role != "assistant"
+
+
+def _thoughts(turn: Mapping[str, Any], role: str) -> str:
+    thoughts = next((turn[key] for key in THOUGHTS if turn.get(key)), None)
+    if thoughts is None:
+        return ""
+    return sound(_joined(thoughts, THOUGHTS[0], role).text, THOUGHTS[0])
+
+
+class _Content(NamedTuple):
+    """The combined parts of a turn's content."""
+
+    text: Any  # a text, or what replaces it
+    thoughts: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+
+_NO_MEDIA = "take examples without images, audio and video"
+
+
+def _joined(content: Any, key: str, role: str) -> _Content:
+    """The content of OpenAI's and of LLaMA-Factory's parts; other content as it is."""
+    if not isinstance(content, list):
+        return _Content(content)
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[ToolCall] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str):
+            raise NoConversationError(f"{key!r} is an array with {kind_of(part)} in it, not a text")
+        if any(word in kind for word in MEDIA_PARTS):
+            raise InputError(f"{key!r} has a part of type {kind!r}: {_NO_MEDIA}")
+        for flag in filter(_ON_LOSS.search, part):
+            if part[flag] is not None and not (role == "assistant" and part[flag] in (1, True)):
+                raise InputError(
+                    f"a part of {key!r} has {flag!r}, and hasten trains whole turns: leave it out, "
+                    "or flag the turn"
+                )
+        names = (name for name in ("text", "value", "content", kind) if name in part)
+        value = part.get(next(names, ""))
+        if kind in ("text", "input_text", "output_text"):
+            texts.append(sound(value, "text"))
+        elif kind in ("reasoning", "thinking"):
+            thoughts.append(sound(value, kind))
+        elif kind == "tool_call":
+            calls += _calls(read_json(value, kind) if isinstance(value, str) else value)
+        else:
+            raise NoConversationError(
+                f"{key!r} has a part of type {kind!r}: write texts as type text, calls as "
+                "tool_calls, and results as turns of the role tool"
+            )
+    text = None if calls and not texts else "".join(texts)
+    return _Content(text, "".join(thoughts), tuple(calls))
+
+
+def tools_turn(tool_list: Any) -> tuple[Message, ...]:
+    """Returns the callable tools as a turn, from a list or its JSON; empty without tools."""
+    if not tool_list or (isinstance(tool_list, str) and not tool_list.strip()):
+        return ()
+    listed = rows_of(read_json(tool_list, "tools") if isinstance(tool_list, str) else tool_list)
+    tools = []
+    for one in listed if isinstance(listed, list) else [listed] if listed else ():
+        tool = read_json(one, "tools") if isinstance(one, str) else one
+        wrapped = tool if isinstance(tool, dict) and "function" in tool else {"function": tool}
+        function = wrapped["function"]
+        if not isinstance(function, dict) or not _name(function, "name"):
+            raise NoConversationError("'tools' must be a list of functions, each with a name")
+        if isinstance(schema := function.get("parameters"), str):  # axolotl's advice for tables
+            function = function | {"parameters": read_json(schema, "parameters")}
+        tools.append({"type": "function", **wrapped, "function": function})
+    if not tools:
+        return ()
+    return (Message("tools", sound(json.dumps(tools, ensure_ascii=False), "tools")),)
+
+
+def check_turns(messages: Sequence[Message]) -> None:
+    """Raise unless it is [tools] [system], then users and assistants in turn, an answer at last.
+
+    A call is an answer, and its results and the next answer follow it. A call may also be a part
+    of an answer's text (Hermes), so results may follow any answer.
+    """
+    turns = [turn for at, turn in enumerate(messages) if not _leads(messages, at)]
+    expected: tuple[str, ...] = ("user",)
+    for number, turn in enumerate(turns, start=1):
+        if turn.role not in expected:
+            if number == 1 == len(turns):
+                raise NoConversationError(
+                    f"has a turn of {turn.role} alone; a text without a question is written as "
+                    "{'text': ...}"
+                )
+            wanted = " or ".join(f"{role}'s" for role in expected)
+            raise NoConversationError(f"turn {number} is {turn.role}'s, expected {wanted}")
+        if not turn.content.strip() and not turn.calls and turn.role != "tool":
+            kind = "a question" if turn.role == "user" else "an answer"
+            raise NoConversationError(f"lacks {kind}: it is empty")
+        expected = _after(turn)
+    answers = [turn for turn in turns if turn.role == "assistant"]
+    if answers and not any(answer.trained for answer in answers):
+        raise NoConversationError("its flags leave no answer to train")
+    if not turns or turns[-1].role != "assistant":
+        last = f"its last turn is the {turns[-1].role}'s" if turns else ""
+        raise NoConversationError(f"lacks an answer: {last}" if turns else "is empty")
+
+
+def _after(turn: Message) -> tuple[str, ...]:
+    if turn.role == "tool":
+        return ("tool", "assistant")
+    if turn.calls:
+        return ("tool",)
+    return ("assistant",) if turn.role == "user" else ("user", "tool")
+
+
+def _leads(messages: Sequence[Message], at: int) -> bool:
+    role, before = messages[at].role, [turn.role for turn in messages[:at]]
+    return (role == "tools" and not before) or (role == "system" and before in ([], ["tools"]))
+
+
+def _calls(call_list: Any) -> tuple[ToolCall, ...]:
+    calls = []
+    listed = rows_of(
+        read_json(call_list, "tool_calls") if isinstance(call_list, str) else call_list
+    )
+    for one in listed if isinstance(listed, list) else [listed]:
+        function = one.get("function", one) if isinstance(one, dict) else None
+        if not isinstance(function, dict) or not _name(function, "name"):
+            raise NoConversationError("a tool call lacks the name of its function")
+        arguments = function.get("arguments")
+        if arguments is None or arguments == "":
+            arguments = {}
+        parsed = read_json(arguments, "arguments") if isinstance(arguments, str) else arguments
+        if not isinstance(parsed, dict):
+            raise NoConversationError(
+                f"the arguments of a tool call are {kind_of(parsed)}, not an object"
+            )
+        plain = sound(json.dumps(parsed, ensure_ascii=False), "arguments")  # without its escapes
+        text = arguments if isinstance(arguments, str) else plain
+        calls.append(ToolCall(_name(function, "name"), text, _name(one, "id")))
+    if not calls:
+        raise NoConversationError(f"a turn of {CALLS[0]} holds no call")
+    return tuple(calls)
+
+
+def read_json(text: str, key: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_no_number, object_pairs_hook=unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise NoConversationError(f"{key!r} is no JSON: {str(error)[:100]}") from None
+
+
+def read_list(value: Any, key: str) -> list[Any]:
+    """A list, from JSON, from Python's notation (as pandas writes lists into CSV), or from rows."""
+    parsed = value
+    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
+        try:
+            parsed = read_json(value, key)
+        except NoConversationError:
+            parsed = _literal(value)
+            if parsed is None:
+                raise
+    parsed = rows_of(parsed)
+    if not isinstance(parsed, list):
+        raise NoConversationError(f"{key!r} is {kind_of(value)}, not a list")
+    return parsed
+
+
+def _literal(text: str) -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of unknown escapes in the texts
+            return json.loads(json.dumps(ast.literal_eval(text.strip())))  # what JSON can hold
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return None
+
+
+def rows_of(value: Any) -> Any:
+    """An object of lists of one length as a list of objects; anything else as it is.
+
+    The `datasets` library stores a list of objects so (Sequence of a dictionary).
+    """
+    columns = {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else {}
+    if not columns or not all(isinstance(column, list) for column in columns.values()):
+        return value
+    if len({len(column) for column in columns.values()}) != 1:
+        return value
+    rows = (zip(columns, row, strict=True) for row in zip(*columns.values(), strict=True))
+    return [{key: inner for key, inner in row if inner is not None} for row in rows]
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _name(holder: Mapping[str, Any], key: str) -> str:
+    value = holder.get(key)
+    return "" if value is None else sound(value, key)
+
+
+def sound(value: Any, key: str) -> str:
+    """`value` if it is a text that survives UTF-8; escapes can hide what raw bytes can't."""
+    if not isinstance(value, str):
+        raise NoConversationError(f"{key!r} is {kind_of(value)}, not a text")
+    if "\x00" in value or "\ufeff" in value:
+        raise NoConversationError(f"{key!r} holds a NUL character or a byte order mark")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise NoConversationError(f"{key!r} holds a lone surrogate: half of a character") from None
+    return value
+
+
+def kind_of(value: Any) -> str:
+    """Returns the name of a JSON value's type, for messages."""
+    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
+    names |= {bytes: "a string of bytes"}
+    return "null" if value is None else names.get(type(value), "a number")
