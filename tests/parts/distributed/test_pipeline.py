@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from hasten import AsyncPipeline
 from hasten.parts.data.collate import packed
 from hasten.parts.distributed.pipeline import stages as partition
+from hasten.parts.distributed.pipeline.local_runner import LocalRunner
 from hasten.parts.distributed.pipeline.runtime import (
-    LocalRunner,
     Pass,
     PassHooks,
     PipelineSettings,

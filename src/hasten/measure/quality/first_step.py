@@ -24,14 +24,11 @@ import contextlib
 import copy
 import logging
 import math
-import random
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -39,6 +36,7 @@ from torch import Tensor, nn
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.machine import environment, memory
+from hasten.measure.quality.preserved import nothing_else_changes, seed_all
 from hasten.parts.data.collate import IGNORED
 
 LOSS_BOUND = 2e-5  # relative; sums of float32 in another order differ by some 1e-7
@@ -235,7 +233,7 @@ class FirstStepProof:
             return []
         before = len(self.removals)
         try:
-            with _nothing_else_changes(self.passes.model, *host_objects):
+            with nothing_else_changes(self.passes.model, *host_objects):
                 for batch in self._batches(host_batch):
                     self._check(batch)
                     self.batches += 1
@@ -411,7 +409,7 @@ class FirstStepProof:
     def _pass(self, batch: Any, techniques: Sequence[Technique], seed: int) -> _Pass:
         model = self.passes.model
         named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        _seed_all(seed)
+        seed_all(seed)
         inputs = copy.copy(self.passes.batch(batch, techniques))  # hosts add keys to it
         with self.passes.active(techniques), torch.enable_grad():
             loss = self.passes.loss(inputs)
@@ -469,114 +467,6 @@ def _on_any_rank(happened: bool) -> bool:
     everywhere: list[Any] = [None] * _ranks()
     dist.all_gather_object(everywhere, bool(happened))
     return any(everywhere)
-
-
-# What a proof leaves as it was.
-
-
-@contextlib.contextmanager
-def _nothing_else_changes(model: nn.Module, *host_objects: Any) -> Iterator[None]:
-    """Random state, buffers, dropout and the plain values of modules and ``host_objects`` come
-    back.
-    """
-    states = random.getstate(), np.random.get_state()
-    accelerators = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
-    holders = [vars(module) for module in model.modules()] + [vars(one) for one in host_objects]
-    saved = [(holder, _plain_values(holder)) for holder in holders]
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    precision = torch.get_float32_matmul_precision()
-    try:
-        with torch.random.fork_rng(accelerators), _without_dropout(model):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
-        for holder, values in saved:
-            _restore(holder, values)
-
-
-def _seed_all(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-
-
-_LARGEST = 20_000  # elements of a container that is copied
-_SCALARS = (bool, int, float, complex, str, bytes, type(None))
-_REGISTRIES = {"_parameters", "_buffers", "_modules"}
-
-
-def _plain_values(holder: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies of the numbers, texts, tensors, and small containers of such, that it holds."""
-    copies = {}
-    for key, value in holder.items():
-        # Hooks that a library registers at the first pass stay, as does its mark that it did.
-        if key not in _REGISTRIES and "hook" not in key and _count(value, _LARGEST) >= 0:
-            copies[key] = copy.deepcopy(value)
-    return copies
-
-
-def _count(value: Any, room: int) -> int:
-    """The rest of ``room`` after the elements of a plain value; negative: can't be copied."""
-    if isinstance(value, _SCALARS):
-        return room - 1
-    if isinstance(value, Tensor):
-        is_plain = type(value) is Tensor and value.is_leaf and not value.requires_grad
-        return room - value.numel() if is_plain else -1
-    if isinstance(value, dict):
-        parts: Any = [*value.keys(), *value.values()]
-    elif isinstance(value, list | tuple | set | deque):
-        parts = value
-    else:
-        return -1
-    if len(parts) > room:
-        return -1
-    for part in parts:
-        room = _count(part, room)
-        if room < 0:
-            return -1
-    return room
-
-
-def _restore(holder: dict[str, Any], values: Mapping[str, Any]) -> None:
-    for key, value in values.items():
-        now = holder.get(key)
-        if isinstance(value, dict) and isinstance(now, dict):
-            now.clear()
-            now.update(value)
-        elif isinstance(value, list) and isinstance(now, list):
-            now[:] = value
-        elif isinstance(value, Tensor) and isinstance(now, Tensor) and now.shape == value.shape:
-            with torch.no_grad():
-                now.copy_(value)
-        else:
-            holder[key] = value
-
-
-@contextlib.contextmanager
-def _without_dropout(model: nn.Module) -> Iterator[None]:
-    """No module of the model drops anything inside."""
-    changed: list[tuple[dict[str, Any], str, float]] = []
-    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
-    drops = [vars(m) for m in model.modules()] + [
-        vars(c) for c in configs.values() if hasattr(c, "__dict__")
-    ]
-    for holder, module in zip(drops, [*model.modules(), *configs], strict=False):
-        for key, value in holder.items():
-            is_rate = "drop" in key or (key == "p" and "drop" in type(module).__name__.lower())
-            if is_rate and isinstance(value, float) and value > 0:
-                changed.append((holder, key, value))
-    for holder, key, _ in changed:
-        holder[key] = 0.0
-    try:
-        yield
-    finally:
-        for holder, key, value in changed:
-            holder[key] = value
 
 
 # The formats of the two looks.

@@ -35,16 +35,14 @@ from torch import distributed as dist
 
 from hasten.parts.distributed.pipeline import stages
 from hasten.parts.distributed.pipeline import stages as partition
+from hasten.parts.distributed.pipeline.local_runner import LocalRunner
 from hasten.parts.distributed.pipeline.runtime import (
-    LocalRunner,
     LossFunction,
-    OptimizerFactory,
     PassHooks,
     PipelineSettings,
     PipelineWork,
     RanksRunner,
     StageRunner,
-    Update,
     is_pair,
     language_batch,
     micro_batches,
@@ -60,6 +58,7 @@ from hasten.parts.distributed.pipeline.stages import (
 )
 from hasten.parts.distributed.pipeline.timetable import StageEvent, bubble_share, drawing
 from hasten.parts.distributed.pipeline.trace import gather_events
+from hasten.parts.distributed.pipeline.update import OptimizerFactory, Update
 from hasten.parts.nn.losses import WholeLogitsLoss
 
 

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from hasten.parts.distributed.pipeline.schedules import (
     SPLIT,
-    Op,
     actions,
     check,
     enough_micro_batches,
-    orders,
     rank_of_stage,
     why_impossible,
     why_missing,
@@ -387,93 +383,6 @@ def receives_earlier(listed: Sequence[Any], ahead: int) -> list[Any]:
     return reordered
 
 
-# A pipeline in one process: stages lie on the devices there are, and none is left out.
-#
-# There is one thread, which starts each pass as soon as its inputs are there, rank by rank in the
-# schedule's own order. On accelerators a pass is only queued, so that devices work at the same time
-# and copies between them overlap with it; on a processor passes follow each other. The two halves
-# of a backward pass (I and W) run together: autograd frees what it saved after the first.
-
-
-class LocalRunner:
-    """All stages, each on a device of its own or all on one."""
-
-    def __init__(
-        self, stages: Mapping[int, nn.Module], work: PipelineWork, devices: Sequence[torch.device]
-    ) -> None:
-        self.work, self._stages = work, stages
-        self._homes = work.settings.homes
-        self._devices = [devices[home % len(devices)] for home in self._homes]
-        self._sent: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # (entered, came out)
-        self._returned: dict[tuple[int, int], Tensor] = {}  # gradients on their way back
-        for index, stage in stages.items():
-            stage.to(self._devices[index])
-
-    def run(self, micro_batches: Sequence[Inputs], scale: float) -> Tensor:
-        settings = self.work.settings
-        listed = orders(settings.schedule, settings.ranks, len(micro_batches))
-        self.work.begin([dict(m) for m in micro_batches], scale=scale)
-        self._sent.clear()  # what a step that failed has left isn't this one's
-        self._returned.clear()
-        at = [0] * len(listed)
-        while any(at[r] < len(ops) for r, ops in enumerate(listed)):
-            before = sum(at)
-            for rank, ops in enumerate(listed):
-                while at[rank] < len(ops) and self._ready(ops[at[rank]]):
-                    self._pass(rank, ops[at[rank]], micro_batches, scale)
-                    at[rank] += 1
-            if sum(at) == before:
-                raise RuntimeError(f"{settings.schedule}: ranks wait for each other for ever")
-        return self.work.total
-
-    def _ready(self, op: Op) -> bool:
-        kind, stage, number = op
-        if kind == "F":
-            return stage == 0 or (stage - 1, number) in self._sent
-        if kind == "W":
-            return True
-        forward_done = (stage, number) in self._sent
-        return forward_done and (stage == self.work.last or (stage, number) in self._returned)
-
-    def _pass(self, rank: int, op: Op, batches: Sequence[Inputs], scale: float) -> None:
-        kind, stage, number = op
-        if kind == "W":
-            return
-        with self.work.recorder.noting(rank, "F" if kind == "F" else "B", stage, number):
-            if kind == "F":
-                self._forward(stage, number)
-            else:
-                self._backward(stage, number, scale)
-
-    def _forward(self, stage: int, number: int) -> None:
-        hidden = None
-        if stage:
-            hidden = self._to(self._sent[stage - 1, number][1].detach(), stage)
-            hidden = hidden.requires_grad_(hidden.is_floating_point())
-        inputs: Any = self.work.inputs(number)  # a micro-batch goes along with its hidden states
-        for name, value in inputs.items():
-            if isinstance(value, Tensor):
-                inputs[name] = self._to(value, stage)
-        out = self.work.forward(self._stages[stage], stage, number, hidden)
-        self._sent[stage, number] = hidden, out
-
-    def _backward(self, stage: int, number: int, scale: float) -> None:
-        hidden, out = self._sent.pop((stage, number))
-        if stage == self.work.last:
-            (out * scale).backward()
-        else:
-            out.backward(self._returned.pop((stage, number)))
-        if hidden is not None and hidden.grad is not None:
-            self._returned[stage - 1, number] = self._to(hidden.grad, stage - 1)
-        self.work.seams.after_backward()
-
-    def _to(self, tensor: Any, stage: int) -> Any:
-        """Moves a tensor to the stage's device, without waiting if memory and device allow it."""
-        if tensor is None:
-            return None
-        return tensor.to(self._devices[stage], non_blocking=self.work.settings.overlap)
-
-
 # A batch cut into micro-batches, and micro-batches of one shape, as stages send them.
 #
 # Stages exchange hidden states through buffers of one size, and some schedules want micro-batches
@@ -625,112 +534,3 @@ def _filled(batch: Mapping[str, Any], rows: int, width: int) -> dict[str, Any]:
         ends = torch.tensor([0, *lengths]).cumsum(0)
         padded["boundaries"] = ends.to(batch["boundaries"])
     return padded
-
-
-# Who moves the weights of a pipeline: its user's optimizer, or one of the pipeline's own.
-#
-# A loop that partitions a model and calls ``step`` alone would train nothing. So the pipeline takes
-# an optimizer of its own unless one is there already, or the stages were asked for their parameters
-# (a loop may move them by hand). Where gradients are left to the user and nobody takes them, that
-# is said.
-
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
-
-
-class Update:
-    """The optimizer step after the passes of a step.
-
-    Args:
-        build: creates the optimizer; None: AdamW if no other one exists; False: gradients
-            are only computed.
-    """
-
-    def __init__(
-        self, build: OptimizerFactory | Literal[False] | None, learning_rate: float
-    ) -> None:
-        self._build, self._rate = build, learning_rate
-        self.optimizer: Optimizer | None = None
-        self._parameters: list[nn.Parameter] = []
-        self._marks: list[Any] = []  # of weights and gradients after the last step
-        self._state: Mapping[str, Any] | None = None  # for an optimizer that isn't there yet
-        self._said: set[str] = set()
-
-    def before(
-        self, stages: nn.Module, parameters_taken: bool, group: dist.ProcessGroup | None
-    ) -> None:
-        """Prepares the update before a step's passes; every rank of the pipeline calls it.
-
-        ``parameters_taken``: this rank's parameters were read by other code.
-        """
-        trainable = [p for p in stages.parameters() if p.requires_grad]
-        if [*map(id, trainable)] != [*map(id, self._parameters)]:
-            self._parameters, self._marks = trainable, []
-            self._commit_update(parameters_taken or _has_optimizer(trainable), group)
-        elif (
-            self._marks
-            and self._marks == _marks(trainable)
-            and any(p.grad is not None for p in trainable)
-        ):
-            self.say("gradients of two steps add up and no optimizer has moved a weight")
-        if self.optimizer is not None:
-            self.optimizer.zero_grad()  # here: after a step they can be looked at
-
-    def after(self) -> None:
-        """After a step's passes: the own optimizer moves the weights."""
-        if self.optimizer is not None:
-            self.optimizer.step()
-        else:
-            self._marks = _marks(self._parameters)
-
-    def say(self, message: str) -> None:
-        """Warn the caller of ``AsyncPipeline.step``, once."""
-        if message not in self._said:
-            self._said.add(message)
-            warnings.warn(message, stacklevel=4)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The own optimizer's state; None without one."""
-        return {"optimizer": self.optimizer.state_dict() if self.optimizer else self._state}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state; before the first step the optimizer takes it when it is made."""
-        self._state = state["optimizer"]
-        if self.optimizer is not None and self._state is not None:
-            self.optimizer.load_state_dict(dict(self._state))
-
-    def _commit_update(self, taken: bool, group: dist.ProcessGroup | None) -> None:
-        if group is not None:  # all ranks do the same
-            rank_flags: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(rank_flags, taken, group=group)
-            taken = any(rank_flags)
-        self.optimizer = None
-        if self._build is False or (self._build is None and taken) or not self._parameters:
-            return
-        if self._build is None:
-            self.say(
-                "AsyncPipeline: no optimizer was built over model.parameters(), so "
-                f"AdamW(lr={self._rate:g}) is used; give optimizer= for another"
-            )
-        build = self._build or (lambda parameters: torch.optim.AdamW(parameters, lr=self._rate))
-        self.optimizer = build(self._parameters)
-        if self._state is not None:
-            self.optimizer.load_state_dict(dict(self._state))
-
-
-def _has_optimizer(parameters: list[nn.Parameter]) -> bool:
-    """Returns True if any optimizer of this process has one of them.
-
-    The model was maybe not cut yet at that time.
-    """
-    parameter_ids = {*map(id, parameters)}
-    optimizers = (one for one in gc.get_objects() if issubclass(type(one), Optimizer))
-    return any(
-        id(p) in parameter_ids for one in optimizers for g in one.param_groups for p in g["params"]
-    )
-
-
-def _marks(parameters: list[nn.Parameter]) -> list[Any]:
-    """Torch counts changes in place: equal marks are untouched weights and gradients."""
-    return [
-        (p._version, None if p.grad is None else (id(p.grad), p.grad._version)) for p in parameters
-    ]
