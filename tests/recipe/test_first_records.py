@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hasten.recipe.prepared_data import read_source
+from hasten.recipe.read_conversations import read_source
 from hasten.recipe.schema import recipe_from
 
 

@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from hasten.errors import InputError
-from hasten.recipe.prepared_data import prepare_data, read_source, rejected_words
+from hasten.recipe.prepared_data import prepare_data, rejected_words
+from hasten.recipe.read_conversations import read_source
 from hasten.recipe.schema import Recipe, load_recipe
 
 

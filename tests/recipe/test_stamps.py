@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hasten.errors import InputError
-from hasten.recipe import prepared_data as module
-from hasten.recipe.prepared_data import ContentHashes, content_stamps
+from hasten.recipe import content_hashes as module
+from hasten.recipe.content_hashes import ContentHashes, content_stamps
 
 
 def stamps(names: list[str], output: Path) -> list[list[Any]]:

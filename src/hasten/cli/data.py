@@ -174,7 +174,7 @@ def _data(recipe: Recipe) -> PreparedData:
 
 
 def _row(conversation: Conversation) -> dict[str, object]:
-    from hasten.data.chat_template import split_tools, template_turns
+    from hasten.data.tool_calls import split_tools, template_turns
     from hasten.data.turns import THOUGHTS
 
     if conversation.text is not None:

@@ -19,7 +19,6 @@ Pieces overlap by one token. Therefore every trained token is predicted exactly 
 
 from __future__ import annotations
 
-import json
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -33,135 +32,22 @@ from hasten.data import renderer
 from hasten.data.conversation import Conversation
 from hasten.data.prompt_formats import STANDARD
 from hasten.data.template_sandbox import UnrenderedError, render
-from hasten.data.turns import THOUGHTS, Message, ToolCall
+from hasten.data.turns import Message
 from hasten.errors import InputError
 from hasten.parts.data.collate import TokenizedExample, tokenized_example
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-# Tool calls as a chat template takes them, and the proof that it shows them.
-#
-# A template that knows nothing of tools renders a dialogue without them, and a model trained on
-# that text would learn to answer from nowhere. So whatever an example says of tools must be found
-# in the text again; an example of which it isn't is rejected with what is missing.
-
-
-class CallForm(NamedTuple):
-    """How a template takes calls: what it gets as arguments, and as content without words."""
-
-    as_text: bool = False  # Transformers documents an object; DeepSeek's templates add it to a text
-    empty: str | None = None  # null in OpenAI's format, which V3's asks for; others write it
-
-
-FORMS = (CallForm(), CallForm(True), CallForm(False, ""), CallForm(True, ""))
-_ADVICE = "choose another chat_template, or leave such examples out"
-
-
-class ToolsNotRenderedError(ValueError):
-    """An example's tools or thoughts that are missing in the text rendered by a template."""
-
-
-def split_tools(messages: Sequence[Message]) -> tuple[list[Any] | None, Sequence[Message]]:
-    """Returns the callable tools, as Transformers passes them to templates, and the turns."""
-    if messages and messages[0].role == "tools":
-        return json.loads(messages[0].content), messages[1:]
-    return None, messages
-
-
-def template_turns(turns: Sequence[Message], form: CallForm = FORMS[0]) -> list[dict[str, Any]]:
-    """Turns with the keys of OpenAI's format."""
-    return [_turn(turn, form) for turn in turns]
-
-
-def check_seen(
-    messages: Sequence[Message], text: str, render: Callable[[Sequence[Message]], str]
-) -> None:
-    """Raise ToolsNotRenderedError unless all messages' tools, calls, results, thoughts are shown.
-
-    Thoughts may be written only while their answer is the last.
-    """
-    tools, turns = split_tools(messages)
-    if tools:
-        names = [tool["function"]["name"] for tool in tools]
-        if text == render(turns) or not all(name in text for name in names):
-            raise ToolsNotRenderedError(f"the chat template ignores the example's tools: {_ADVICE}")
-    for at, turn in enumerate(messages):
-        if turn.thoughts and turn.thoughts.strip() not in render(messages[: at + 1]):
-            raise ToolsNotRenderedError(
-                f"the chat template writes no {THOUGHTS[0]}: choose another chat_template, or "
-                "write the thoughts into the content as <think>...</think>"
-            )
-        if turn.calls:
-            before, upto = render(messages[:at]), render(messages[: at + 1])
-            written = upto[_shared(before, upto) :]
-            nulls = not turn.content and "None" in written and "None" not in str(turn.calls)
-            if nulls or not all(_shows(written, call) for call in turn.calls):
-                raise ToolsNotRenderedError(
-                    f"the chat template ignores the example's tool calls: {_ADVICE}"
-                )
-        elif turn.role == "tool" and not any(form in text for form in _written(turn.content)):
-            raise ToolsNotRenderedError(f"the chat template drops the result of a tool: {_ADVICE}")
-
-
-def _turn(turn: Message, form: CallForm) -> dict[str, Any]:
-    fields: dict[str, Any] = {"role": turn.role, "content": turn.content}
-    if turn.input:
-        fields |= {"instruction": turn.instruction, "input": turn.input}
-    # Templates read thoughts under one of these names (Qwen's the first, gpt-oss's the last).
-    fields |= dict.fromkeys(THOUGHTS, turn.thoughts) if turn.thoughts else {}
-    if turn.calls:
-        fields["content"] = turn.content or form.empty
-        fields["tool_calls"] = [_call(call, form) for call in turn.calls]
-    if turn.id:
-        fields["tool_call_id"] = turn.id
-    if turn.name:
-        fields["name"] = turn.name
-    return fields
-
-
-def _call(call: ToolCall, form: CallForm) -> dict[str, Any]:
-    arguments = call.arguments if form.as_text else json.loads(call.arguments)
-    function = {"name": call.name, "arguments": arguments}
-    return {"type": "function", "function": function} | ({"id": call.id} if call.id else {})
-
-
-def _shows(written: str, call: ToolCall) -> bool:
-    """Returns True if a call is written with its name and every argument.
-
-    A call in Python's notation doesn't count.
-    """
-    arguments = json.loads(call.arguments)
-    if arguments and str(arguments) in written and str(arguments) != json.dumps(arguments):
-        return False  # an object put into a text as it is
-    if (twice := json.dumps(call.arguments)[1:-1]) != call.arguments and twice in written:
-        return False  # a text written as JSON once more
-    leaves = [call.name, *_leaves(arguments)]
-    return all(any(form in written for form in _written(leaf)) for leaf in leaves)
-
-
-def _shared(left_text: str, right_text: str) -> int:
-    pairs = enumerate(zip(left_text, right_text, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(left_text), len(right_text)))
-
-
-def _leaves(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield key
-            yield from _leaves(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _leaves(inner)
-    elif isinstance(value, str):
-        yield value
-
-
-def _written(text: str) -> tuple[str, ...]:
-    """A text as templates write it: as it is, without outer white space, or as JSON."""
-    return (text.strip(), *(json.dumps(text, ensure_ascii=ascii)[1:-1] for ascii in (False, True)))
-
+from hasten.data.tool_calls import (
+    FORMS,
+    TOOL_ADVICE,
+    CallForm,
+    ToolsNotRenderedError,
+    check_seen,
+    shared_length,
+    split_tools,
+    template_turns,
+)
 
 # The chat template of a tokenizer, apart from it, and what it makes of the turns of an example.
 
@@ -431,7 +317,7 @@ def _draw(
         except UnrenderedError as error:
             failed = failed or f"the chat template fails on it: {error}"
     if failed and not plain:
-        failed = f"the chat template takes no turns of tools: {_ADVICE}"
+        failed = f"the chat template takes no turns of tools: {TOOL_ADVICE}"
     return _Rendered("", [], unseen or failed)
 
 
@@ -505,14 +391,16 @@ def _draw_turns(
     if begin is None:
         return _Rendered("", [])
     if role := _dropped_role(messages, text):
-        return _Rendered("", [], f"the chat template drops or rewrites a turn of {role}: {_ADVICE}")
+        return _Rendered(
+            "", [], f"the chat template drops or rewrites a turn of {role}: {TOOL_ADVICE}"
+        )
     cut = loss_on == "everything"  # then what isn't trained is looked for
     spans, thoughts = [], 0
     for turn, message in enumerate(before):
         if message.role == "assistant" and message.trained != cut and loss_on != "last_answer":
             answer_span = _earlier(render, messages, turn, text, ends)
             if answer_span is None:
-                reason = f"the chat template rewrites the answer of turn {turn + 1}: {_ADVICE}"
+                reason = f"the chat template rewrites the answer of turn {turn + 1}: {TOOL_ADVICE}"
                 return _Rendered("", [], reason)
             first, end, is_whole = answer_span
             spans.append((first, end))
@@ -626,7 +514,7 @@ def _shared_end(closed: str, tail: str, ends: tuple[str, ...]) -> str:
     the last answer has another end token (gpt-oss, GLM), the result is the token at that
     position.
     """
-    common = closed[: _shared(closed, tail)]
+    common = closed[: shared_length(closed, tail)]
     ended = next((at for at in range(len(common), 0, -1) if common[:at].endswith(ends)), 0)
     if ended or not closed.lstrip().startswith(ends):
         return common[:ended]

@@ -8,14 +8,10 @@ run (ranks, variants of an experiment) and later runs therefore open it at once.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import json
-import os
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,18 +21,16 @@ from numpy.typing import NDArray
 
 from hasten.core.context import ExampleStats
 from hasten.data.chat_template import AnswerEnd, answer_end
-from hasten.data.conversation import Conversation, columns_of
-from hasten.data.corpus import stdlib_corpus
+from hasten.data.conversation import Conversation
 from hasten.data.prompt_formats import choose_chat_template, missing_tokens
-from hasten.data.readers import ReadRecords, read_sources, unread_words
-from hasten.data.sources import entry_of, source_of, weighted
-from hasten.data.spool import ConversationSink, IndexedConversations, Selection, spools
+from hasten.data.sources import entry_of
+from hasten.data.spool import spools
 from hasten.data.token_store import StoredRecords, Subset, TokenStore, split, tokenize
 from hasten.data.tokenize import sweep, train_bpe
 from hasten.errors import InputError
 from hasten.foreign_files import open_regular, path_inside, read_json_object
 from hasten.formatting import shown
-from hasten.machine import cache, host
+from hasten.machine import host
 from hasten.machine.files import write_atomic
 from hasten.machine.locks import one_writer
 from hasten.models.load import check_rows, load_tokenizer, read_config, stop_tokens
@@ -45,240 +39,8 @@ from hasten.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-# The conversations of a recipe, read and drawn, before anything is tokenised.
-#
-# (1) sources are read, each with its columns, or the embedded corpus is taken
-# (2) of a source with `max_examples` of its own, the first so many are kept
-# (3) with weights, the eval examples leave first, each once: no copy of one is trained on
-# (4) what is left is repeated or thinned by its source's weight
-# (5) `max_examples` of it are drawn
-#
-# Examples may lie on disk meanwhile (`data/spool.py`): everything after (1) moves rows, not
-# examples.
-
-EMBEDDED = ("stdlib", "stdlib-text")
-Tell = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Conversations:
-    """Conversations before tokenising."""
-
-    train: Sequence[Conversation]
-    eval_data: Sequence[Conversation] | None  # None: to be split off the training examples
-    shapes: dict[str, str]
-    corpus_sha256: str | None = None
-    rejected: list[list[Any]] = field(default_factory=list)
-    containers: dict[str, str] = field(default_factory=dict)
-    unread: dict[str, set[str]] = field(default_factory=dict)
-
-
-def read_source(
-    recipe: Recipe, tell: Tell, gathered: Callable[[], ConversationSink] = list
-) -> Conversations:
-    """Reads all data that the recipe names; reports its files and formats.
-
-    ``gathered`` makes the container for the examples of a file: lists, or spools on disk.
-
-    Raises:
-        InputError: a missing or unusable file, too many rejected examples.
-    """
-    embedded = [data.path for data in recipe.datasets if data.path in EMBEDDED]
-    if embedded and len(recipe.datasets) > 1:
-        raise InputError(f"dataset: {embedded[0]} can't be mixed with files; give one or the other")
-    source = (
-        _embedded(recipe, embedded[0], gathered) if embedded else _files(recipe, tell, gathered)
-    )
-    if source.corpus_sha256:
-        tell(f"embedded corpus, sha256 {source.corpus_sha256[:16]}")
-    for file, shape in source.shapes.items():
-        unread = unread_words(source.unread.get(file, set()))
-        tell(f"{file} ({source.containers[file]}): {shape} examples{unread}")
-    return replace(source, train=_draw(source.train, recipe.max_examples, recipe.seed))
-
-
-def _embedded(recipe: Recipe, name: str, gathered: Callable[[], ConversationSink]) -> Conversations:
-    corpus = stdlib_corpus()
-    kind = "texts" if name == "stdlib-text" else "pairs"
-    data = recipe.datasets[0]
-    first = _first(getattr(corpus.train, kind), data.max_examples)
-    train = weighted([first], [data.weight], recipe.seed)
-    eval_data = _eval_file(recipe, gathered)
-    if eval_data is None and not isinstance(recipe.eval_data, str):
-        theirs = getattr(corpus.eval_data, kind)
-        share = recipe.eval_data
-        eval_data = _draw(theirs, int(share) if share >= 1 else None, recipe.seed) if share else ()
-    return Conversations(train, eval_data, {}, corpus.sha256)
-
-
-def _files(recipe: Recipe, tell: Tell, gathered: Callable[[], ConversationSink]) -> Conversations:
-    readings = read_sources(
-        [
-            source_of(d.path, columns_of(recipe.columns if d.columns is None else d.columns))
-            for d in recipe.datasets
-        ],
-        recipe.max_rejected,
-        gathered,
-    )
-    groups = [
-        _first(reading.conversations, data.max_examples)
-        for reading, data in zip(readings, recipe.datasets, strict=True)
-    ]
-    weights = [data.weight for data in recipe.datasets]
-    eval_data = _eval_file(recipe, gathered)
-    if any(weight != 1 for weight in weights):
-        if eval_data is None and not isinstance(recipe.eval_data, str):
-            groups, eval_data = _split_eval(groups, recipe.eval_data, recipe.seed)
-        train = weighted(groups, weights, recipe.seed)
-        for data, group in zip(recipe.datasets, groups, strict=True):
-            tell(f"{data.path}: {len(group):,} examples to train on, weight {data.weight:g}")
-    else:
-        train = Selection(groups)
-    return Conversations(
-        train,
-        eval_data,
-        _merged(readings, "shapes"),
-        rejected=[[*row] for reading in readings for row in reading.rejected],
-        containers=_merged(readings, "containers"),
-        unread=_merged(readings, "unread"),
-    )
-
-
-def _eval_file(
-    recipe: Recipe, gathered: Callable[[], ConversationSink]
-) -> Sequence[Conversation] | None:
-    """The examples of the eval file, with the recipe's columns; None where it names none."""
-    if not isinstance(recipe.eval_data, str):
-        return None
-    source = source_of(recipe.eval_data, columns_of(recipe.columns))
-    return Selection([read_sources([source], recipe.max_rejected, gathered)[0].conversations])
-
-
-def _split_eval(
-    groups: Sequence[Selection], eval_data: float, seed: int
-) -> tuple[list[Selection], Sequence[Conversation]]:
-    """The groups without the eval examples, and these."""
-    selection = Selection(groups)
-    ours, theirs = split(selection, eval_data, seed)
-    firsts = np.cumsum([0, *map(len, groups)])
-    borders = np.searchsorted(ours, firsts)
-    train_groups = [selection.take(ours[a:b]) for a, b in itertools.pairwise(borders)]
-    return train_groups, selection.take(theirs)
-
-
-def _merged(readings: Sequence[ReadRecords], name: str) -> dict[str, Any]:
-    return {file: what for reading in readings for file, what in getattr(reading, name).items()}
-
-
-def _first(conversations: IndexedConversations, count: int | None) -> Selection:
-    """The first ``count`` of them; all of them without a count."""
-    return Selection([conversations], np.arange(len(conversations))[:count])
-
-
-def _draw(
-    conversations: Sequence[Conversation], count: int | None, seed: int
-) -> Sequence[Conversation]:
-    """``count`` of them, chosen by the seed and kept in order; all of them without a count."""
-    if count is None or count >= len(conversations):
-        return conversations
-    chosen = np.random.default_rng(seed).choice(len(conversations), count, replace=False)
-    return Selection([conversations], np.sort(chosen))
-
-
-# Contents of the files that a recipe names: hashes that decide whether prepared data is theirs.
-#
-# A size and a time don't prove that a file is the same: `cp -p`, rsync and tar set times back. So
-# contents are hashed, once for each state of a file: its device, inode, size, time of change and
-# status change (ctime, which no program can set back). A folder stands for all its files, those in
-# its folders included, since saved data sets and tokenizers keep theirs there.
-
-DEEPEST = 4  # levels of folders within a folder
-MOST_FILES = 100_000
-CONTENTS = "contents.json"  # in the folder of prepared data: hashes by the state of a file
-BLOCK = 1 << 20  # bytes
-# A file that is written within the resolution of its ctime looks unchanged afterwards.
-SETTLED_NS = 2_000_000_000
-WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-
-
-class ContentHashes:
-    """Hashes of files' contents, remembered in a file by device, inode, size and both times."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._hashes: dict[str, str] = {}
-        with contextlib.suppress(InputError):  # absent or damaged: computed again
-            stored = read_json_object(path, "list of hashes")
-            self._hashes = {k: v for k, v in stored.items() if isinstance(v, str)}
-        self._current: dict[str, str] = {}
-
-    def of(self, path: Path) -> str | None:
-        """The hash of a regular file's bytes, 32 hex digits; None for anything else."""
-        try:
-            with open_regular(path) as file:
-                stat = os.fstat(file.fileno())
-                times = (stat.st_mtime_ns, stat.st_ctime_ns)
-                state = "-".join(map(str, (stat.st_dev, stat.st_ino, stat.st_size, *times)))
-                settled = stat.st_ctime_ns < time.time_ns() - SETTLED_NS
-                content = self._hashes.get(state) if settled else None
-                if content is None:
-                    digest = xxhash.xxh3_128()
-                    while block := file.read(BLOCK):
-                        digest.update(block)
-                    content = digest.hexdigest()
-        except (OSError, ValueError):  # absent, a pipe, or no name of a file
-            return None
-        if settled:
-            self._current[state] = content
-        return content
-
-    def save(self) -> None:
-        """Writes the hashes in use if the folder exists and one of them is new."""
-        if self._path.parent.is_dir() and self._current.items() - self._hashes.items():
-            cache.write(self._path, self._current)
-
-
-def content_stamps(
-    names: Iterable[str], output: Path, hashes: ContentHashes, without: tuple[str, ...] = ()
-) -> list[list[Any]]:
-    """Name and content of each file, and of each in a folder; the names of what isn't there.
-
-    Files with names that end with one of ``without`` are left out of folders.
-
-    Missing files have only a name.
-
-    Folders are read four levels deep, because data sets and tokenizers may keep files
-    there. Hidden folders, folders of runs (with a recipe.yaml) and ``output`` are skipped.
-    Otherwise the files that a run writes next to its own data would cause the data to be
-    prepared again.
-    """
-    file_stamps: list[list[Any]] = []
-    waiting = [(Path(name), 0) for name in names]
-    while waiting:
-        path, depth = waiting.pop()
-        if not os.path.isdir(path):  # unlike Path's, silent about names that no file can have
-            content = hashes.of(path)
-            file_stamps.append([str(path)] if content is None else [str(path.resolve()), content])
-            if len(file_stamps) > MOST_FILES:
-                raise InputError(
-                    f"{path.parent} and the other files that the recipe names are more than "
-                    f"{MOST_FILES:,}: name the files that are meant, or a smaller folder"
-                )
-        elif depth == 0 or not _stamps_apart(path, depth, output.resolve()):
-            with contextlib.suppress(OSError):  # whoever needs what is in it will say so
-                inside = (i for i in path.iterdir() if not i.name.endswith(without or ("/",)))
-                waiting += [(inner, depth + 1) for inner in inside]
-    return sorted(file_stamps, key=str)
-
-
-def _stamps_apart(folder: Path, depth: int, output: Path) -> bool:
-    """Returns True if a nested folder is unrelated to the data."""
-    if depth > DEEPEST or folder.name.startswith("."):
-        return True
-    return folder.resolve().is_relative_to(output) or (folder / "recipe.yaml").exists()
-
+from hasten.recipe.content_hashes import CONTENTS, WEIGHT_FILES, ContentHashes, content_stamps
+from hasten.recipe.read_conversations import Conversations, Tell, read_source
 
 # The prepared data, and its note.
 

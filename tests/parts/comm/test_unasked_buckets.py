@@ -10,7 +10,8 @@ from torch import Tensor
 
 from hasten.parts.comm import methods
 from hasten.parts.comm.buckets import BucketExchange
-from hasten.parts.comm.methods import BucketPart, CompressionSettings
+from hasten.parts.comm.compression_settings import CompressionSettings
+from hasten.parts.comm.methods import BucketPart
 
 PIECES = (BucketPart("a", (64, 64)), BucketPart("unused", (32, 64)), BucketPart("b", (100,)))
 COMMUNICATIONS = ("none", "half", "int8", "int4", "topk", "powersgd")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hasten.machine.environment import World
-from hasten.parts.comm.methods import CompressionSettings
+from hasten.parts.comm.compression_settings import CompressionSettings
 from hasten.parts.distributed.compressed_shards import CopiedShards, ShardedGradients
 from hasten.parts.distributed.fsdp import ShardGroup, rows_of, shard
 from hasten.parts.distributed.mesh import MeshSizes, data_mesh

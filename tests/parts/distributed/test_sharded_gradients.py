@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from hasten.parts.comm.methods import CompressionSettings
+from hasten.parts.comm.compression_settings import CompressionSettings
 from hasten.parts.distributed.compressed_shards import ShardedGradients, row_codec
 from hasten.parts.distributed.fsdp import ShardGroup, Weight, rows_of, values_of
 from parts.distributed.sharded_gradients_jobs import DENSE, METHODS, PASSES, STEPS

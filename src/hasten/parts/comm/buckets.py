@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hasten.parts.comm import methods
+from hasten.parts.comm.compression_settings import CompressionSettings
 from hasten.parts.comm.exchange import FIRST, Hosts, Ranks, found_hosts
 from hasten.parts.comm.methods import (
     AveragingMethod,
     BucketPart,
-    CompressionSettings,
     Dense,
     ErrorMemory,
     Pieces,

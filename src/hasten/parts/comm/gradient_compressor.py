@@ -30,17 +30,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hasten.parts.comm import buckets as gradients
 from hasten.parts.comm.buckets import BucketExchange, RankMeeting
+from hasten.parts.comm.compression_settings import WHOLE, CompressionSettings, backend_of
 from hasten.parts.comm.exchange import CommunicationError, Ranks
 from hasten.parts.comm.groups import OrderedThread, at_once, bucket_hook
 from hasten.parts.comm.local_sgd import LocalTraining
-from hasten.parts.comm.methods import (
-    WHOLE,
-    BucketPart,
-    CompressionSettings,
-    ErrorMemory,
-    backend_of,
-    parts_of,
-)
+from hasten.parts.comm.methods import BucketPart, ErrorMemory, parts_of
 from hasten.parts.comm.rank_check import checksum, drift_message
 from hasten.parts.comm.weight_methods import start_method
 

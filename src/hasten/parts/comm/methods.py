@@ -14,18 +14,14 @@ stays unchanged. This takes two tensors during a step.
 from __future__ import annotations
 
 import math
-import warnings
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from hasten.formatting import did_you_mean
-from hasten.machine.host import has_cuda
-from hasten.parts.comm.codecs import ChunkedTopK, codec
+from hasten.parts.comm.codecs import ChunkedTopK
 from hasten.parts.comm.exchange import FIRST, SECOND, Ranks, gathered_bytes, reduced_bytes
 
 if TYPE_CHECKING:
@@ -567,95 +563,3 @@ def _apart(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
 def _orthonormal(columns: Tensor) -> Tensor:
     basis: Tensor = torch.linalg.qr(columns).Q
     return basis
-
-
-# The settings of a gradient compressor, checked, and the way that each method name stands for.
-
-METHODS = ("none", "half", "bf16", "int8", "int4", "topk", "powersgd")
-WHOLE = {  # methods that take a model and not a gradient, and what they do with it
-    "diloco": "sends weights instead of gradients",
-    "stream": "sends weights instead of gradients",
-}
-SCOPES = ("all", "hosts")
-BACKENDS = ("nccl", "gloo", None)
-
-
-@dataclass(frozen=True)
-class CompressionSettings:
-    """Settings that must be equal on all ranks.
-
-    Raises:
-        ValueError: an unknown method, or a number that makes no sense.
-    """
-
-    method: str = "topk"
-    ratio: float = 0.05
-    rank: int = 16
-    momentum: float = 0.0
-    dense_steps: int = 0
-    minimum: int = 4096
-    scope: str = "all"
-    every: int = 20
-
-    def __post_init__(self) -> None:
-        names = (*METHODS, *WHOLE)
-        if self.method not in names:
-            hint = did_you_mean(self.method, names)
-            raise ValueError(
-                f"no sparsity_method is called {self.method!r}{hint}; there are {', '.join(names)}"
-            )
-        if self.scope not in SCOPES:
-            raise ValueError(f"scope is {self.scope!r}; it is {' or '.join(SCOPES)}")
-        if self.scope != "all" and self.method in WHOLE:
-            raise ValueError(
-                f"scope={self.scope!r} is for gradients, and {self.method} {WHOLE[self.method]}"
-            )
-        if self.every < 1:
-            raise ValueError(f"every is {self.every}; ranks average after at least 1 step")
-        if self.dense_steps < 0 or self.minimum < 0:
-            raise ValueError(
-                f"dense_steps and minimum can't be negative: {self.dense_steps}, {self.minimum}"
-            )
-        if self.momentum and self.method != "topk":
-            raise ValueError(f"momentum corrects topk; {self.method} takes none")
-        self.way(self.momentum)  # refuses its own impossible numbers
-
-    def takes_gradients(self, what: str, alone: bool = False) -> None:
-        """Refuse what has no meaning with this method, or for a rank's gradient ``alone``."""
-        if self.method in WHOLE:
-            raise ValueError(
-                f"{what} has no meaning for {self.method!r}, which {WHOLE[self.method]}: call "
-                "attach(model) once instead"
-            )
-        if alone and self.scope != "all":
-            raise ValueError(
-                f"{what} makes one rank's gradient small, and scope={self.scope!r} the mean of a "
-                "host's: call synchronize_gradients(model) alone"
-            )
-
-    def way(self, momentum: float = 0.0) -> AveragingMethod:
-        """A fresh one, with nothing remembered."""
-        TopKMean(self.ratio, momentum)  # a ratio that makes no sense is told with any method
-        if self.method == "none" or self.method in WHOLE:
-            return Dense()
-        if self.method == "topk":
-            return TopKMean(self.ratio, momentum)
-        if self.method == "powersgd":
-            return PowerSGDMean(self.rank)
-        return QuantisedMean(codec(self.method), feedback=self.method in ("int8", "int4"))
-
-
-def backend_of(backend: str | None) -> str | None:
-    """Returns the backend that a requested name means on this machine.
-
-    Raises:
-        ValueError: there is none of that name.
-    """
-    if backend not in BACKENDS:
-        raise ValueError(f"communication_backend is {backend!r}; it is 'nccl', 'gloo' or None")
-    if backend == "nccl" and not has_cuda():
-        warnings.warn(
-            "communication_backend='nccl' needs a GPU and there is none: gloo is used", stacklevel=3
-        )
-        return "gloo"
-    return backend

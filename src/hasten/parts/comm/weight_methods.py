@@ -29,8 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hasten.parts.comm.codecs import codec
+from hasten.parts.comm.compression_settings import CompressionSettings
 from hasten.parts.comm.local_sgd import LocalSteps, LocalTraining, same_start
-from hasten.parts.comm.methods import CompressionSettings
 from hasten.parts.comm.streaming_local_sgd import Stream
 
 PATIENCE = 100  # gradients without an update; more are rarely accumulated

@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from hasten.parts.comm import groups as full_duplex
 from hasten.parts.comm.buckets import BucketExchange
 from hasten.parts.comm.codecs import ChunkedTopK, Codec, codec
+from hasten.parts.comm.compression_settings import CompressionSettings
 from hasten.parts.comm.exchange import CommunicationError, Ranks
-from hasten.parts.comm.methods import BucketPart, CompressionSettings, ErrorMemory, Pieces
+from hasten.parts.comm.methods import BucketPart, ErrorMemory, Pieces
 from hasten.parts.comm.rank_check import checksum
 from hasten.parts.distributed.fsdp import (
     RowReduceScatter,

@@ -19,8 +19,8 @@ from hasten.core.layout import CommTiming
 from hasten.core.setup import Communication, GivenPrecision, NoCompression, Setup, on_device
 from hasten.core.slot import Slot
 from hasten.errors import InputError
+from hasten.parts.comm.compression_settings import CompressionSettings
 from hasten.parts.comm.groups import sum_over_ranks
-from hasten.parts.comm.methods import CompressionSettings
 from hasten.parts.distributed import local_shards
 from hasten.parts.distributed.fsdp import Sharding, is_sharded, send_gradients, shard
 from hasten.parts.distributed.local_shards import LocalShards, whole_on_first
