@@ -53,7 +53,7 @@ def export(
     ] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Write a run's model for others to load, proven equal.
+    """Export a run's model and compare it with the trained one.
 
     Examples:
 
