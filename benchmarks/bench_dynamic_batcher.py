@@ -29,7 +29,7 @@ def simulate(start: float, fixed: float) -> tuple[int, float, int, int]:
     for _ in range(STEPS):
         lengths = draw.integers(LONGEST // 4, LONGEST + 1, 256).tolist()
         while True:
-            load = max(max(p) * len(p) for p in collate.by_slots(lengths, lengths, room.size))
+            load = max(max(p) * len(p) for p in collate.by_positions(lengths, lengths, room.size))
             used = fixed + (THRESHOLD - fixed) * load / FITS
             if used <= 1:
                 break

@@ -81,7 +81,7 @@ def test_rows_packed_over_the_epoch_and_cut_by_memory_hold_every_record_once(wor
         for step in order.local_steps(0, rank, world):
             limit = int(limits.integers(512, 8192))
             for row in step:
-                yield from collate.by_slots(row, [int(LENGTHS[i]) for i in row], limit)
+                yield from collate.by_positions(row, [int(LENGTHS[i]) for i in row], limit)
 
     read: list[torch.Tensor] = []
     for rank in range(world):

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hasten.data import containers, json_reader
 from hasten.data.conversation import conversation, shape_of
 from hasten.data.json_reader import scan_lines
-from hasten.data.readers import ReadRecords, read_examples
+from hasten.data.readers import ReadExamples, read_examples
 from hasten.data.turns import NoConversationError
 from hasten.errors import InputError
 
@@ -95,7 +95,7 @@ def put(folder: Path, name: str, data: bytes) -> Path:
     return folder / name
 
 
-def pairs(reading: ReadRecords) -> list[tuple[str, ...]]:
+def pairs(reading: ReadExamples) -> list[tuple[str, ...]]:
     return [tuple(m.content for m in c.messages) for c in reading.conversations]
 
 

@@ -17,7 +17,7 @@ import yaml
 
 from hasten.data.chat_template import encode
 from hasten.data.conversation import Conversation, columns_of
-from hasten.data.readers import ReadRecords, read_sources
+from hasten.data.readers import ReadExamples, read_sources
 from hasten.data.sources import Source, source_of
 from hasten.data.tokenize import train_bpe
 from hasten.errors import InputError
@@ -87,7 +87,7 @@ def write(path: Path, case: dict[str, Any]) -> None:
                 writer.write_table(table)
 
 
-def read(folder: Path, case: dict[str, Any]) -> ReadRecords:
+def read(folder: Path, case: dict[str, Any]) -> ReadExamples:
     path = folder / case.get("file", "data.jsonl")
     write(path, case)
     if "entry" in case:

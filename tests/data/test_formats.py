@@ -9,13 +9,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hasten.data.readers import Message, ReadRecords, read_examples
+from hasten.data.readers import Message, ReadExamples, read_examples
 from hasten.errors import InputError
 
 GOOD = {"question": "How many?", "answer": "Four."}
 
 
-def one(tmp_path: Path, example: object, name: str = "data.jsonl") -> ReadRecords:
+def one(tmp_path: Path, example: object, name: str = "data.jsonl") -> ReadExamples:
     (tmp_path / name).write_text(json.dumps(example) + "\n")
     return read_examples([tmp_path / name])
 

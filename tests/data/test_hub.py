@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from hasten.data.readers import ReadRecords, read_examples
+from hasten.data.readers import ReadExamples, read_examples
 from hasten.data.sources import HubName, hub_files, hub_name
 from hasten.errors import InputError
 
@@ -39,7 +39,7 @@ def saved(folder: Path) -> Path:
     return folder
 
 
-def answers(reading: ReadRecords) -> list[str]:
+def answers(reading: ReadExamples) -> list[str]:
     return [conversation.messages[-1].content for conversation in reading.conversations]
 
 

@@ -41,7 +41,7 @@ def train(room: Headroom, allocator: Allocator, steps: int, seed: int) -> tuple[
     for _ in range(steps):
         lengths = draw.integers(LONGEST // 4, LONGEST + 1, 256).tolist()
         while True:
-            pieces = collate.by_slots(lengths, lengths, room.size)
+            pieces = collate.by_positions(lengths, lengths, room.size)
             load = max(max(p) * len(p) for p in pieces)
             try:
                 allocator.run(load)

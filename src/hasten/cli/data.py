@@ -58,9 +58,9 @@ def stats(
 ) -> None:
     """Show lengths, duplicates, padding and packing of the data."""
     from hasten.data.statistics import layout_advice, layouts, statistics_of
-    from hasten.recipe.build import DEFAULT_BATCH, context_of
+    from hasten.recipe.build import context_of
     from hasten.recipe.candidates import first_plan_sentence
-    from hasten.recipe.schema import load_recipe
+    from hasten.recipe.schema import DEFAULT_BATCH, load_recipe
     from hasten.report.data_page import write_page
 
     if output is not None and output.is_dir():

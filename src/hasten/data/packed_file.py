@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from hasten.data.token_store import StoredRecords
+from hasten.data.token_store import StoredExamples
 from hasten.errors import InputError
 from hasten.machine.files import replacing
 from hasten.parts.data.epoch_order import PackedOrder
@@ -43,7 +43,7 @@ Writer = Callable[[Any], AbstractContextManager[Any]]
 
 
 def write_packed(
-    examples: StoredRecords,
+    examples: StoredExamples,
     output: Path,
     row_tokens: int,
     seed: int = 0,
@@ -82,7 +82,7 @@ def check_name(output: Path) -> None:
 
 
 def _batches(
-    examples: StoredRecords, rows: list[list[int]], on_progress: Callable[[int, int], None]
+    examples: StoredExamples, rows: list[list[int]], on_progress: Callable[[int, int], None]
 ) -> Iterator[Any]:
     """Record batches of rows, about ``BATCH_TOKENS`` tokens in each."""
     pending: list[dict[str, NDArray[np.int32]]] = []
@@ -97,7 +97,7 @@ def _batches(
             pending, tokens = [], 0
 
 
-def _row(examples: StoredRecords, row: list[int]) -> dict[str, NDArray[np.int32]]:
+def _row(examples: StoredExamples, row: list[int]) -> dict[str, NDArray[np.int32]]:
     row_examples = [examples[index] for index in row]
     labels = []
     for example in row_examples:

@@ -36,7 +36,7 @@ from hasten.errors import InputError
 __all__ = [
     "Conversation",
     "Message",
-    "ReadRecords",
+    "ReadExamples",
     "Rejected",
     "check_rejected",
     "read_examples",
@@ -59,7 +59,7 @@ class Rejected(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ReadRecords:
+class ReadExamples:
     """The examples read from the files."""
 
     conversations: ConversationSink
@@ -69,14 +69,14 @@ class ReadRecords:
     unread: dict[str, set[str]] = field(default_factory=dict)  # file -> columns that aren't read
 
 
-def read_examples(paths: Sequence[Path], max_rejected: float = 0.001) -> ReadRecords:
+def read_examples(paths: Sequence[Path], max_rejected: float = 0.001) -> ReadExamples:
     """All examples of files and folders (their files of known containers, sorted by name).
 
     `max_rejected` below 1 is a share of all examples, from 1 on a count. Raises InputError where
     more are rejected, nothing is left, a file is missing or has no known shape.
     """
     conversations: list[Conversation] = []
-    combined = ReadRecords(conversations, [], {})
+    combined = ReadExamples(conversations, [], {})
     for reading in read_sources([Source(Path(path)) for path in paths], max_rejected):
         conversations.extend(reading.conversations)
         combined.rejected.extend(reading.rejected)
@@ -90,7 +90,7 @@ def read_sources(
     sources: Sequence[Source],
     max_rejected: float = 0.001,
     gathered: Callable[[], ConversationSink] = list,
-) -> list[ReadRecords]:
+) -> list[ReadExamples]:
     """`read_examples` with one reading for each source; the budget of rejects is theirs together.
 
     `gathered` makes what a reading's examples are put into.
@@ -106,8 +106,8 @@ def read_sources(
     return readings
 
 
-def _read_source(source: Source, gathered: ConversationSink) -> ReadRecords:
-    reading = ReadRecords(gathered, [], {})
+def _read_source(source: Source, gathered: ConversationSink) -> ReadExamples:
+    reading = ReadExamples(gathered, [], {})
     for path in _files(source.path):
         try:
             _read_file(path, source.columns, reading)
@@ -187,7 +187,7 @@ def _scan(path: Path, container: Container) -> Iterator[JsonValue]:
     return read(open_stream(path, container))
 
 
-def _read_file(path: Path, columns: ColumnNames, reading: ReadRecords) -> None:
+def _read_file(path: Path, columns: ColumnNames, reading: ReadExamples) -> None:
     container = container_of(path)
     examples = _scan(path, container)
     head = list(islice(examples, _LOOK))

@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from hasten.data.token_store import StoredRecords
+from hasten.data.token_store import StoredExamples
 from hasten.parts.data.epoch_order import GroupedOrder
 from hasten.parts.data.packing import CLOSE, choose_method, plan_rows
 
@@ -103,7 +103,7 @@ def _rows(shortest: int) -> list[int]:
     return [shortest * times for times in TIMES]
 
 
-def statistics_of(examples: StoredRecords) -> DataStatistics:
+def statistics_of(examples: StoredExamples) -> DataStatistics:
     """Count a data set's examples, tokens and duplicates; every example is read once."""
     lengths = np.asarray(examples.lengths, np.int64)
     digest_counts = Counter(_digests(examples))
@@ -127,7 +127,7 @@ def padding_share(lengths: NDArray[np.int32], batch: int, seed: int = 0) -> floa
     return 1 - float(lengths.sum(dtype=np.int64)) / positions if positions else 0.0
 
 
-def _digests(examples: StoredRecords) -> Iterator[int]:
+def _digests(examples: StoredExamples) -> Iterator[int]:
     for index in range(len(examples)):
         yield xxhash.xxh3_64_intdigest(examples[index].input_ids.tobytes())
 

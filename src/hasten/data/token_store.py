@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _FORMAT = 4  # change it with anything that changes the tokens of a given input
 
 
-class StoredRecords(Protocol):
+class StoredExamples(Protocol):
     """Token examples by position, for samplers and collators; lengths can be read alone."""
 
     @property
@@ -87,7 +87,7 @@ class TokenStore:
 class Subset:
     """Some examples of a store, in the given order, with the interface of the whole."""
 
-    def __init__(self, examples: StoredRecords, indices: NDArray[np.int64]) -> None:
+    def __init__(self, examples: StoredExamples, indices: NDArray[np.int64]) -> None:
         self.examples = examples
         self.indices = np.asarray(indices, np.int64)
         self.lengths: NDArray[np.int32] = examples.lengths[self.indices]

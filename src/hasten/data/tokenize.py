@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hasten.data import arrow_file, renderer
 from hasten.data.prompt_formats import ensure_chat_template
 from hasten.data.spool import IndexedConversations, packed
-from hasten.data.worker import RecordChunk, TokenizeWork, write_part
+from hasten.data.worker import ExampleChunk, TokenizeWork, write_part
 from hasten.errors import InputError
 from hasten.machine.locks import if_free
 
@@ -54,7 +54,7 @@ class TokenizeTask(NamedTuple):
 
     name: str  # as an error names it
     examples: int
-    load: Callable[[], RecordChunk]
+    load: Callable[[], ExampleChunk]
 
 
 class _Worker(NamedTuple):
@@ -247,8 +247,8 @@ def _spans(conversations: IndexedConversations, folder: Path) -> Iterator[_Span]
 
 
 def _task(conversations: IndexedConversations, span: _Span) -> TokenizeTask:
-    def load() -> RecordChunk:
-        return RecordChunk(
+    def load() -> ExampleChunk:
+        return ExampleChunk(
             span.part, [packed(conversations, at) for at in range(span.first, span.last)]
         )
 

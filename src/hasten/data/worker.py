@@ -1,7 +1,7 @@
 """A process that tokenises chunks: `python -m hasten.data.worker FD`, started by `tokenize`.
 
 FD is a socket to the process that started it. First comes a `TokenizeWork`, then for every chunk a
-`RecordChunk`; each is answered by None, or by a sentence on what went wrong. The end of the socket
+`ExampleChunk`; each is answered by None, or by a sentence on what went wrong. The end of the socket
 is the end of the process, so none outlives its parent. It is a plain program and no
 `multiprocessing` child, because those import the caller's main module again, which a script without
 ``if __name__ == "__main__"`` doesn't survive.
@@ -38,14 +38,14 @@ class TokenizeWork(NamedTuple):
     loss_on: LossOn
 
 
-class RecordChunk(NamedTuple):
+class ExampleChunk(NamedTuple):
     """Packed conversations, and the file that their token examples go to."""
 
     path: Path
     packed: list[bytes]
 
 
-def write_part(work: TokenizeWork, chunk: RecordChunk) -> None:
+def write_part(work: TokenizeWork, chunk: ExampleChunk) -> None:
     """Tokenises a chunk into its file, which is complete or absent.
 
     Its summary holds the rejected examples as (file, line, reason). It also counts
@@ -83,7 +83,7 @@ def main(handle: int) -> None:
             payload = parent.recv_bytes()
             work: TokenizeWork | None = None
             while True:
-                chunk: RecordChunk = parent.recv()
+                chunk: ExampleChunk = parent.recv()
                 try:
                     work = work or pickle.loads(payload)
                 except Exception as error:  # a class that only the parent's main module has
@@ -94,7 +94,7 @@ def main(handle: int) -> None:
             return
 
 
-def _answer(work: TokenizeWork, chunk: RecordChunk) -> tuple[bool, str] | None:
+def _answer(work: TokenizeWork, chunk: ExampleChunk) -> tuple[bool, str] | None:
     """None, or whether the fault is the user's to mend, and what it is."""
     try:
         write_part(work, chunk)

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from hasten.recipe.schema import Recipe
 
 
-RECORDS = 32  # of a step where a recipe says nothing, as in training
-BATCH_TOKENS = 4e6  # of a pre-training step where nobody says: as models of some 10^9 weights have
+BATCH_TOKENS = 4e6  # of a pre-training step by default: as models of some 10^9 weights have
 # Techniques that deal out the model itself, other than FSDP2, which is ZeRO 3.
 SPLIT = ("tensor_parallel", "hybrid", "pipeline", "expert_parallel", "deep_speed")
 HALF = ("autocast", "bf16_master_weights", "float8")  # techniques that don't multiply in float32
@@ -224,9 +223,11 @@ def _task(recipe: Recipe | None) -> str:
 
 
 def _batch(recipe: Recipe, sequence: int) -> int:
+    from hasten.recipe.schema import DEFAULT_BATCH
+
     if recipe.global_batch_tokens:
         return max(1, recipe.global_batch_tokens // sequence)
-    return recipe.global_batch_size or RECORDS
+    return recipe.global_batch_size or DEFAULT_BATCH
 
 
 def _device(path: Path, figures: Mapping[str, Any]) -> Device:

@@ -17,9 +17,8 @@ from hasten.launch.targets.megatron import arguments
 from hasten.machine import host
 from hasten.machine.benchmark import core_flops
 from hasten.models.presets import PRESETS
-from hasten.recipe.schema import Recipe, recipe_from
+from hasten.recipe.schema import DEFAULT_BATCH, Recipe, recipe_from
 
-RECORDS = 32  # of a step where a recipe says nothing, as in training
 TRIED = 50  # layouts, best first, until Megatron-LM can run one
 REACHED = 0.4  # of a device's peak, as a share that training reaches
 SLOWEST = 1e6  # bits a second of a rehearsal's link
@@ -52,7 +51,9 @@ def planned(
     from hasten.planner.layout import LayoutSpace, PlannedJob
 
     sequence = recipe.cutoff_len
-    size = recipe.global_batch_size or (recipe.global_batch_tokens or 0) // sequence or RECORDS
+    size = (
+        recipe.global_batch_size or (recipe.global_batch_tokens or 0) // sequence or DEFAULT_BATCH
+    )
     job = {"sequence": sequence, "global_batch": size, "task": recipe.finetuning_type}
     batch = _batch(recipe, job)
     if recipe.finetuning_type == "lora":

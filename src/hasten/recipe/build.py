@@ -67,7 +67,7 @@ from hasten.recipe.prepare import (
     weight_notes,
 )
 from hasten.recipe.prepared_data import PreparedData, advice_on, prepare_data
-from hasten.recipe.schema import Recipe
+from hasten.recipe.schema import DEFAULT_BATCH, Recipe
 from hasten.recipe.shorthands import catalogue
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.batch import GradientAccumulation
@@ -193,7 +193,6 @@ def model_copies(plan: Plan, ranks: int) -> int:
 # JobContext, plan and job.
 
 METRICS = {"token_accuracy": token_accuracy}
-DEFAULT_BATCH = 32  # examples of a step where the recipe says nothing
 
 
 def context_of(recipe: Recipe, data: PreparedData | None = None) -> JobContext:

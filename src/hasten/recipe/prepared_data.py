@@ -25,7 +25,7 @@ from hasten.data.conversation import Conversation
 from hasten.data.prompt_formats import choose_chat_template, missing_tokens
 from hasten.data.sources import entry_of
 from hasten.data.spool import spools
-from hasten.data.token_store import StoredRecords, Subset, TokenStore, split, tokenize
+from hasten.data.token_store import StoredExamples, Subset, TokenStore, split, tokenize
 from hasten.data.tokenize import sweep, train_bpe
 from hasten.errors import InputError
 from hasten.foreign_files import open_regular, path_inside, read_json_object
@@ -58,8 +58,8 @@ class PreparedData:
     """The data on which a recipe trains and is evaluated."""
 
     tokenizer: PreTrainedTokenizerBase
-    train: StoredRecords
-    eval_data: StoredRecords | tuple[()]
+    train: StoredExamples
+    eval_data: StoredExamples | tuple[()]
     note: PreparedDataIndex
     example_stats: ExampleStats = field(init=False)
     # Which tokens are trained on, whatever files they came from; for checkpoints.

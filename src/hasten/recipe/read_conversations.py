@@ -20,7 +20,7 @@ import numpy as np
 
 from hasten.data.conversation import Conversation, columns_of
 from hasten.data.corpus import stdlib_corpus
-from hasten.data.readers import ReadRecords, read_sources, unread_words
+from hasten.data.readers import ReadExamples, read_sources, unread_words
 from hasten.data.sources import source_of, weighted
 from hasten.data.spool import ConversationSink, IndexedConversations, Selection
 from hasten.data.token_store import split
@@ -140,7 +140,7 @@ def _split_eval(
     return train_groups, selection.take(theirs)
 
 
-def _merged(readings: Sequence[ReadRecords], name: str) -> dict[str, Any]:
+def _merged(readings: Sequence[ReadExamples], name: str) -> dict[str, Any]:
     return {file: what for reading in readings for file, what in getattr(reading, name).items()}
 
 

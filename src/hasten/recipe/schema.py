@@ -51,6 +51,7 @@ class DataSource(BaseModel):
     )
 
 
+DEFAULT_BATCH = 32  # examples of a step if a recipe has no global batch
 FIDELITIES = ("exact", "rounding", "lossy")
 
 

@@ -253,7 +253,7 @@ class AdaptiveCut:
         self._epoch = -1  # that ``joined`` is of
 
     def cut(self, examples: Sequence[Any]) -> list[list[Any]]:
-        return cut.by_slots(examples, [_length(r) for r in examples], self.room.size)
+        return cut.by_positions(examples, [_length(r) for r in examples], self.room.size)
 
     def begin_epoch(self, epoch: int) -> list[int]:
         """Returns the number of batches in each finished step of this epoch; clears the list."""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.parts.data.collate import by_count, by_slots, by_tokens
+from hasten.parts.data.collate import by_count, by_positions, by_tokens
 
 LENGTHS = st.lists(st.integers(0, 60), max_size=40)
 
@@ -61,7 +61,7 @@ def test_a_size_that_would_lose_records_is_refused(size: int) -> None:
 def test_by_slots_keeps_the_order_and_its_rows_within_the_limit(
     lengths: list[int], limit: int
 ) -> None:
-    pieces = by_slots(range(len(lengths)), lengths, limit)
+    pieces = by_positions(range(len(lengths)), lengths, limit)
     assert [r for piece in pieces for r in piece] == list(range(len(lengths)))
     for piece in pieces:
         assert max(lengths[i] for i in piece) * len(piece) <= limit or len(piece) == 1

@@ -152,10 +152,10 @@ def _pair(example: Any, index: int) -> tuple[Tensor, Tensor]:
 
 # Cut a step's examples into micro-batches of at most so many examples, or so many positions.
 
-Record = TypeVar("Record")
+Example = TypeVar("Example")
 
 
-def by_count(examples: Sequence[Record], size: int) -> list[list[Record]]:
+def by_count(examples: Sequence[Example], size: int) -> list[list[Example]]:
     """Pieces of ``size`` examples in the order given; the last may be smaller.
 
     Raises:
@@ -166,14 +166,16 @@ def by_count(examples: Sequence[Record], size: int) -> list[list[Record]]:
     return [list(examples[i : i + size]) for i in range(0, len(examples), size)]
 
 
-def by_tokens(examples: Sequence[Record], lengths: Sequence[int], limit: int) -> list[list[Record]]:
+def by_tokens(
+    examples: Sequence[Example], lengths: Sequence[int], limit: int
+) -> list[list[Example]]:
     """Pieces with at most ``limit`` tokens in total, longest examples first.
 
     Each example goes into the fullest piece that still has room for it (best fit
     decreasing). So few pieces are needed. An example longer than the limit is a piece of
     its own.
     """
-    pieces: list[list[Record]] = []
+    pieces: list[list[Example]] = []
     room: list[int] = []
     for index in sorted(range(len(examples)), key=lambda i: -lengths[i]):
         fits = [p for p in range(len(pieces)) if room[p] >= lengths[index]]
@@ -187,12 +189,14 @@ def by_tokens(examples: Sequence[Record], lengths: Sequence[int], limit: int) ->
     return pieces
 
 
-def by_slots(examples: Sequence[Record], lengths: Sequence[int], limit: int) -> list[list[Record]]:
+def by_positions(
+    examples: Sequence[Example], lengths: Sequence[int], limit: int
+) -> list[list[Example]]:
     """Pieces in the given order with at most ``limit`` padded positions (longest x count).
 
     An example longer than the limit is a piece of its own.
     """
-    pieces: list[list[Record]] = []
+    pieces: list[list[Example]] = []
     longest = 0
     for example, length in zip(examples, lengths, strict=True):
         longest = max(longest, length)
