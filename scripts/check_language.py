@@ -65,7 +65,10 @@ PATTERNS = {
     "idiom": r"\b(in (the|its|their) place|anew|beside|surely|beyond doubt)\b"
     r"|\b(go|goes|went|gone|going) on\b",
 }
-EXPRESSIONS = {name: re.compile(pattern, re.MULTILINE) for name, pattern in PATTERNS.items()}
+EXPRESSIONS = {
+    name: re.compile(pattern, re.MULTILINE | (re.IGNORECASE if name in ("who", "idiom") else 0))
+    for name, pattern in PATTERNS.items()
+}
 RULES = ("name", "empty", *PATTERNS, "long")
 SENTENCE_END = re.compile(
     r"(?<=[.!?:])\s+(?=[A-Z`*\"'(])|\n\s*\n|\n\s*(?:[-*|#>]|\d+\. )|\n\s+\w[\w, *`]*: "

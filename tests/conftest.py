@@ -149,7 +149,7 @@ def _cold_start(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _few_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     """A recipe on Python's own modules reads some of them: all take 5 s."""
-    monkeypatch.setattr("hasten.recipe.prepared_data.stdlib_corpus", sample_data.some_modules)
+    monkeypatch.setattr("hasten.recipe.read_conversations.stdlib_corpus", sample_data.some_modules)
 
 
 @pytest.fixture(autouse=True)

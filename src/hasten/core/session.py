@@ -78,7 +78,7 @@ class Session:
         return self.setup.checkpoint is not None
 
     def resume(self, path: Path | None = None) -> Path | None:
-        """Go on from the newest saved state, or from that of ``path``; its path, or None without.
+        """Resumes from the newest saved state, or from that of ``path``; its path, or None.
 
         Raises:
             InputError: the state can't be read, or is of another run.

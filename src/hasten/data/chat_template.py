@@ -431,7 +431,7 @@ def _whole(render: _Render, messages: Sequence[Message]) -> tuple[str, int | Non
 
 
 def _dropped_role(messages: Sequence[Message], text: str) -> str:
-    """Whose words before an answer aren't in the text; empty where all are."""
+    """The role of a text before an answer that isn't in the result; empty if none is missing."""
     squashed = _squash(text)
     for turn in messages:
         parts = (turn.instruction, turn.input) if turn.input else (turn.content,)

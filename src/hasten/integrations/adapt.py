@@ -60,7 +60,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainerAdapter:
-    """Somebody's loop: the slots it offers, and advice for the others."""
+    """A foreign training loop: the slots that it offers, and advice for the others."""
 
     name: str
     offers: frozenset[Slot]
@@ -281,7 +281,7 @@ HOOKS = (
 
 
 def _hooked(modules: Iterable[nn.Module]) -> str:
-    """Somebody's hook on one of these modules or inside it; empty if there is none."""
+    """A foreign hook on one of these modules or inside it; empty if there is none."""
     for outer in modules:
         for name, module in outer.named_modules():
             for hooks in HOOKS:

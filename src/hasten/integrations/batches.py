@@ -387,6 +387,6 @@ class StepLoader(DataLoader[Any]):
         return {"epoch": order.epoch, "batch": order.handed_out}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on there, from the next ``iter`` on."""
+        """Resumes there, from the next ``iter`` on."""
         self.order.epoch = state["epoch"]
         self.order.first = self.order.handed_out = state["batch"]

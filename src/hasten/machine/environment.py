@@ -215,7 +215,7 @@ def use_defaults() -> None:
 
 
 def take_over(variables: Mapping[str, str]) -> None:
-    """Go on with these variables, in a process that began before they were known."""
+    """Adds these variables to a process that began before they were known."""
     os.environ.update(variables)
 
 

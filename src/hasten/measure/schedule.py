@@ -132,7 +132,7 @@ class VariantProcess:
         self.start_seconds = self._clock() - self._began
 
     def warm_up(self, least: int, most: int = 0, seconds: float = 0.0) -> None:
-        """Go on to ``least`` steps, and up to ``most`` while it isn't stationary.
+        """Runs ``least`` steps, and up to ``most`` while step times aren't stationary.
 
         Nor is it warm before its steps took so many seconds together.
         """

@@ -72,7 +72,7 @@ def noting_first_step(
 
 
 def resume_from(session: Session, what: str, tell: Callable[[str], None]) -> None:
-    """Go on from a checkpoint: the newest, or the one of a path."""
+    """Resumes from a checkpoint: the newest, or the one of a path."""
     checkpoint = session.resume(None if what == "auto" else Path(what))
     if checkpoint is None:
         tell("no checkpoint to resume from, starting at the beginning")

@@ -63,7 +63,7 @@ def tables(profile: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[s
     )
     return [
         ("Where a step's time goes", ["part", "seconds", "share"], _parts(profile)),
-        ("Whose the memory is", ["owner", "bytes"], _owners(profile)),
+        ("Memory by owner", ["owner", "bytes"], _owners(profile)),
         (title, ["family", "seconds", "share", "calls"], families),
         ("The longest of them", ["operator", "family", "seconds", "share"], top),
         *_ranks(profile),

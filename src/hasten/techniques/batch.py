@@ -323,7 +323,7 @@ class AdaptiveCut:
         return {"rooms": rooms, "epoch": self._epoch, "joined": list(self.joined)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with this rank's size; with the smallest, if the number of ranks has changed."""
+        """Continues with this rank's size, or the smallest if the number of ranks changed."""
         world, rooms = self.setup.context.world, state["rooms"]
         row = rooms[world.rank] if len(rooms) == world.size else min(rooms)
         self.room.load_state_dict(dict(zip(("size", "good", "ceiling"), row, strict=True)))

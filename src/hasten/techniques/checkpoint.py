@@ -102,7 +102,7 @@ class SessionCheckpoints:
         self.saved += 1
 
     def resume(self, session: Session, path: Path | None = None) -> Path | None:
-        """Go on from the newest checkpoint that verifies, or from ``path``.
+        """Resumes from the newest checkpoint that verifies, or from ``path``.
 
         Raises:
             InputError: the folder can't be used, or the checkpoint is damaged or of another run.

@@ -80,7 +80,7 @@ class TechniquePasses(Protocol):
 
     @property
     def model(self) -> nn.Module:
-        """Whose gradients are compared; without what replicates it."""
+        """The model with the compared gradients, without its wrapper for replicas."""
 
     def loss(self, batch: Any) -> Tensor:
         """The loss of a batch as the host computes it, a number with a gradient."""

@@ -345,7 +345,7 @@ def checkpoints(folder: Path) -> list[Path]:
 def quarantine(path: Path, reason: str) -> Path | None:
     """Rename a damaged checkpoint out of the way, with the reason in it; None if that can't be.
 
-    In its place it would be tried again at every start, and block the next save of its step.
+    Otherwise it would be tried again at every start, and block the next save of its step.
     """
     target = path.with_name(f".damaged-{path.name}-{time.time_ns()}")
     try:

@@ -208,7 +208,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Go on from what ``random_state`` found.
+    """Restores what ``random_state`` returned.
 
     Raises:
         ValueError: it isn't such a state.

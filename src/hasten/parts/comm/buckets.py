@@ -267,7 +267,7 @@ class BucketExchange:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from there.
+        """Resumes from a saved state.
 
         Raises:
             ValueError: it is of another method.

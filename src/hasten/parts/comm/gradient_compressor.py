@@ -357,7 +357,7 @@ class GradientCompressor:
         return {"travel": self._travel.state(), "locally": self._locally.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there.
+        """Resumes from a saved state.
 
         Raises:
             ValueError: it is of another method, or the model isn't attached yet.

@@ -459,7 +459,7 @@ class LocalTraining(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from weights that were saved with this state and are in place already.
+        """Resumes from weights that were saved with this state and are loaded already.
 
         Raises:
             ValueError: it is the state of other settings or of other weights.

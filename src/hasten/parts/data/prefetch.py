@@ -119,7 +119,7 @@ class _Queue:
         self.finished = True
 
     def close(self) -> None:
-        """Nobody takes any more; what waits is dropped."""
+        """Stops the queue; waiting batches are dropped."""
         self.closed = True
         self.bell.put(None)
         self.drop()
@@ -466,7 +466,7 @@ class SmartPrefetcher:
         return asdict(self.statistics)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the look-ahead that an earlier run arrived at, within today's bounds."""
+        """Continues with the look-ahead of an earlier run, within today's bounds."""
         self.statistics = PrefetchStatistics(**state)
         within = min(max(self.statistics.lookahead, self.lookahead), self.max_lookahead)
         self.statistics.lookahead = within

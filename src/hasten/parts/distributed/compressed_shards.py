@@ -155,7 +155,7 @@ class ShardedGradients:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from there.
+        """Resumes from a saved state.
 
         Raises:
             ValueError: it is of another method, or of weights of another size.
@@ -317,7 +317,7 @@ class CopiedShards:
         return self._travel.state()
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from there.
+        """Resumes from a saved state.
 
         Raises:
             ValueError: it is of another method, or of other shards.

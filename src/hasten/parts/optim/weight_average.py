@@ -113,7 +113,7 @@ class WeightAverage:
         return {"updates": self.updates, "means": list(self.means)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved mean; the decay is this object's."""
+        """Continues with a saved mean; the decay is this object's."""
         self.updates = state["updates"]
         self._arrivals = []
         self._means = [mean.to("cpu", torch.float32, copy=True) for mean in state["means"]]
@@ -159,5 +159,5 @@ def decayed_groups(
 
 
 def _devices(parameters: Sequence[Tensor]) -> set[torch.device]:
-    """Whose copies arrive on the host while it does other things."""
+    """Devices other than the CPU: their copies arrive while the host does other work."""
     return {p.device for p in parameters if p.device.type != "cpu"}

@@ -76,7 +76,7 @@ class Update:
         return {"optimizer": self.optimizer.state_dict() if self.optimizer else self._state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state; before the first step the optimizer takes it when it is made."""
+        """Loads a state; before the first step the optimizer receives it when it is created."""
         self._state = state["optimizer"]
         if self.optimizer is not None and self._state is not None:
             self.optimizer.load_state_dict(dict(self._state))
