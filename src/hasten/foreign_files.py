@@ -26,6 +26,18 @@ LARGEST_JSON = 64 << 20  # bytes; the index of a model with 100,000 tensors has 
 _UNWRITABLE = re.compile("[\x00\ud800-\udfff]")
 
 
+_POINTER = b"version https://git-lfs"
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raises InputError for a file that Git LFS has left in place of its content."""
+    with open_regular(path) as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            raise InputError(
+                f"{path} is a pointer of Git LFS, not its content: run `git lfs pull` in that clone"
+            )
+
+
 class DuplicateKeyError(ValueError):
     """A JSON object that has a key twice; readers disagree about which value counts."""
 

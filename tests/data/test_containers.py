@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hasten.data import containers, json_reader
 from hasten.data.conversation import conversation, shape_of
 from hasten.data.json_reader import scan_lines
-from hasten.data.readers import ReadExamples, read_examples
+from hasten.data.readers import ReadExamples, other_splits, read_examples
 from hasten.data.turns import NoConversationError
 from hasten.errors import InputError
 
@@ -241,6 +241,35 @@ def test_a_folder_stands_for_its_files_of_every_container(tmp_path: Path) -> Non
     reading = read_examples([tmp_path])
     assert len(reading.conversations) == len(WRITERS) * len(GOOD)
     assert {Path(file).name for file in reading.containers} == {*WRITERS}
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.parquet", "data.csv", "data.jsonl.gz"])
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, name: str) -> None:
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
+    put(tmp_path, name, text.encode())
+    with pytest.raises(InputError, match=rf"{name} is a pointer of Git LFS.*git lfs pull"):
+        read_examples([tmp_path / name])
+
+
+def test_a_folder_of_folders_names_one_of_them(tmp_path: Path) -> None:
+    (tmp_path / "main").mkdir()
+    put(tmp_path / "main", "train.csv", b"question,answer")
+    with pytest.raises(InputError, match=f"give a folder in it, as {tmp_path / 'main'}"):
+        read_examples([tmp_path])
+
+
+def test_files_of_other_splits_are_named_where_others_are_for_training() -> None:
+    folder = Path("d")
+    names = [
+        "train.jsonl",
+        "test.jsonl",
+        "validation-00000.parquet",
+        "tests_of_math.json",
+        "dev.csv",
+    ]
+    found = other_splits(folder, [str(folder / name) for name in names])
+    assert found == ["test.jsonl", "validation-00000.parquet", "dev.csv"]
+    assert other_splits(folder, ["d/test.jsonl", "e/train.jsonl"]) == []
 
 
 def test_texts_of_a_folder_count_where_it_has_nothing_else(tmp_path: Path) -> None:

@@ -258,6 +258,18 @@ def test_a_step_with_two_losses_is_followed(tmp_path: Path) -> None:
     assert set(joined(trainer)) == {"labelled_token_loss", "fused_layers"}
 
 
+def test_a_look_at_the_loader_shows_the_hosts_own_batches(tmp_path: Path) -> None:
+    plain = next(iter(trainer_of(tmp_path).get_train_dataloader()))
+    trainer = hasten.speed_up(trainer_of(tmp_path), PLAN)
+    looks = [next(iter(trainer.get_train_dataloader()))]
+    trainer.train()
+    assert joined(trainer) == PLAN
+    looks.append(next(iter(trainer.get_train_dataloader())))
+    for batch in looks:
+        assert batch.keys() == plain.keys()
+        assert trainer.compute_loss(trainer.model, dict(batch)).isfinite()
+
+
 def test_a_second_call_replaces_the_first(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
     hasten.speed_up(trainer, PLAN)

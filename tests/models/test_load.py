@@ -195,6 +195,11 @@ def test_a_truncated_file_is_refused_by_name(damaged: Path) -> None:
     assert f"{damaged / WEIGHTS} is damaged or cut off" in refusal(damaged)
 
 
+def test_a_pointer_of_git_lfs_is_named(damaged: Path) -> None:
+    (damaged / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    assert f"{damaged / WEIGHTS} is a pointer of Git LFS" in refusal(damaged)
+
+
 def test_tensors_that_do_not_fit_the_config_are_refused_with_the_first_three(
     damaged: Path,
 ) -> None:

@@ -66,6 +66,8 @@ def test_numbers_are_those_of_yaml_without_base_60() -> None:
         ("model: &a x\ndataset: *a", "aliases"),
         ("model: !!python/object/apply:os.system ['true']", "could not determine a constructor"),
         ("a: " + "[" * 3000, "not YAML"),
+        ("model: a\nplan:\n\t- packed", "line 3: not YAML: the line begins with a tab; indent"),
+        ("[model]\nname = 'x'", "line 2: not YAML: expected '<document start>'"),
         ("seed: !!int 1" + ":1" * 9, "a number with a colon"),
         ("seed: !!float 1:1.5", "a number with a colon"),
         ("learning_rte: 1", "did you mean 'learning_rate'"),

@@ -20,7 +20,7 @@ from typing import IO, Any, NamedTuple
 import pyarrow as pa
 
 from hasten.errors import InputError
-from hasten.foreign_files import open_regular
+from hasten.foreign_files import open_regular, refuse_pointer
 
 RATIO = 200
 FLOOR = 1 << 28  # bytes
@@ -66,6 +66,7 @@ def container_of(path: Path) -> Container:
     container = named(path)
     if container is None:
         raise InputError(f"{path} is none of {NAMES}: convert or rename it")
+    refuse_pointer(path)
     with open_regular(path) as file:
         head = file.read(8)
     declared_kind = container.packed or container.kind

@@ -8,8 +8,9 @@ container. An example that lacks what the shape needs is rejected with its posit
 from __future__ import annotations
 
 import difflib
+import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -39,6 +40,7 @@ __all__ = [
     "ReadExamples",
     "Rejected",
     "check_rejected",
+    "other_splits",
     "read_examples",
     "read_sources",
     "unread_words",
@@ -148,6 +150,16 @@ def unread_words(names: Collection[str]) -> str:
     return f"; not read: {', '.join(shown)}{more}"
 
 
+_OTHER_SPLIT = re.compile(r"(test|dev|val|valid|validation|eval|evaluation)(?![a-z])")
+
+
+def other_splits(folder: Path, files: Iterable[str]) -> list[str]:
+    """The names of a folder's files that are not for training, if other files of it are."""
+    names = [file.name for file in map(Path, files) if file.parent == folder]
+    others = [name for name in names if _OTHER_SPLIT.match(name.lower())]
+    return others if len(others) < len(names) else []
+
+
 def _files(path: Path) -> list[Path]:
     if path.is_dir():
         if saved := saved_files(path):
@@ -158,7 +170,9 @@ def _files(path: Path) -> list[Path]:
         if any(file.name == FILE for file in files):
             raise InputError(f"{path} lists its data sets: add one's name, as in {path}:NAME")
         if not files:
-            raise InputError(f"the folder {path} has no file of {NAMES}")
+            inner = sorted(file.parent for file in path.glob("*/*") if named(file))
+            advice = f": give a folder in it, as {inner[0]}" if inner else ""
+            raise InputError(f"the folder {path} has no file of {NAMES}{advice}")
         return files
     if not path.exists():
         if name := hub_name(str(path)):

@@ -18,7 +18,9 @@ MEDIA = ("image", "images", "image_url", "audio", "audios", "video", "videos")
 PAIR = ("chosen", "rejected")
 # Of TRL, LLaMA-Factory's v1 (chosen_messages), ms-swift (rejected_response) and OpenAI.
 PREFERENCES = ("chosen_", "rejected_", "preferred_", "non_preferred_")
-LABELS = ("label", "kto_tag")  # of KTO, where they hold truth values
+# Of KTO, where they hold truth values.
+LABELS = ("label", "kto_tag", "desirable", "is_desirable", "is_chosen")
+MASKS = ("loss_mask", "loss_masks", "train_mask", "completion_mask", "assistant_masks")
 TRUTHS = ("true", "false", "True", "False", "0", "1")
 _TEXT_ANSWERS = ("completion", "output", "answer", "response")
 _LISTED = (*_TEXT_ANSWERS, "answers", "responses", "outputs", "candidates", "generations")
@@ -58,6 +60,7 @@ def _telling(keys: frozenset[str]) -> tuple[str, ...]:
         *MEDIA,
         *LABELS,
         *RECORD_WEIGHTS,
+        *MASKS,
         *THOUGHTS,
         *SOURCES,
         *_LISTED,
@@ -129,6 +132,11 @@ def _unused(example: Mapping[str, Any], filled: set[str]) -> str | None:
             f"the column {weight!r} weighs examples ({example[weight]!r}), and hasten weighs all "
             f"of "
             "a source alike: leave it out, or give a file of its own a weight in the recipe"
+        )
+    if mask := next((key for key in MASKS if key in filled), None):
+        return (
+            f"the column {mask!r} selects the tokens to train, and hasten trains whole answers: "
+            "give turns a weight of 0 or 1, or leave the column out"
         )
     if "chat_template_kwargs" in filled:
         return (
@@ -219,8 +227,10 @@ def advice(example: Mapping[str, Any]) -> str:
 
     turns, answer = column_of(_TURNS), column_of(_ANSWERS)
     question = column_of(_QUESTIONS) or column_of(SOURCES)
-    if turns and not isinstance(example[turns], str):
+    if turns and _holds_objects(example[turns]):
         return f"write columns: {{messages: {turns}}}"
+    if turns and isinstance(example[turns], list):
+        return f"{turns!r} lists texts: write each as a turn of role and content"
     if question and answer:
         source = column_of(SOURCES)
         shape = (
@@ -232,3 +242,9 @@ def advice(example: Mapping[str, Any]) -> str:
     if text := column_of(_TEXTS):
         return f"if that is what to train, write columns: {{text: {text}}}"
     return ""
+
+
+def _holds_objects(turns: Any) -> bool:
+    """If it is a list of turns, or a table's object of lists."""
+    listed = isinstance(turns, list) and bool(turns) and isinstance(turns[0], dict)
+    return listed or isinstance(turns, dict)

@@ -340,7 +340,7 @@ class TrainerTechniques(TrainerCallback):
 
     def _get_train_dataloader(self) -> Any:
         trainer, usual = self._trainer, self._trainer.data_collator
-        if Slot.COLLATE in self.setup.plan:
+        if Slot.COLLATE in self.setup.plan and trainer.is_in_train:  # else a user looks at batches
             self._packing = PackedCollator(usual, keeps_labels=True)
             trainer.data_collator = self._packing
         try:

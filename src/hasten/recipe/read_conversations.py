@@ -20,7 +20,7 @@ import numpy as np
 
 from hasten.data.conversation import Conversation, columns_of
 from hasten.data.corpus import stdlib_corpus
-from hasten.data.readers import ReadExamples, read_sources, unread_words
+from hasten.data.readers import ReadExamples, other_splits, read_sources, unread_words
 from hasten.data.sources import source_of, weighted
 from hasten.data.spool import ConversationSink, IndexedConversations, Selection
 from hasten.data.token_store import split
@@ -68,6 +68,12 @@ def read_source(
     for file, shape in source.shapes.items():
         unread = unread_words(source.unread.get(file, set()))
         tell(f"{file} ({source.containers[file]}): {shape} examples{unread}")
+    for data in recipe.datasets:
+        if names := other_splits(Path(data.path), source.shapes):
+            tell(
+                f"warning: {data.path} is read whole, so {' and '.join(names)} will be trained "
+                "too: list the files to train in dataset, and give one of these as eval_data"
+            )
     return replace(source, train=_draw(source.train, recipe.max_examples, recipe.seed))
 
 

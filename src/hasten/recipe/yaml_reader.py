@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
+from yaml.parser import ParserError
+from yaml.scanner import ScannerError
 
 from hasten.errors import InputError
 from hasten.foreign_files import read_bounded
@@ -74,14 +76,26 @@ for _tag, _pattern in _NUMBERS.items():
     _Loader.add_constructor(_tag, _Loader.construct_number)
 
 
+def _problem(text: str, error: yaml.MarkedYAMLError) -> str:
+    """Names the problem; if the YAML's form is broken, also what to do."""
+    mark, problem = error.problem_mark, error.problem or "it can't be read"
+    if not isinstance(error, ScannerError | ParserError):
+        return problem
+    lines = text.splitlines()
+    line = lines[mark.line] if mark and mark.line < len(lines) else ""
+    if "\t" in line[: len(line) - len(line.lstrip())]:
+        return "not YAML: the line begins with a tab; indent it with blanks"
+    return f"not YAML: {problem}; check its colons, brackets and quotes"
+
+
 def read_yaml(text: str, origin: str) -> Any:
     """YAML as plain values, or one sentence on where it breaks."""
     try:
         return yaml.load(text, _Loader)  # a SafeLoader
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
-        line = f" line {mark.line + 1}" if mark else ""
-        raise InputError(f"{origin}:{line} {error.problem or 'not YAML'}") from error
+        line = f"line {mark.line + 1}: " if mark else ""
+        raise InputError(f"{origin}: {line}{_problem(text, error)}") from error
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise InputError(f"{origin}: not YAML: {str(error).splitlines()[0]}") from error
 

@@ -130,7 +130,7 @@ def drafted(
 ) -> RecipeDraft:
     """Passes every key of the source to its handler.
 
-    An unknown key with a value in ``quiet`` is ignored.
+    An unknown key without a value, or with one in ``quiet``, is ignored.
 
     Args:
         defaults: the tool's values of missing keys. The value of ``a|b`` is used if neither
@@ -147,7 +147,7 @@ def drafted(
                 handlers[key](draft, key, value)
                 if len(draft.rows) == before and handlers[key] is not later:
                     draft.note(key, "needless", "it is off")
-            elif all(value is not word and value != word for word in quiet):
+            elif value is not None and all(value is not word and value != word for word in quiet):
                 draft.note(key, "unmapped", "hasten doesn't know this key")
         draft.at_default = True
         for names, value in (defaults or {}).items():
@@ -224,7 +224,7 @@ def implied(name: str, meant: Any) -> Handler:
     """A handler that sets the recipe's ``name`` to ``meant`` if the key is on."""
 
     def handle(draft: RecipeDraft, key: str, value: Any) -> None:
-        if value:
+        if not is_off(value):
             draft.say(key, name, meant)
 
     return handle

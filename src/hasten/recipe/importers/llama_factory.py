@@ -44,6 +44,7 @@ TOOL_DEFAULTS = {
     **DEFAULTS,
     "cutoff_len": CUTOFF,
     "finetuning_type": "lora",
+    "do_train": False,
     "disable_gradient_checkpointing": False,
 }
 # Its names of formats whose text is the same on dialogues with and without a system text.
@@ -151,6 +152,13 @@ def stage(draft: RecipeDraft, key: str, value: Any) -> None:
     draft.note(key, "mapped", "examples with a loss mask, or text")
 
 
+def trains(draft: RecipeDraft, key: str, value: Any) -> None:
+    if value is True:
+        draft.note(key, "mapped", "hasten train trains")
+    else:
+        draft.note(key, "unmapped", "without it nothing is trained there; hasten train trains")
+
+
 def what_learns(draft: RecipeDraft, key: str, value: Any) -> None:
     if value is not None:
         draft.say(key, "finetuning_type", value)
@@ -254,6 +262,7 @@ KEYS: dict[str, Handler] = (
     | table("llama_factory")
     | {
         "stage": stage,
+        "do_train": trains,
         "finetuning_type": what_learns,
         "lora_target": targets,
         "quantization_bit": quantised,

@@ -20,7 +20,9 @@ STAGES: Mapping[str, str] = ROWS["refused"]["stages"]
 SIGNS: Mapping[str, str] = {  # keys that ask for it wherever they are on
     key: what for what, keys in ROWS["refused"]["signs"].items() for key in keys
 }
+SCRIPT_FILES = ("train_file", "validation_file")  # of transformers' example scripts
 WITH_DATA = ("sample_backend",)  # next to a data set, it says how the trained model chats
+STARTED = ("stage", "finetuning_type", *SCRIPT_FILES)  # of programs that train if do_train is set
 TUNER_KEYS = ("finetuning_type", "tuner_type", "train_type", "adapter")
 TUNERS = ("lora", "full", "qlora", "none")
 SFT_LOSSES = ("nll", "dft", "chunked_nll", "cross_entropy")  # TRL's SFTConfig
@@ -68,6 +70,9 @@ def _other_training(source: Mapping[str, Any]) -> tuple[str, str] | None:  # noq
     for key in ("do_predict", "predict_with_generate"):
         if source.get(key) is True and source.get("do_train") is not True:
             return key, "predictions of a trained model"
+    trains = source.get("do_train") is True or not source.keys() & {*STARTED}
+    if source.get("do_eval") is True and not trains:
+        return "do_eval", "the evaluation of a model"
     if source.get("tokenized_path") and source.get("do_train") is not True:
         return "tokenized_path", "preparing data without training"
     plugins = source.get("plugins")

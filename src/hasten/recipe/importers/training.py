@@ -89,7 +89,9 @@ def schedule_settings(draft: RecipeDraft, key: str, value: Any) -> None:
 def warmup(draft: RecipeDraft, key: str, value: Any) -> None:
     """Steps, or a share of all steps below 1, under either of the two names."""
     number = float(value or 0)
-    if number:
+    if number and key == "warmup_ratio" and float(draft.source.get("warmup_steps") or 0):
+        draft.note(key, "contradicts", "warmup_steps is used, as in Trainer")
+    elif number:
         draft.say(key, "warmup_steps", number if number < 1 else whole_number(number))
 
 
@@ -301,6 +303,13 @@ def evaluations(draft: RecipeDraft, key: str, count: float) -> None:
         draft.say(key, "eval_every", round(1 / count, 6))
 
 
+def sampling(draft: RecipeDraft, key: str, value: Any) -> None:
+    if value == "group_by_length":
+        draft.use(key, "length_grouped")
+    elif value not in (None, "random"):
+        draft.note(key, "unmapped", "examples are drawn at random")
+
+
 def resolve_batch(draft: RecipeDraft) -> None:
     """Resolves keys that depend on each other, after all of them are read."""
     if "max_steps" in draft.values:  # as in Trainer
@@ -365,6 +374,7 @@ TRAINING: dict[str, Handler] = table("training") | {
     "save_strategy": save_strategy,
     "eval_steps": evaluated,
     "eval_strategy": eval_strategy,
+    "train_sampling_strategy": sampling,
     "evaluation_strategy": eval_strategy,
     "report_to": writers,
     "resume_from_checkpoint": resumed,

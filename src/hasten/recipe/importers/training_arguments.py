@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hasten.data.sources import hub_name
 from hasten.recipe.importers import sharding
 from hasten.recipe.importers.draft import (
     Handler,
@@ -73,6 +74,7 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
         if trl:
             trl_packing(draft)
             trl_loss(draft)
+            trl_evaluation(draft)
         elif is_script(draft.source):
             blocks(draft)
         passes = ("gradient_accumulation_steps", 1)
@@ -81,7 +83,7 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
         lora(draft)
 
     defaults = TRL_DEFAULTS if trl else DEFAULTS
-    return drafted(draft, KEYS, finish, quiet=(None, False, "", [], {}), defaults=defaults)
+    return drafted(draft, KEYS, finish, quiet=(False, "", [], {}), defaults=defaults)
 
 
 def lora(draft: RecipeDraft) -> None:
@@ -149,19 +151,35 @@ def dataset(draft: RecipeDraft, key: str, value: Any) -> None:
     """A hub's name with its configuration and split, or a path."""
     if not value:
         return
-    source, name = draft.source, str(value)
-    config = source.get("dataset_config") or source.get("dataset_config_name")
-    split = draft.source.get("dataset_train_split") or "train"
-    if config:
-        name += f":{config}:{split}"
-    elif split != "train":
-        name += f":{split}"
-    most = source.get("max_train_samples")
+    name = with_split(draft, str(value), draft.source.get("dataset_train_split") or "train")
+    most = draft.source.get("max_train_samples")
     draft.say(
         key, "dataset", [{"path": name, "max_examples": whole_number(most)}] if most else name
     )
     if most:
         draft.note("max_train_samples", "mapped", "max_examples of the data set, the first ones")
+
+
+def with_split(draft: RecipeDraft, name: str, split: str) -> str:
+    """The name of a data set with its configuration and a split, as a recipe writes it."""
+    config = draft.source.get("dataset_config") or draft.source.get("dataset_config_name")
+    if config:
+        return f"{name}:{config}:{split}"
+    return name if split == "train" else f"{name}:{split}"
+
+
+def trl_evaluation(draft: RecipeDraft) -> None:
+    """TRL evaluates on another split of the data set, where ``eval_strategy`` is set."""
+    source, key = draft.source, "dataset_test_split"
+    if is_off(source.get("eval_strategy")):
+        return
+    split, name = source.get(key) or "test", source.get("dataset_name")
+    if name and hub_name(str(name)):
+        draft.at_default = not source.get(key)
+        draft.say(key, "eval_data", with_split(draft, str(name), str(split)))
+        draft.at_default = False
+    else:
+        draft.note(key, "unmapped", f"give the file of the split {split} as eval_data")
 
 
 def mixture(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -213,13 +231,6 @@ def loss(draft: RecipeDraft, key: str, value: Any) -> None:
         draft.note(key, fate, "loss is the negative log-likelihood")
 
 
-def sampling(draft: RecipeDraft, key: str, value: Any) -> None:
-    if value == "group_by_length":
-        draft.use(key, "length_grouped")
-    elif value not in (None, "random"):
-        draft.note(key, "unmapped", "examples are drawn at random")
-
-
 def precision(draft: RecipeDraft, key: str, value: Any) -> None:
     if value in ("bfloat16", "float16"):
         explanation = "weights are float32 here; products are in the format of bf16 or fp16"
@@ -249,13 +260,13 @@ KEYS: dict[str, Handler] = (
         "max_train_samples": later,
         "block_size": later,
         "dataset_config": later,
+        "dataset_test_split": later,
         "dataset_train_split": later,
         "datasets": mixture,
         "dataset_text_field": text_field,
         "max_length": length,
         "max_seq_length": length,
         "loss_type": loss,
-        "train_sampling_strategy": sampling,
         "dtype": precision,
         "torch_dtype": precision,
         "use_peft": implied("finetuning_type", "lora"),
