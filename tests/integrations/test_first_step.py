@@ -190,6 +190,21 @@ def test_with_two_faults_both_are_taken_away(tmp_path: Path) -> None:
     assert joined(trainer) == ["packed", "document_attention"]
 
 
+def test_the_proof_waits_for_a_batch_that_has_a_loss(tmp_path: Path) -> None:
+    def collate(examples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        batch = left_padded(examples)
+        if not (batch["input_ids"] == MARK).any():  # the first batch
+            batch["labels"][:] = -100
+        return batch
+
+    trainer = trainer_of(tmp_path, gradient_accumulation_steps=1)
+    trainer.data_collator = collate
+    hasten.speed_up(trainer, plan=[Packed(), LabelledTokenLoss(), Planted("gradient")])
+    trainer.train()
+    assert joined(trainer) == ["packed", "labelled_token_loss"]
+    assert all(weight.isfinite().all() for weight in weights(trainer).values())
+
+
 def test_off_skips_the_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HASTEN_PROOF", "off")
     trainer = trainer_of(tmp_path)

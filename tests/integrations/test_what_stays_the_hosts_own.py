@@ -26,7 +26,7 @@ import hasten
 from hasten.integrations.batches import packed_batch, padded_rows
 from hasten.integrations.transformers import TrainerTechniques
 from hasten.parts.nn.losses import LabelOnlyLoss
-from integrations.test_first_step import joined, left_padded, rows, weights
+from integrations.test_first_step import MARK, joined, left_padded, rows, weights
 from tiny import COMMON, VOCABULARY, tiny_model
 
 PLAN = ["packed", "document_attention", "labelled_token_loss"]
@@ -87,6 +87,19 @@ def test_a_collator_of_the_users_own_stays_in_use(tmp_path: Path) -> None:
     trainer = same_as_plain(tmp_path, data_collator=collate)
     assert joined(trainer) == PLAN
     assert trainer.data_collator is collate
+
+
+def test_a_step_without_a_trained_token_leaves_the_weights(tmp_path: Path) -> None:
+    """As where long questions are cut before their answers begin."""
+
+    def collate(examples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        batch = left_padded(examples)
+        if (batch["input_ids"] == MARK).any():
+            batch["labels"][:] = -100
+        return batch
+
+    for plan in (PLAN, ["labelled_token_loss"], ["packed", "fused_layers", "fused_adamw"]):
+        same_as_plain(tmp_path, plan, data_collator=collate, max_steps=4)  # 4 steps are an epoch
 
 
 def test_rows_that_hold_several_documents_stay_apart(tmp_path: Path) -> None:
@@ -268,6 +281,25 @@ def test_a_look_at_the_loader_shows_the_hosts_own_batches(tmp_path: Path) -> Non
     for batch in looks:
         assert batch.keys() == plain.keys()
         assert trainer.compute_loss(trainer.model, dict(batch)).isfinite()
+
+
+class Reads(Trainer):
+    """Reads the padding of each batch."""
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        assert inputs["attention_mask"].shape == inputs["input_ids"].shape
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+def test_a_trainer_that_reads_its_batches_gets_padded_ones(tmp_path: Path) -> None:
+    trainer = same_as_plain(tmp_path, None, kind=Reads)
+    assert {"labelled_token_loss", "packed"} & {*joined(trainer)} == {"labelled_token_loss"}
+    replaced_later = trainer_of(tmp_path)
+    usual = replaced_later.training_step
+    replaced_later.training_step = lambda *args, **given: usual(*args, **given)
+    for _ in range(2):  # a second call finds what the first has left
+        with pytest.raises(hasten.errors.InputError, match="packed: Trainer has a training_step"):
+            hasten.speed_up(replaced_later, PLAN)
 
 
 def test_a_second_call_replaces_the_first(tmp_path: Path) -> None:

@@ -260,7 +260,7 @@ class ModulePasses:
 
     def end_first_step(self) -> None:
         """The passes of a step are done."""
-        if self._proof is not None:
+        if self._proof is not None and not self._proof.awaits_loss:
             _LOG.info("%s", self._proof)
             self._proof = None
             self._decide()
@@ -282,9 +282,11 @@ class ModulePasses:
 
     def _training_step(self, batch: Any, *index: Any, **more: Any) -> Any:
         self.close()  # of a pass that ended early
+        techniques = self._techniques
         if self._proof is not None:
             batch = self._proven(batch, index)
-        self._window.enter_context(self._hosted.active(self._techniques))
+            techniques = [] if self._proof.awaits_loss else self._techniques
+        self._window.enter_context(self._hosted.active(techniques))
         return self._usual(batch, *index, **more)
 
     def _proven(self, batch: Any, index: tuple[Any, ...]) -> Any:
@@ -297,6 +299,8 @@ class ModulePasses:
             _LOG.warning(
                 "speed_up: %s was taken out: %s", removal.technique.name(), removal.difference
             )
+        if self._proof.awaits_loss:
+            return host_batch
         if any(t.slot is Slot.COLLATE for t in self._techniques):
             return batch
         if self.packing is not None:

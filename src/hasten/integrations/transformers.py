@@ -188,7 +188,7 @@ def _own_loss(trainer: Trainer) -> str:
     return ""
 
 
-def _needs_rows(trainer: Trainer) -> str:
+def _needs_rows(trainer: Trainer) -> str:  # noqa: C901  # a clause for each reason
     """Why the trainer needs one example a row; empty if documents may share one."""
     kind, args = type(trainer), trainer.args
     function = trainer.compute_loss_func
@@ -197,6 +197,9 @@ def _needs_rows(trainer: Trainer) -> str:
         return "compute_loss_func may need one example a row"
     if kind.compute_loss is not Trainer.compute_loss and not _is_sft(kind):
         return f"{kind.__name__} has a compute_loss of its own"
+    for name in READ_BATCHES:
+        if not _is_library_code(trainer, name):
+            return f"{kind.__name__} has a {name} of its own, which may read padded rows"
     if holds_documents(trainer):
         return "its rows hold several documents already"
     if getattr(args, "neftune_noise_alpha", None) is not None:
@@ -213,6 +216,17 @@ def _needs_rows(trainer: Trainer) -> str:
     if getattr(trainer.accelerator, "split_batches", False) and args.world_size > 1:
         return "split_batches deals out the rows of a batch"
     return ""
+
+
+READ_BATCHES = ("training_step", "_prepare_inputs", "get_batch_samples")
+
+
+def _is_library_code(trainer: Trainer, name: str) -> bool:
+    """Returns True if a method of the trainer is of transformers or TRL."""
+    is_joined = JOINED in vars(trainer)  # then the instance's method is hasten's
+    method = getattr(type(trainer) if is_joined else trainer, name)
+    module: str = getattr(method, "__module__", "")
+    return module.partition(".")[0] in ("transformers", "trl")
 
 
 def holds_documents(trainer: Trainer) -> bool:
@@ -392,9 +406,11 @@ class TrainerTechniques(TrainerCallback):
         if self._window is None or self._hosted is None:  # evaluation, or somebody's own call
             return usual(model, inputs, *args, **kwargs)
         if not self._is_open:  # a step may compute several losses
+            techniques = self._techniques
             if self.proof is not None:
                 inputs = self._proven(inputs, kwargs.get("num_items_in_batch"))
-            self._window.enter_context(self._hosted.active(self._techniques))
+                techniques = [] if self.proof.awaits_loss else self._techniques
+            self._window.enter_context(self._hosted.active(techniques))
             self._is_open = True
         return usual(model, inputs, *args, **kwargs)
 
@@ -415,7 +431,7 @@ class TrainerTechniques(TrainerCallback):
             self._packing.decide(KEEP)
             return host_inputs
         packs = any(t.slot is Slot.COLLATE for t in self._techniques)
-        return inputs if packs else host_inputs
+        return inputs if packs and not self.proof.awaits_loss else host_inputs
 
     def _report(self, text: str) -> None:
         if text not in self._reported and self.setup.context.world.is_main:
@@ -484,7 +500,9 @@ class TrainerTechniques(TrainerCallback):
             self._packing.decide_by(self._techniques)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.proof is not None:  # the first step's passes are done
+        if (
+            self.proof is not None and not self.proof.awaits_loss
+        ):  # the first step's passes are done
             if self.proof.batches:
                 _LOG.info("%s", self.proof)
             elif self._techniques:

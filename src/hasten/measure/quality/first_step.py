@@ -107,6 +107,10 @@ class _HostFailsError(Exception):
     """The host's own pass fails, which its training will report itself."""
 
 
+class _NoLossError(Exception):
+    """The host's own loss is no number, as that of a batch without labels."""
+
+
 class GradientRecord:
     """Gradients of one pass, complete or as sketches, for comparisons.
 
@@ -213,6 +217,7 @@ class FirstStepProof:
         self.largest = 0.0  # of the relative differences that were accepted
         self.batches = 0  # that were compared to the end
         self.was_complete = False
+        self.awaits_loss = False  # no batch so far had a loss: the host trains by itself
         self._name, self._pad_id = host_name, pad_id
         self._has_probed = self._is_over = False
         self._is_noisy = False
@@ -235,8 +240,10 @@ class FirstStepProof:
         try:
             with nothing_else_changes(self.passes.model, *host_objects):
                 for batch in self._batches(host_batch):
-                    self._check(batch)
-                    self.batches += 1
+                    with contextlib.suppress(_NoLossError):
+                        self._check(batch)
+                        self.batches += 1
+            self.awaits_loss = self.batches == 0
         except _ShortOfMemoryError:
             self._is_over = True
             _LOG.warning(
@@ -285,6 +292,8 @@ class FirstStepProof:
     ) -> GradientRecord:
         """Take techniques away until their pass agrees with the host's; the host's gradients."""
         host = self._run(batch, [], is_host=True)
+        if _on_any_rank(not math.isfinite(host.loss)):
+            raise _NoLossError
         example, noise = GradientRecord(host.gradients, sketched), _Noise()
         loss = host.loss
         del host

@@ -354,10 +354,13 @@ class LanguageModelLoss(nn.Module):
         """Returns the loss that the model's own forward returns for these labels.
 
         ``items``, transformers' ``num_items_in_batch``, divides the cross-entropy instead of
-        the number of labels. The routers' loss isn't divided.
+        the number of labels. The routers' loss isn't divided. Without any label the
+        cross-entropy is 0, and so is its gradient. Transformers' is then not a number, with
+        a gradient of 0.
         """
         loss, count, balance = self.sums(labels, **inputs)
-        mean = loss / (count.clamp(min=1) if items is None else items)
+        divisor = count if items is None else torch.as_tensor(items, device=loss.device)
+        mean = loss / divisor.masked_fill(divisor == 0, 1)
         return mean if balance is None else mean + balance
 
     def sums(
