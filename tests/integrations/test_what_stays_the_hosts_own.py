@@ -381,6 +381,17 @@ def test_an_adapters_addition_to_the_loss_is_kept(tmp_path: Path) -> None:
         same_as_plain(tmp_path, None, build)
 
 
+def test_an_adapter_around_norms_is_trained_in_fused_layers(tmp_path: Path) -> None:
+    from peft import LNTuningConfig, get_peft_model
+
+    def build() -> Any:
+        config = LNTuningConfig(target_modules=["input_layernorm", "post_attention_layernorm"])
+        return get_peft_model(tiny_model(), config)  # type: ignore[arg-type]
+
+    trainer = same_as_plain(tmp_path, ["fused_layers"], build)
+    assert joined(trainer) == ["fused_layers"]
+
+
 @pytest.mark.parametrize("optim", ["sgd", "adafactor", "rmsprop", "adamw_torch"])
 def test_other_optimizers_are_kept(
     optim: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -178,6 +178,8 @@ def _layer(self: Any, usual: Usual, hidden_states: Tensor, **other: Any) -> Tens
 
 
 def _normed(norm: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    if getattr(norm, "variance_epsilon", None) is None:  # an adapter around it
+        return norm(x), x
     weight = own_weight(norm.weight)
     if fits("rms_norm", x, weight) and torch.is_grad_enabled():
         return norm_beside(x, weight, norm.variance_epsilon)
