@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,10 +69,10 @@ def read_source(
     for file, shape in source.shapes.items():
         unread = unread_words(source.unread.get(file, set()))
         tell(f"{file} ({source.containers[file]}): {shape} examples{unread}")
-    for data in recipe.datasets:
-        if names := other_splits(Path(data.path), source.shapes):
+    for entry in recipe.datasets:
+        if names := other_splits(Path(entry.path), source.shapes):
             tell(
-                f"warning: {data.path} is read whole, so {' and '.join(names)} will be trained "
+                f"warning: {entry.path} is read whole, so {' and '.join(names)} will be trained "
                 "too: list the files to train in dataset, and give one of these as eval_data"
             )
     return replace(source, train=_draw(source.train, recipe.max_examples, recipe.seed))
