@@ -23,7 +23,7 @@ import interpreted_triton  # noqa: F401  # before all that may import Triton
 import sample_data
 import suite_report
 import warm
-from hasten.machine import host
+from hasten.machine import environment, host
 from hasten.parts.kernels import registry
 from hasten.parts.nn import kernel_variants
 
@@ -70,6 +70,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Toy tensors, here and in children: a second thread waits longer than it works.
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # As in processes that hasten starts: one server for all of them.
+    environment.use_defaults()
     # Two passes of every short training here; the tests of the proof switch it on.
     os.environ.setdefault("HASTEN_PROOF", "off")
     # One measurement at a time on a machine: processes that test side by side don't wait.

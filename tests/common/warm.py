@@ -70,7 +70,9 @@ READ_WHEN_LOADED = (
     *("TORCH_", "TORCHINDUCTOR", "TORCHDYNAMO", "PYTORCH_", "PYTHON", "TRANSFORMERS_", "HF_"),
     *("TRITON_", "CUDA_", "HOME", "XDG_", "TMPDIR", "PATH"),
 )
-THREADS = "OMP_NUM_THREADS"  # differs between ranks and others; torch can be told later, too
+# torch takes these later, too: the first differs between ranks and others.
+READ_LATER = ("OMP_NUM_THREADS", "TORCH_NCCL_ENABLE_MONITORING")
+THREADS = READ_LATER[0]
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
 NAME = b"warm-server"  # of a server in lists of processes
 LONGEST = 1 << 17  # bytes of a request
@@ -270,7 +272,7 @@ def _server(environment: Mapping[str, str]) -> Server | None:
 
 
 def _key(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    read = (k for k in environment if k.startswith(READ_WHEN_LOADED) and k != THREADS)
+    read = (k for k in environment if k.startswith(READ_WHEN_LOADED) and k not in READ_LATER)
     return tuple(sorted((name, environment[name]) for name in read))
 
 
@@ -470,6 +472,10 @@ def _code(leaving: SystemExit) -> int:
 def _preload() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
+    with contextlib.suppress(ImportError):  # a table that takes a second when a model is saved
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        get_checkpoint_conversion_mapping("llama")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 import shlex
@@ -113,6 +114,12 @@ def called(block: str) -> Iterator[list[str]]:
         yield words[1 : min(ends, default=len(words))]
 
 
+@functools.cache
+def top_command() -> Any:
+    """The command line; to build it takes a tenth of a second."""
+    return typer.main.get_command(app)
+
+
 @pytest.mark.parametrize("block", bash_blocks(), ids=lambda b: b[0])
 def test_shell_that_is_shown_parses_and_its_options_exist(block: tuple[str, str]) -> None:
     """It isn't run: it would train for minutes, want data of the reader's, or a cluster."""
@@ -122,7 +129,7 @@ def test_shell_that_is_shown_parses_and_its_options_exist(block: tuple[str, str]
     parsed = subprocess.run(["bash", "-n"], input=shown, text=True, capture_output=True)
     assert parsed.returncode == 0, f"{place}: {parsed.stderr}"
     for words in called(shown):
-        command: Any = typer.main.get_command(app)
+        command = top_command()
         rest = list(words)
         while hasattr(command, "commands"):
             name = rest.pop(0)
