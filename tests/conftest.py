@@ -120,10 +120,13 @@ def _waits(file: Path) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What waits begins first, then what is slow: no worker is idle at the end. Tests of data
-    and of the articles may skip."""
-    marks = ("waits", "slow")
-    items.sort(key=lambda item: [item.get_closest_marker(mark) is None for mark in marks])
+    """Files that wait come first, then slow ones: no worker is idle at the end. Tests of data and
+    of the articles may skip."""
+    files = {
+        mark: {item.path for item in items if item.get_closest_marker(mark)}
+        for mark in ("waits", "slow")
+    }
+    items.sort(key=lambda item: [item.path not in marked for marked in files.values()])
     for mark, variable, what in (
         ("data", "HASTEN_TEST_DATA", "the real examples"),
         ("articles", "HASTEN_TEST_ARTICLES", "the articles' code"),

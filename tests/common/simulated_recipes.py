@@ -149,10 +149,10 @@ class NodeLayout:
     config: dict[str, Any] | None = None  # of the toy, where it takes another
     passes: int = 1
 
-    def recipe(self, folder: Path) -> Recipe:
+    def recipe(self, folder: Path, ranks: int = 8) -> Recipe:
         return toy(
             folder,
-            nproc=8,
+            nproc=ranks,
             passes=self.passes,
             plan=["packed", *self.plan],
             config=self.config or TOY,

@@ -63,7 +63,7 @@ class Case:
     beside: tuple[Technique, ...] = ()
     architecture: str = "llama"
     model: Callable[[str], nn.Module] = tiny_model
-    steps: int = 6
+    steps: int = 5
     spoilt: bool = False
 
 
@@ -143,7 +143,7 @@ def weights(found: Session) -> list[float]:
 
 
 def resumed(world: World, communication: Technique) -> dict[str, Any]:
-    """Ended after three of six steps and gone on with in a fresh session from what rank 0 wrote:
+    """Ended after three of five steps and gone on with in a fresh session from what rank 0 wrote:
     what each rank remembered, and the steps that were left, beside a run that never ended."""
     whole = [m.loss for m in run(session(world, communication, Case()))]
     first = session(world, communication, Case(), steps=3)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-import warm
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Technique
@@ -26,7 +23,6 @@ from hasten.report.schema import read_report
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
 from hasten.techniques.optimizer import FusedAdamW
-from offspring import children
 
 
 @dataclass(frozen=True)
@@ -82,19 +78,6 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return resolved
 
 
-def kill_in_its_turn(plan: Plan) -> None:
-    """Kill the variant's process just before its order is given."""
-    (variant,) = [p for p in children() if json.dumps(plan.to_list()) in " ".join(words_of(p))]
-    variant.send_signal(signal.SIGKILL)
-
-
-def words_of(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:  # over, perhaps not yet waited for
-        return []
-
-
 @pytest.fixture(scope="module")
 def measured(recipe: Path) -> dict[str, Variant]:
     """A plain variant, one that is killed in its second round, and one that can't start."""
@@ -102,7 +85,10 @@ def measured(recipe: Path) -> dict[str, Variant]:
     def tell(text: str, share: float) -> None:
         assert 0 <= share <= 1
         if text == "round 2/2":
-            kill_in_its_turn(PLANS["packed"])
+            # Its process, just before its order is given.
+            plan = json.dumps(PLANS["packed"].to_list())
+            (group,) = [w._group for w in pool._workers if plan in str(w._group._spec)]
+            group.signal("SIGKILL")
 
     environ = {"OMP_NUM_THREADS": "1"}
 
@@ -110,8 +96,7 @@ def measured(recipe: Path) -> dict[str, Variant]:
         given = {"recipe": str(recipe), "plan": PLANS[name].to_list()}
         return WorkerSpec("recipe", given, environ)
 
-    # The variant to be killed is found by its command line.
-    with warm.cold(), WorkerPool(recipe.parent) as pool:
+    with WorkerPool(recipe.parent) as pool:
         variants = measure_variants(experiment_context(pool, spec), PLANS, DESIGN, tell).variants
     assert [variant.name for variant in variants] == list(PLANS)
     return {variant.name: variant for variant in variants}

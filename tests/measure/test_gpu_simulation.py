@@ -1,19 +1,22 @@
-"""Steps on a GPU that isn't there: budgets of syncs and launches, and a node's eight ranks.
+"""Steps on a GPU that isn't there: budgets of syncs and launches, and a node's ranks.
 
-The toy recipes and the node of eight are traced by one process, which imports once. Whole models
-and further layouts have the mark ``long``.
+The toy recipes and a node of four are traced by one process, which imports once. Nodes of eight and
+whole models have the mark ``long``.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import warm
+from hasten.cli.main import app
 from hasten.errors import InputError
 from hasten.measure.gpu_simulation.request import RankTrace, SimulatedTrace, traces
 from hasten.recipe.schema import Recipe
@@ -33,7 +36,7 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler"),
 ]
-RANKS = 8
+RANKS = 4
 VALUES_A_LAUNCH = 20e6  # of the optimizer
 OPTIMIZER = {"full": 14, "one pass": 12, "compact": 15}  # its launches in a toy's step
 STATE_BYTES = 2 + 4 + 8  # of a weight: in bf16, its master in float32, two moments
@@ -63,7 +66,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SimulatedTrac
     folder = tmp_path_factory.mktemp("paper")
     recipes = {name: toy(folder / name, **keys) for name, keys in TOYS.items()}
     for name in ("ddp", "fsdp2"):
-        recipes[name] = LAYOUTS[name].recipe(folder / name)
+        recipes[name] = LAYOUTS[name].recipe(folder / name, RANKS)
     recipes["refused"] = toy(folder / "refused", plan=[{"tensor_parallel": {"size": 2}}])
     return traced(recipes)
 
@@ -161,8 +164,10 @@ def test_what_a_step_takes_is_counted(steps: dict[str, SimulatedTrace]) -> None:
     assert rank.device_seconds > 0 < rank.host_seconds
 
 
-def every_rank_is_its_own(found: SimulatedTrace, syncs: int, exchanges: bool = True) -> None:
-    assert len(found.ranks) == RANKS
+def every_rank_is_its_own(
+    found: SimulatedTrace, syncs: int, exchanges: bool = True, ranks: int = RANKS
+) -> None:
+    assert len(found.ranks) == ranks
     for number, rank in enumerate(found.ranks):
         own = f"cuda:{number}"
         assert (rank.device, rank.current_device) == (own, own)
@@ -192,14 +197,48 @@ def test_a_recipe_that_cannot_train_there_is_refused_in_one_sentence(
     assert "\n" not in str(said)
 
 
+def test_the_command_prints_and_stores_what_was_counted(
+    steps: dict[str, SimulatedTrace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``hasten profile --simulate``, with a trace that exists already."""
+    asked: list[tuple[list[Recipe], str]] = []
+
+    def counted(recipes: list[Recipe], device: str) -> list[SimulatedTrace]:
+        asked.append((recipes, device))
+        return [steps["full"]]
+
+    monkeypatch.setattr("hasten.measure.gpu_simulation.request.traces", counted)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(toy(tmp_path / "model").to_yaml())
+    words = ["profile", str(recipe), "--simulate", "rtx4090", "-o", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    (((given,), device),) = asked
+    assert (given.model, device) == (str(tmp_path / "model"), "rtx4090")
+    first, *_, last = result.output.strip().splitlines()
+    assert "by simulation, h100-80gb: counted without a GPU, nothing was measured" in first
+    assert last.startswith("assumed: products at")
+    assert "upper bound" in last
+    for word in ("forward", "backward", "optimizer", "syncs", "peak", "scaled_dot_product"):
+        assert word in result.output
+    found = json.loads((tmp_path / "out" / "simulation.json").read_text())
+    assert found["kind"] == "hasten simulation"
+    assert found["peak_bytes"] > found["between_steps_bytes"] > 0
+    assert found["parts"]["forward"]["syncs"] == 0
+    assert sum(row["launches"] for row in found["operators"].values()) == sum(
+        part["launches"] for part in found["parts"].values()
+    )
+    assert found["assumptions"]
+
+
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in ("ddp", "fsdp2")])
-def test_further_layouts_and_wires_on_a_node(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_and_communications_on_a_node_of_eight(name: str, tmp_path: Path) -> None:
     found = traced({name: LAYOUTS[name].recipe(tmp_path / name)})[name]
     assert isinstance(found, SimulatedTrace), found
     apart = name.endswith(("local_steps", "stream"))  # its ranks meet every few steps
-    every_rank_is_its_own(found, LAYOUTS[name].bound, exchanges=not apart)
+    every_rank_is_its_own(found, LAYOUTS[name].bound, exchanges=not apart, ranks=8)
 
 
 @pytest.mark.long

@@ -156,13 +156,21 @@ CONFIG: dict[str, Any] = {
 
 @pytest.mark.slow
 @pytest.mark.cold
-def test_a_simulated_gpu_takes_what_was_forecast(tmp_path: Path) -> None:
-    recipes = {
-        name: simulated_recipe(
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("plain", "fused", "recomputed"),
+        pytest.param(("bf16", "labels"), marks=pytest.mark.long),  # parts of those
+    ],
+    ids=", ".join,
+)
+def test_a_simulated_gpu_takes_what_was_forecast(names: tuple[str, ...], tmp_path: Path) -> None:
+    recipes = {}
+    for name in names:
+        plan, batch = GPU_PLANS[name]
+        recipes[name] = simulated_recipe(
             tmp_path / name, CONFIG, plan=plan, global_batch_size=batch, cutoff_len=512
         )
-        for name, (plan, batch) in GPU_PLANS.items()
-    }
     device = simulated_device("h100")
     card = Accelerator("NVIDIA H100", device.memory_bytes, "9.0")
     for (name, recipe), trace in zip(
@@ -177,9 +185,9 @@ def test_a_simulated_gpu_takes_what_was_forecast(tmp_path: Path) -> None:
             model=model_facts(recipe, None),
             examples=ExampleStats(64, 64 * 512, 512, 1.0),
         )
-        plan = Plan.from_list(recipe.plan, catalogue())
+        techniques = Plan.from_list(recipe.plan, catalogue())
         single = GPU_PLANS[name][1] == 4
-        needs = needs_of(size_of(recipe, known), known, plan, 4 * 512, single)
+        needs = needs_of(size_of(recipe, known), known, techniques, 4 * 512, single)
         peak = trace.ranks[0].peak_bytes
         assert needs.total - needs.overhead == pytest.approx(peak, rel=WITHIN), name
 
@@ -196,7 +204,10 @@ print(done.stdout, done.stderr, "PEAK", resource.getrusage(resource.RUSAGE_CHILD
 @pytest.mark.parametrize(
     "keys",
     [
-        {"global_batch_size": 2, "cutoff_len": 64, "plan": []},
+        # The process itself, which the others have, too.
+        pytest.param(
+            {"global_batch_size": 2, "cutoff_len": 64, "plan": []}, marks=pytest.mark.long
+        ),
         {"global_batch_size": 16, "plan": []},
         {"global_batch_size": 32, "plan": ["packed", "document_attention", "labelled_token_loss"]},
     ],
@@ -204,13 +215,18 @@ print(done.stdout, done.stderr, "PEAK", resource.getrusage(resource.RUSAGE_CHILD
 )
 def test_a_process_takes_what_hasten_train_prints(tmp_path: Path, keys: dict[str, Any]) -> None:
     """The largest resident size of the process, as the system has it."""
+    texts = [Path(module.__file__ or "").read_text() for module in (json, re, subprocess, weakref)]
+    pieces = ["".join(texts)[at : at + 3000] for at in range(0, sum(map(len, texts)), 3000)]
+    data = tmp_path / "texts.jsonl"
+    data.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
+    assert len(pieces) > 36
     recipe = {
         "model": "deepseek-llm-tiny",
-        "dataset": "stdlib",
-        "eval_data": 24,
+        "dataset": str(data),
+        "eval_data": 4,
+        "vocabulary": 2000,
         "cutoff_len": 512,
-        "max_examples": 400,
-        "max_steps": 4,
+        "max_steps": 2,
         "device": "cpu",
         "output": str(tmp_path / "run"),
     }

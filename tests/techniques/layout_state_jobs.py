@@ -72,7 +72,7 @@ def session_on(
 
 
 def resumed(world: World, cases: Any) -> dict[str, Any]:
-    """Five steps in one process, beside three and two on either side."""
+    """Four steps in one process, beside three and one on either side."""
     found: dict[str, Any] = {}
     for name, case in cases.items():
         straight = trained(session_on(World(), *case, ALL, None)) if world.is_main else None

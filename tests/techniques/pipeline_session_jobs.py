@@ -31,7 +31,7 @@ from hasten.techniques.routing import BalancedRouting
 from pipeline_rank_jobs import language_model
 from tiny import examples, job_context, language_job
 
-STEPS = 5
+STEPS = 3
 Case = tuple[str, bool, tuple[Technique, ...], dict[str, Any]]  # model, tied, plan, of the pipeline
 PACKED = (
     Packed(),
@@ -88,7 +88,7 @@ CASES: dict[str, Case] = {
 COMMUNICATIONS = ("half a communication", "bytes over the network")
 ON_TWO = tuple(case for case in CASES if case not in COMMUNICATIONS)
 TWO_PIPELINES = ("tied, accumulated", "experts", "experts, balanced", "recomputed", *COMMUNICATIONS)
-# How far rounding to 8 bits of mantissa, or to 8 bits, takes losses and weights in five steps.
+# How far rounding to 8 bits of mantissa, or to 8 bits, takes losses and weights.
 ROUGH = {
     "bf16 masters": 1e-2,
     "autocast": 1e-2,

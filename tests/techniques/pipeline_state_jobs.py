@@ -95,7 +95,7 @@ def beside(here: dict[str, Any], straight: dict[str, Any]) -> dict[str, Any]:
 
 
 def resumed(world: World, cases: dict[str, Case], other: Technique) -> dict[str, Any]:
-    """Three steps and two more on another layout, beside five in a row as a pipeline."""
+    """Three steps and one more on another layout, beside four in a row as a pipeline."""
     found: dict[str, Any] = {}
     for name, case in cases.items():
         straight = trained(session_on(world, case, ALL, None))

@@ -58,8 +58,8 @@ class Case:
         return model
 
     def job(self, **changes: Any) -> Job:
-        """Steps of five examples, then of two; the gradient's norm is above the limit."""
-        given = {"stop": Stop(steps=3), "max_grad_norm": 0.05, **changes}
+        """A step of five examples, one of two; the gradient's norm is above the limit."""
+        given = {"stop": Stop(steps=2), "max_grad_norm": 0.05, **changes}
         data = examples(7) if self.data is None else self.data()
         return language_job(self.build, data=data, batch=5, **given)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -32,13 +33,19 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     )
 
 
+@functools.cache
+def alone_of(name: str) -> dict[str, Any]:
+    """What one process comes to."""
+    return outcome(CASES[name].session(World()))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_products_with_stages_and_experts_come_to_what_one_process_comes_to(
     four: list[Any], name: str
 ) -> None:
     case: Case = CASES[name]
-    alone, one, close = outcome(case.session(World())), four[0][name], CLOSE
+    alone, one, close = alone_of(name), four[0][name], CLOSE
     if "deepseek" in case.architecture:
         close = CLOSE_EXPERTS if case.dtype is torch.float64 else 1e-4
     for key in ("losses", "norms", "eval_data"):
@@ -56,7 +63,7 @@ def test_products_with_stages_and_experts_come_to_what_one_process_comes_to(
 
 @pytest.mark.parametrize("name", CASES)
 def test_each_rank_holds_a_part(four: list[Any], name: str) -> None:
-    whole = outcome(CASES[name].session(World()))["pieces"]
+    whole = alone_of(name)["pieces"]
     assert all(rank[name]["pieces"] < 0.8 * whole for rank in four)
 
 

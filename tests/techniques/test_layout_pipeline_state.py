@@ -17,7 +17,7 @@ from ranks import on_ranks
 from techniques.expert_checkpoint_jobs import ALL, FIRST
 from techniques.pipeline_state_jobs import CASES, LONG, ON_FOUR
 
-WITHIN = 2e-5  # float32, two steps of AdamW after three
+WITHIN = 2e-5  # float32, a step of AdamW after three
 ROUGHER = {"tied, masters": 1e-2}  # bf16 on one side in another order
 
 

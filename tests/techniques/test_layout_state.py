@@ -10,7 +10,7 @@ import pytest
 from ranks import on_ranks
 from techniques.layout_state_jobs import CASES, ON_FOUR
 
-WITHIN = 5e-6  # float32, two steps of AdamW after three
+WITHIN = 5e-6  # float32, a step of AdamW after three
 
 
 @pytest.fixture(scope="module")

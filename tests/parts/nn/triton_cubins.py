@@ -3,7 +3,8 @@
 The interpreter runs a kernel's Python, with all that Python allows; the compiler refuses what isn't
 Triton, and the assembler says what a launch costs. Run as a script in a process whose Triton
 compiles, with the compute capabilities: ``80 90``; ``all`` takes every format and layout.
-With ``accesses`` first, it prints how kernels reach the memory of such a GPU instead.
+With ``accesses`` first, it prints how the kernels whose names follow a capability reach the memory
+of such a GPU.
 """
 
 from __future__ import annotations
@@ -252,6 +253,7 @@ def main(capabilities: list[int], every: bool) -> dict[str, int]:
 if __name__ == "__main__":
     asked = sys.argv[1:]
     if asked[0] == "accesses":
-        print(json.dumps({v.name: accesses(v, int(asked[1])) for v in variants("bf16", False)}))
+        chosen = (v for v in variants("bf16", False) if v.name in asked[2:])
+        print(json.dumps({v.name: accesses(v, int(asked[1])) for v in chosen}))
         sys.exit()
     print(json.dumps(main([int(a) for a in asked if a != "all"], "all" in asked)))
