@@ -90,7 +90,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("case", "divided"), [(case, number % 2 == 1) for number, case in enumerate(CASES)], ids=str
+    ("case", "divided"),
+    [(case, number // 2 % 2 == 1) for number, case in enumerate(CASES)],
+    ids=str,
 )
 def test_the_kernel_has_the_bits_of_its_reference(case: Any, divided: bool) -> None:
     """Several tensors of a launch, ragged and aligned, every format of weights and moments."""
