@@ -25,7 +25,7 @@ import torch
 from smoke import arguments
 from torch import Tensor
 
-from hasten.machine import host
+from hasten.machine import processor as machine
 from hasten.parts.comm.codecs import CastCodec, QuantisedCodec
 from hasten.parts.kernels import build, codec_reference
 from hasten.parts.kernels import codec as compiled
@@ -121,7 +121,7 @@ class Bench:
 
 def library(processor: str) -> Callable[[], build.LoadedLibrary]:
     """What stands for ``codec.library`` while kernels for that processor have their turn."""
-    limit = replace(host.isa_limit(), compiler_flags=(f"-march={processor}",))
+    limit = replace(machine.isa_limit(), compiler_flags=(f"-march={processor}",))
     vars(build)["isa_limit"] = lambda: limit
     build.build_library.cache_clear()
     found = build.build_library("codec")
@@ -164,7 +164,7 @@ def main() -> None:
     print(
         f"{asked.numbers / 1e6:.1f} M numbers, one thread, {rounds} rounds, torch "
         f"{torch.__version__}, kernels for {asked.processor}; this processor "
-        f"{'has' if 'avx512f' in host.processor_flags() else 'lacks'} AVX-512"
+        f"{'has' if 'avx512f' in machine.processor_flags() else 'lacks'} AVX-512"
     )
     print(f"| GB/s of float32 | {' | '.join(COLUMNS)} |")
     print("|---|" + "---|" * len(COLUMNS))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hasten.machine.host import processor_flags
+from hasten.machine.processor import processor_flags
 from hasten.parts.kernels import products
 from hasten.parts.kernels.build import SOURCES, LoadedLibrary, build_library
 

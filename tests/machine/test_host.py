@@ -10,19 +10,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hasten.machine import host
+from hasten.machine import processor
 from hasten.machine.host import (
     NetworkCard,
     NumaNode,
     SystemLimits,
     cards,
     hardware,
-    isa_limit,
     limits,
     mounts,
     numa_nodes,
-    processor_flags,
 )
+from hasten.machine.processor import isa_limit, processor_flags
 
 linux = pytest.mark.skipif(platform.system() != "Linux", reason="reads Linux's files")
 
@@ -201,10 +200,15 @@ def test_this_machine_is_within_its_memory() -> None:
     ],
 )
 def test_onednns_limit_of_instruction_sets_holds_for_the_kernels_too(
-    monkeypatch: pytest.MonkeyPatch, limit: str, allowed: set[str], target: str
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    limit: str,
+    allowed: set[str],
+    target: str,
 ) -> None:
-    text = "flags : fpu avx2 avx512f avx512_bf16 avx512_fp16 amx_tile\n"
-    monkeypatch.setattr(host, "_read", lambda path: text)
+    file = tmp_path / "cpuinfo"
+    file.write_text("flags : fpu avx2 avx512f avx512_bf16 avx512_fp16 amx_tile\n")
+    monkeypatch.setattr(processor, "CPU_INFO", file)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
     processor_flags.cache_clear()
     try:

@@ -31,7 +31,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from hasten.machine.host import isa_limit, processor_flags
+from hasten.machine.processor import isa_limit, processor_flags
 
 SOURCES = Path(__file__).parent / "cpu"
 FOLDER = Path("~/.cache/hasten/kernels")

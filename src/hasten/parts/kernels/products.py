@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from hasten.machine.environment import isa_variable
-from hasten.machine.host import processor_flags
+from hasten.machine.processor import processor_flags
 from hasten.parts.kernels.build import LoadedLibrary, build_library
 
 WORTH_THREADS = 10_000_000  # FLOPs below which one thread is done before a second is awake

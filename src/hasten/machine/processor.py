@@ -1,0 +1,56 @@
+"""The processor's instruction sets, and the limit that the user sets to them.
+
+Doesn't import torch: a process that simulates a device compiles kernels before it does.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+from hasten.machine.environment import isa_variable
+
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+@functools.cache
+def processor_flags() -> frozenset[str]:
+    """The processor's instruction sets that ``ONEDNN_MAX_CPU_ISA`` allows.
+
+    Empty if the system doesn't report them.
+    """
+    above = isa_limit().excludes
+    try:
+        lines = CPU_INFO.read_text().splitlines()
+    except OSError:
+        return frozenset()
+    for line in lines:
+        if line.startswith(("flags", "Features")):
+            names = line.split(":", 1)[1].split()
+            return frozenset(name for name in names if not name.startswith(above))
+    return frozenset()
+
+
+@dataclass(frozen=True)
+class IsaLimit:
+    """The most that a processor's kernels may use."""
+
+    compiler_flags: tuple[str, ...]
+    excludes: tuple[str, ...]  # how the names of the instruction sets begin that are not allowed
+
+
+def isa_limit() -> IsaLimit:
+    """The limit that oneDNN's variable sets to torch's products, for other kernels to keep.
+
+    Values: https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html
+    """
+    return _ISA_LIMITS.get(isa_variable().upper(), _NO_LIMIT)
+
+
+_NO_LIMIT = IsaLimit(("-march=native",), ())
+_ISA_LIMITS = {
+    "AVX2": IsaLimit(("-march=x86-64-v3",), ("avx512", "avx_vnni", "amx")),
+    "AVX512_CORE": IsaLimit(("-march=x86-64-v4",), ("avx512_bf16", "avx512_fp16", "amx")),
+    "AVX512_CORE_BF16": IsaLimit(("-march=x86-64-v4", "-mavx512bf16"), ("avx512_fp16", "amx")),
+}
