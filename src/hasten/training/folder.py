@@ -29,7 +29,7 @@ from hasten.models.weights import NumberFormats
 from hasten.recipe.prepared_data import PreparedData
 from hasten.recipe.sample import Sample, write_samples
 
-STEP_LINES = ("metrics.jsonl", "evaluations.jsonl")
+STEP_LINES = ("metrics.jsonl", "evaluations.jsonl", "samples.jsonl")
 FAULT_LINES = ("quarantined.jsonl", "spikes.jsonl", "restarts.jsonl")
 ADJUSTMENTS = "adjustments.jsonl"  # settings that were tried while training
 WATCHED = ("run.json", ADJUSTMENTS, "machine.jsonl", "ranks", "tensorboard", "wandb", "mlflow")
@@ -90,14 +90,22 @@ def _step_of(line: str) -> float:
 class LineFiles:
     """Files to which a run's lines are added; what a full disk doesn't take waits for room."""
 
-    def __init__(self, output: Path) -> None:
-        self._metrics, self._evaluations = (_LineFile(output / name) for name in STEP_LINES)
+    def __init__(self, output: Path, with_samples: bool = False) -> None:
+        metrics, evaluations, samples = STEP_LINES
+        self._metrics = _LineFile(output / metrics)
+        self._evaluations = _LineFile(output / evaluations)
+        self._samples = _LineFile(output / samples) if with_samples else None
 
     def step(self, line: Mapping[str, Any]) -> None:
         self._metrics.add(json.dumps(line) + "\n")
 
     def evaluation(self, line: Mapping[str, Any]) -> None:
         self._evaluations.add(json.dumps(line) + "\n")
+
+    def sample(self, line: Mapping[str, Any]) -> None:
+        """For a run ``with_samples``."""
+        assert self._samples is not None
+        self._samples.add(json.dumps(line) + "\n")
 
 
 class _LineFile:
