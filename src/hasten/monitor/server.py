@@ -291,7 +291,7 @@ class MonitorServer:
         app = application(watching, token, address, self.port, lambda: self._server.should_exit)
         config = uvicorn.Config(
             app,
-            http=_Connection,
+            http=CheckedConnection,
             ws="none",
             lifespan="off",
             access_log=False,
@@ -316,7 +316,7 @@ class MonitorServer:
         self._server.should_exit = True
 
 
-class _Connection(H11Protocol):
+class CheckedConnection(H11Protocol):
     """A connection that is closed if it sends no whole request in time.
 
     uvicorn limits the time after an answer alone: silent connections would take every place.
@@ -328,7 +328,9 @@ class _Connection(H11Protocol):
         self._handled: object = None  # the last request of which the end was seen
         self._timer = self.loop.call_later(REQUEST_SECONDS, self._look)
         # Other protocols' connections are not among them: the server has this one alone.
-        waiting = [c for c in self.connections if isinstance(c, _Connection) and c.is_waiting()]
+        waiting = [
+            c for c in self.connections if isinstance(c, CheckedConnection) and c.is_waiting()
+        ]
         for connection in sorted(waiting, key=lambda c: c._began)[:-MOST_WAITING]:
             connection.transport.close()
 

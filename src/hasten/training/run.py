@@ -226,8 +226,8 @@ def watch_notices(session: Session, recipe: Recipe) -> Iterator[None]:
     with ExitStack() as notices:
         if session.setup.context.world.is_main:
             stop = partial(request_stop, session, haste=False)
-            file = Path(recipe.output) / STOP_FILE
-            notices.enter_context(ShutdownNotice(stop, file, every=1.0))
+            stop_file = Path(recipe.output) / STOP_FILE
+            notices.enter_context(ShutdownNotice(stop, stop_file, every=1.0))
             if recipe.leave_file or recipe.leave_command:
                 file = Path(recipe.leave_file) if recipe.leave_file else None
                 leave = partial(request_stop, session, haste=True)
