@@ -182,8 +182,8 @@ async def request_body(request: Request) -> dict[str, Any]:
     data = bytearray()
     try:
         async with asyncio.timeout(REQUEST_SECONDS):
-            async for piece in request.stream():
-                data += piece
+            async for chunk in request.stream():
+                data += chunk
                 if len(data) > LARGEST_REQUEST:
                     raise InputError(f"the request is larger than {LARGEST_REQUEST >> 20} MiB")
     except TimeoutError as error:
