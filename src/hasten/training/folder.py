@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from hasten.core.session import Session
+from hasten.errors import InputError
 from hasten.machine import environment
 from hasten.machine.files import TEMPORARY, write_atomic
 from hasten.models.adapters import adapted_table
@@ -42,6 +43,9 @@ def archive_previous_run(output: Path, keep_checkpoints: bool) -> str:
 
     Returns:
         A message if that run wasn't done and can be resumed, and how; otherwise "".
+
+    Raises:
+        InputError: they can't be moved there.
     """
     output.mkdir(parents=True, exist_ok=True)
     names = [*RESULTS, *MODELS, "best"]
@@ -53,13 +57,25 @@ def archive_previous_run(output: Path, keep_checkpoints: bool) -> str:
     earlier = [output / name for name in names if os.path.lexists(output / name)]
     if not earlier:
         return ""
+    folder = output / "previous"
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise InputError(
+            f"output: {folder} is no folder, and an earlier run's results belong there; "
+            "remove it, or choose another output"
+        )
     number = 1
-    while os.path.lexists(output / "previous" / str(number)):
+    while os.path.lexists(folder / str(number)):
         number += 1
-    archive = output / "previous" / str(number)
-    archive.mkdir(parents=True)
-    for path in earlier:
-        path.rename(archive / path.name)
+    archive = folder / str(number)
+    try:
+        archive.mkdir(parents=True)
+        for path in earlier:
+            path.rename(archive / path.name)
+    except OSError as error:
+        raise InputError(
+            f"output: the earlier run can't be moved to {archive}: {error.strerror or error}; "
+            "choose another output"
+        ) from error
     saved = sorted((archive / "checkpoints").glob("step-*"))
     if not saved or (archive / "summary.json").exists():
         return ""

@@ -49,6 +49,7 @@ from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.timing import StepMetrics, clock_on
+from hasten.errors import InputError
 from hasten.launch.ranks import check_agreement, naming_ranks, process_group
 from hasten.machine import environment, host
 from hasten.machine.files import STOP_FILE
@@ -195,8 +196,14 @@ def _open_folder(recipe: Recipe, data: PreparedData, tell: Tell) -> None:
     if attempt_number() == 1:  # a later attempt goes on in the same files
         if unfinished := archive_previous_run(output, keep_checkpoints=recipe.resume != "never"):
             tell(unfinished)
-        (output / "recipe.yaml").write_text(recipe.to_yaml())
-        (output / STOP_FILE).unlink(missing_ok=True)  # asked of an earlier run
+        try:
+            (output / STOP_FILE).unlink(missing_ok=True)  # it was meant for an earlier run
+            (output / "recipe.yaml").write_text(recipe.to_yaml())
+        except OSError as error:
+            name, reason = error.filename or output, error.strerror or error
+            raise InputError(
+                f"output: can't write {name}: {reason}; remove it, or choose another output"
+            ) from error
     if data.note.rejected:
         write_rejected(data.note, output / "rejected.jsonl")
         tell(f"{rejected_words(data.note)}; listed in {output / 'rejected.jsonl'}")
