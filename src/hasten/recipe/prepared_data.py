@@ -113,7 +113,7 @@ def prepare_data(
 
     Raises:
         InputError: a missing or unusable file, too many rejected examples, nothing to train on,
-            or a link in the place of the folder.
+            or a link instead of the folder.
     """
     if folder.is_symlink():
         raise InputError(
