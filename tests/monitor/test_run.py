@@ -240,11 +240,26 @@ def test_broken_small_files_are_no_reason_to_fail(tmp_path: Path, name: str, dat
 def test_strange_values_are_gaps(tmp_path: Path, line: dict[str, Any]) -> None:
     folder = write_run(tmp_path, 5)
     append(folder / "metrics.jsonl", line)
-    for name in ("evaluations", "machine", "restarts", "spikes", "quarantined"):
+    for name in ("evaluations", "machine", "restarts", "spikes", "quarantined", "samples"):
         append(folder / f"{name}.jsonl", line)
     run = Run("r", folder)
     json.dumps(read(run), allow_nan=False)
     json.dumps([run.steps.since(0, 0), run.events.newest()], allow_nan=False)
+    json.dumps([*run.samples], allow_nan=False)
+
+
+def test_texts_of_a_run_are_cut_few_and_without_control_characters(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, 5)
+    for step in range(100):
+        line = {"step": step, "prompt": {"a": [1]}, "answer": "\x1b[2J\ta\n\ud800" + "x" * 10**5}
+        append(folder / "samples.jsonl", line)
+    run = Run("r", folder)
+    read(run)
+    assert [sample["step"] for sample in run.samples] == list(range(76, 100))
+    for sample in run.samples:
+        assert sample["prompt"] == '{"a": [1]}'
+        assert sample["answer"].startswith(" [2J\ta\n xxx")
+        assert len(sample["answer"]) == 2000
 
 
 def test_the_slowest_rank_is_the_one_whose_own_work_is_longest(tmp_path: Path) -> None:
