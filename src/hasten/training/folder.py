@@ -263,7 +263,10 @@ def save_all(
 def _retry(session: Session, output: Path) -> str:
     """How weights that couldn't be saved are saved yet."""
     if session.has_checkpoints:
-        return f"make room, then `hasten export {output} -o FOLDER` writes the last checkpoint"
+        return (
+            f"make room, then `hasten export {output} --weights checkpoint -o FOLDER` writes the "
+            "last checkpoint"
+        )
     return (
         "the plan writes no checkpoints, so these weights are lost: make room or set "
         f"{RESCUE} to a folder on another disk before the next run"
