@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 TEMPORARY = ".*.part"  # what a killed process may leave behind
-STOP_FILE = "stop"  # in a run's folder: it saves and stops after the step
 
 
 @contextmanager

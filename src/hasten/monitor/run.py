@@ -26,9 +26,8 @@ from typing import Any
 
 import psutil
 
-from hasten.foreign_files import open_regular
+from hasten.foreign_files import STOP_FILE, open_regular
 from hasten.formatting import duration, number
-from hasten.machine.files import STOP_FILE
 from hasten.monitor import events as told
 from hasten.monitor.events import Event, Events, lines_of, short
 from hasten.monitor.series import Series

@@ -50,9 +50,9 @@ from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.timing import StepMetrics, clock_on
 from hasten.errors import InputError
+from hasten.foreign_files import STOP_FILE
 from hasten.launch.ranks import check_agreement, naming_ranks, process_group
 from hasten.machine import environment, host
-from hasten.machine.files import STOP_FILE
 from hasten.machine.processes import Heartbeat, attempt_folder, attempt_number, reporting_errors
 from hasten.measure.energy import meter_of_run
 from hasten.measure.gpu_simulation.comparison import comparison_of
