@@ -274,7 +274,7 @@ HELP: dict[str, CommandHelp] = {
 class CommandGroup(typer.core.TyperGroup):
     """A group of commands that lists them by their help groups, with whole summaries.
 
-    A command that Ctrl-C ends before it can save says so: typer itself prints nothing.
+    If Ctrl-C ends a command before it can save, one line is printed: typer itself prints nothing.
     """
 
     def invoke(self, ctx: Any) -> Any:
