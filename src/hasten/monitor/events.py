@@ -151,10 +151,10 @@ def read_bytes(path: Path, most: int) -> bytes:
     """
     try:
         with open_regular(path) as file:
-            data = file.read(most + 1)
+            content = file.read(most + 1)
     except FileNotFoundError:
         return b""
-    return data if len(data) <= most else b""
+    return content if len(content) <= most else b""
 
 
 def lines_of(value: Any, most: int) -> str:

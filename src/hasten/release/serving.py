@@ -179,16 +179,16 @@ async def request_body(request: Request) -> dict[str, Any]:
     Raises:
         InputError: it is too large, too slow, or something else.
     """
-    data = bytearray()
+    received = bytearray()
     try:
         async with asyncio.timeout(REQUEST_SECONDS):
             async for chunk in request.stream():
-                data += chunk
-                if len(data) > LARGEST_REQUEST:
+                received += chunk
+                if len(received) > LARGEST_REQUEST:
                     raise InputError(f"the request is larger than {LARGEST_REQUEST >> 20} MiB")
     except TimeoutError as error:
         raise InputError(f"the request wasn't whole after {REQUEST_SECONDS:.0f} s") from error
-    body = parse_json(bytes(data), "the request")
+    body = parse_json(bytes(received), "the request")
     if not isinstance(body, dict):
         raise InputError("the request must be a JSON object")
     return body

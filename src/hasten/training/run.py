@@ -375,9 +375,9 @@ class SamplesInTime:
         with self._session.setup.layout.gather(self._session.model):
             if self._is_over or self._lines is None:
                 return
-            data, count = prepared.data, prepared.recipe.samples
+            tokens, count = prepared.data, prepared.recipe.samples
             try:
-                samples = write_samples(self._session, data.tokenizer, data.eval_data, count)
+                samples = write_samples(self._session, tokens.tokenizer, tokens.eval_data, count)
             except Exception as error:  # of a library: a sample isn't worth the training
                 self._is_over = True
                 reason = " ".join(str(error).split())[:200]
