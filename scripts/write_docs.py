@@ -242,6 +242,11 @@ def exit_codes() -> str:
     return table(("code", "meaning"), ((str(k), v) for k, v in data()["exit_codes"].items()))
 
 
+def exit_code_4() -> str:
+    rows = ((f"`hasten {command}`", why) for command, why in data()["exit_code_4"].items())
+    return table(("command", "code 4"), rows)
+
+
 def shape_text(shape: Any) -> str:
     names = {str: "text", int: "whole number", float: "number", bool: "true or false"}
     if isinstance(shape, list):
@@ -336,6 +341,7 @@ def parts() -> dict[Path, dict[str, str]]:
             "step": step_fields(),
             "summary": field_table(data()["summary"]),
             "exit codes": exit_codes(),
+            "exit code 4": exit_code_4(),
             "report": report_keys(),
         },
         REFERENCE / "python-api.md": {"api": api()},

@@ -21,6 +21,7 @@ from typing import Any
 
 from hasten.errors import InputError
 
+STOP_FILE = "stop"  # written into a run's folder by others: it saves and stops after its step
 LARGEST_JSON = 64 << 20  # bytes; the index of a model with 100,000 tensors has 10 million
 # NUL ends a path in the kernel, and half a surrogate pair can't be written as UTF-8.
 _UNWRITABLE = re.compile("[\x00\ud800-\udfff]")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 Hasten = Callable[..., tuple[int, str, str]]
 
@@ -20,6 +24,20 @@ def test_a_run_is_compared_with_its_base(full_run: Path, hasten: Hasten, tmp_pat
     metrics = json.loads(result.read_text())["metrics"]
     assert [m["metric"] for m in metrics] == ["eval loss", "exact match"]
     assert all(m["examples"] == 2 and m["before"] is not None for m in metrics)
+
+
+def test_a_result_that_finds_no_room_is_printed_all_the_same(
+    full_run: Path, hasten: Hasten, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("hasten.cli.arguments.write_atomic", full)
+    result = tmp_path / "result.json"
+    code, out, err = hasten("eval", full_run, "--limit", 2, "--compare", "none", "-o", result)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "eval loss" in out
+    assert "result.json can't be written: No space left on device; make room" in err
 
 
 def test_bad_input_is_one_sentence(full_run: Path, hasten: Hasten, tmp_path: Path) -> None:

@@ -65,6 +65,16 @@ def test_an_interrupt_while_the_command_line_is_imported_ends_it_without_a_trace
     assert err == ""
 
 
+def test_an_interrupt_at_any_place_of_a_command_is_said_in_one_line(
+    tmp_path: Path, hasten: Hasten, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupts(places: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hasten.monitor.watching.check_places", interrupts)
+    assert hasten("monitor", tmp_path) == (130, "", "hasten: interrupted\n")
+
+
 @pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_repeated_sigterm_changes_nothing_until_the_process_has_ended(
     tmp_path: Path, nproc: int

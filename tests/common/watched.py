@@ -100,7 +100,9 @@ def _until_it_answers(port: int) -> None:
             time.sleep(0.02)
 
 
-def get(port: int, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
+def get(
+    port: int, path: str, method: str = "GET", **headers: str
+) -> tuple[int, dict[str, str], bytes]:
     """Ask with the token, unless the headers say otherwise; headers come back in lower case."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
@@ -108,7 +110,7 @@ def get(port: int, path: str, **headers: str) -> tuple[int, dict[str, str], byte
             "Authorization": f"Bearer {TOKEN}",
             **{k.capitalize(): v for k, v in headers.items()},
         }
-        connection.request("GET", path, headers=sent)
+        connection.request(method, path, headers=sent)
         answer = connection.getresponse()
         found = {name.lower(): value for name, value in answer.getheaders()}
         return answer.status, found, answer.read()

@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -270,6 +271,17 @@ def test_files_of_other_splits_are_named_where_others_are_for_training() -> None
     found = other_splits(folder, [str(folder / name) for name in names])
     assert found == ["test.jsonl", "validation-00000.parquet", "dev.csv"]
     assert other_splits(folder, ["d/test.jsonl", "e/train.jsonl"]) == []
+
+
+def test_what_is_no_file_in_a_folder_is_refused_and_not_passed_over(tmp_path: Path) -> None:
+    put(tmp_path, "a.jsonl", b'{"text": "one"}\n')
+    for plant in (os.mkfifo, lambda path: path.symlink_to("nowhere")):
+        plant(tmp_path / "b.jsonl")
+        with pytest.raises(InputError, match=r"b.jsonl is a pipe, a socket, a device, or a link"):
+            read_examples([tmp_path])
+        (tmp_path / "b.jsonl").unlink()
+    (tmp_path / "folder.jsonl").mkdir()
+    assert len(read_examples([tmp_path]).conversations) == 1
 
 
 def test_texts_of_a_folder_count_where_it_has_nothing_else(tmp_path: Path) -> None:

@@ -6,13 +6,15 @@ tried first. ``make campaign`` runs the same with more examples (HASTEN_FUZZ).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import json
 import os
+import re
+import socket
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +33,12 @@ from hasten.errors import InputError
 from hasten.foreign_files import read_json_object
 from hasten.models.weights import INDEX, weight_files
 from hasten.monitor.run import Run
+from hasten.monitor.server import MonitorServer
 from hasten.parts import checkpoint
 from hasten.recipe.importers import read as read_import
 from hasten.recipe.schema import load_recipe
 from hasten.report.runs import read_runs
+from watched import TOKEN, get, serving, write_run
 
 EXAMPLES = int(os.environ.get("HASTEN_FUZZ", "25"))
 ROWS = [{"question": f"{n}?", "answer": "é\u2028" * n} for n in range(5)]
@@ -72,7 +76,7 @@ def fuzzed(test: Callable[[Damages], None]) -> Callable[[], None]:
     return functools.reduce(lambda each, case: example(damages=case)(each), FOUND, wrapped)
 
 
-@contextmanager
+@contextlib.contextmanager
 def file_of(name: str, data: bytes) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "run", name)
@@ -200,3 +204,39 @@ def test_a_chat_template(damages: Damages) -> None:
     refused_in_a_sentence(
         lambda: render(text.decode("utf-8", "replace"), "a:1", values), UnrenderedError
     )
+
+
+@pytest.fixture(scope="module")
+def monitor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MonitorServer]:
+    with serving([write_run(tmp_path_factory.mktemp("runs") / "run")], live=False) as server:
+        yield server
+
+
+def answer_of(port: int, request: bytes) -> bytes:
+    """All that the server sends until it closes; nothing if it refuses the bytes by a reset."""
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        received = b""
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(request)
+            connection.shutdown(socket.SHUT_WR)
+            while piece := connection.recv(1 << 16):
+                received += piece
+        return received
+
+
+def test_an_http_request(monitor: MonitorServer) -> None:
+    lines = (
+        *("GET /metrics?run=run HTTP/1.1", f"Host: 127.0.0.1:{monitor.port}"),
+        *(f"Authorization: Bearer {TOKEN}", f"Origin: http://127.0.0.1:{monitor.port}"),
+        *("Cookie: a=b; c=d", "Content-Length: 2", "Connection: close", "", "{}"),
+    )
+    request = "\r\n".join(lines).encode()
+
+    @fuzzed
+    def answers(damages: Damages) -> None:
+        answer = answer_of(monitor.port, damaged(request, damages))
+        status = answer.partition(b"\r\n")[0]
+        assert not answer or re.match(rb"HTTP/1\.1 (200|[34]\d\d) ", status), status
+
+    answers()
+    assert get(monitor.port, "/metrics")[0] == 200

@@ -159,6 +159,12 @@ def test_the_base_s_stop_tokens_stay_and_the_trained_one_joins_them(
     assert saved["eos_token_id"] == stops
 
 
+@pytest.mark.parametrize("stops", ["x", [1, "x"], [[1]], 1.5, True, {"a": 1}])
+def test_stop_tokens_that_are_no_numbers_are_refused(damaged: Path, stops: Any) -> None:
+    (damaged / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+    assert "has eos_token_id" in refusal(damaged)
+
+
 def test_a_model_from_nothing_has_the_stop_tokens_of_its_tokenizer_alone() -> None:
     model = load_model("deepseek-llm-tiny", vocab_size=64, eos_token_id=2, stop_token_id=5)
     assert model.generation_config.eos_token_id == [2, 5]

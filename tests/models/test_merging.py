@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -150,3 +151,33 @@ def test_another_models_adapter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no adapter of this model") as caught:
         with_adapter(build("r1-distill-qwen-tiny"), tmp_path / "other")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"r": 10**12}, "has the rank 1000000000000; expected a whole number from 1 to 65,536"),
+        ({"rank_pattern": {"q_proj": "x"}}, "has the rank x"),
+        ({"peft_type": "BONE"}, "has peft_type 'BONE'; supported: LORA"),
+        ({"target_modules": "(a+)+b"}, "has the expression '(a+)+b' as target_modules"),
+        ({"lora_alpha": "x"}, "is no adapter of this model"),
+    ],
+)
+def test_a_config_of_an_adapter_that_is_no_such_thing_is_a_sentence(
+    tmp_path: Path, changes: dict[str, Any], sentence: str
+) -> None:
+    save_adapter(taught(build("deepseek-llm-tiny")), None, tmp_path)
+    config = tmp_path / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    with pytest.raises(InputError) as caught:
+        with_adapter(build("deepseek-llm-tiny"), tmp_path)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pickle_in_the_place_of_an_adapter_s_weights_is_never_read(tmp_path: Path) -> None:
+    save_adapter(taught(build("deepseek-llm-tiny")), None, tmp_path)
+    (tmp_path / "adapter_model.safetensors").unlink()
+    (tmp_path / "adapter_model.bin").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    with pytest.raises(InputError, match="read from safetensors alone"):
+        with_adapter(build("deepseek-llm-tiny"), tmp_path)

@@ -220,6 +220,31 @@ def test_the_token_is_taken_by_header_cookie_and_once_by_address(server: Monitor
     assert get(server.port, f"/metrics?token={TOKEN}", authorization="")[0] == 401
 
 
+def test_a_run_is_stopped_by_post_with_the_token_from_the_own_page_alone(tmp_path: Path) -> None:
+    active = write_run(tmp_path / "runs" / "active")
+    write_run(tmp_path / "runs" / "over", finished=True)
+    outside = tmp_path / "outside"
+    with serving([tmp_path / "runs"]) as server:
+        own, evil = f"http://127.0.0.1:{server.port}", "http://evil.example"
+        asked = "/stop?run=active"
+        assert get(server.port, asked)[0] == 405
+        assert get(server.port, asked, "POST", authorization="Bearer wrong")[0] == 401
+        assert get(server.port, asked, "POST", authorization="", origin=own)[0] == 401
+        assert get(server.port, asked, "POST", origin=evil)[0] == 403
+        assert get(server.port, asked, "POST", host="evil.example")[0] == 421
+        for name in ("", "../outside", "active/../active", str(active), "nothing"):
+            assert get(server.port, f"/stop?run={name}", "POST")[0] == 404, name
+        assert get(server.port, "/stop?run=over", "POST")[0] == 409
+        assert [p.name for p in tmp_path.rglob("stop")] == []
+        (active / "stop").symlink_to(outside)
+        assert get(server.port, asked, "POST")[0] == 409
+        (active / "stop").unlink()
+        assert get(server.port, asked, "POST", origin=own)[0] == 202
+    assert (active / "stop").read_bytes() == b""
+    assert not outside.exists()
+    assert list(tmp_path.rglob("stop")) == [active / "stop"]
+
+
 def test_its_own_page_and_a_tunnel_may_ask(server: MonitorServer) -> None:
     for host in (
         f"localhost:{server.port}",

@@ -154,7 +154,7 @@ def test_everything_that_can_be_used_is_reached_by_tab_and_has_a_name(
         assert all(name for tag, _, name in reached if tag != "BODY")
         chromium.value("document.querySelector('input[type=checkbox]').focus()")
         chromium.press(" ")
-        chromium.until("[...runs.values()].filter((run) => run.shown).length === 1")
+        chromium.until("[...runs.values()].filter(isDrawn).length === 1")
     assert chromium.complaints == []
 
 
@@ -193,11 +193,116 @@ def test_names_and_texts_from_files_are_shown_as_they_are(
     assert chromium.complaints == []
 
 
-def test_what_is_not_known_is_said(chromium: Browser, tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": None}) + "\n")
+def opened(chromium: Browser, server: MonitorServer, step: int) -> None:
+    chromium.open(f"http://127.0.0.1:{server.port}/?token={TOKEN}")
+    chromium.until(f"chosen !== null && {STEP} === {step}")
+    chromium.value(DRAWN)
+
+
+def visible_tiles(chromium: Browser) -> list[str]:
+    found: list[str] = chromium.value(
+        "[...document.querySelectorAll('#tiles > div')].filter((box) => !box.hidden)"
+        ".map((box) => box.querySelector('dt').textContent)"
+    )
+    return found
+
+
+def test_a_tile_is_there_only_if_the_run_has_its_value(chromium: Browser, tmp_path: Path) -> None:
+    line = {"step": 1, "loss": 2.5, "step_seconds": 0.5}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     with serving([tmp_path]) as server:
-        shown_step = f"chosen !== null && {STEP} === 1"
-        chromium.open(f"http://127.0.0.1:{server.port}/?token={TOKEN}")
-        chromium.until(shown_step)
-        assert "not known" in chromium.value("document.getElementById('tiles').textContent")
+        opened(chromium, server, 1)
+        assert visible_tiles(chromium) == ["Step", "Loss", "Step time", "Time"]
+        append(tmp_path / "metrics.jsonl", step_line(2))
+        chromium.until(f"{STEP} === 2")
+        assert {"MFU", "Tokens/s", "Expert load"} <= set(visible_tiles(chromium))
     assert chromium.complaints == []
+
+
+def test_a_curve_without_change_is_a_line_of_text(chromium: Browser, tmp_path: Path) -> None:
+    with serving([write_run(tmp_path, 20)]) as server:
+        shown(chromium, server, 20)
+        chromium.value(DRAWN)
+        drawn = chromium.value("CHARTS.filter((c) => !c.figure.hidden).map((c) => c.id)")
+        assert drawn == ["loss"]
+        assert "Padding 10 %" in chromium.value("document.getElementById('constant').textContent")
+        append(tmp_path / "metrics.jsonl", step_line(21, padding_share=0.2))
+        chromium.until("!CHARTS.find((c) => c.id === 'padding').figure.hidden")
+    assert chromium.complaints == []
+
+
+def test_only_runs_of_the_same_model_and_data_are_drawn_until_their_box_is_ticked(
+    chromium: Browser, tmp_path: Path
+) -> None:
+    for name, data in (("one", "a.json"), ("same", "a.json"), ("other", "b.json")):
+        write_run(tmp_path / name, 20, model="tiny", dataset=data)
+    drawn = "[...runs.values()].filter(isDrawn).map((run) => run.name).sort().join()"
+    with serving([tmp_path]) as server:
+        shown(chromium, server, 20)
+        chromium.until("runs.size === 3")
+        chromium.value("choose('one')")
+        assert chromium.value(drawn) == "one,same"
+        chromium.value("choose('other')")
+        assert chromium.value(drawn) == "other"
+        chromium.value(DRAWN)
+        chromium.value("runs.get('one').row.box.click()")
+        assert chromium.value(drawn) == "one,other"
+    assert chromium.complaints == []
+
+
+def test_smoothing_is_the_mean_of_the_points_around_and_keeps_gaps(chromium: Browser) -> None:
+    values = chromium.value("smoothed([1, 2, 9, null, 3], 3)")
+    assert values == [1.5, 4, 5.5, None, 3]
+
+
+def test_the_button_stops_the_selected_run_at_its_second_click(
+    chromium: Browser, tmp_path: Path
+) -> None:
+    write_run(tmp_path / "one", 5)
+    write_run(tmp_path / "two", 5)
+    text = "document.getElementById('stop').textContent"
+    with serving([tmp_path]) as server:
+        shown(chromium, server, 5)
+        chromium.until("runs.size === 2")
+        chromium.value("choose('two')")
+        chromium.value("document.getElementById('stop').click()")
+        assert chromium.value(text).startswith("Click again")
+        assert not (tmp_path / "two" / "stop").exists()
+        chromium.value("document.getElementById('stop').click()")
+        chromium.until(f"{text} === 'Stop requested'")
+        assert (tmp_path / "two" / "stop").is_file()
+        assert not (tmp_path / "one" / "stop").exists()
+        write_run(tmp_path / "two", 5, finished=True)
+        chromium.until("document.getElementById('stop').hidden")
+    assert chromium.complaints == []
+
+
+def test_texts_of_the_model_and_the_reason_of_a_slowdown_are_shown(
+    chromium: Browser, tmp_path: Path
+) -> None:
+    folder = write_run(tmp_path, 100)
+    for step in (50, 100):
+        line = {"step": step, "prompt": "def f(x):", "answer": f"\treturn {step}<b>"}
+        append(folder / "samples.jsonl", line)
+    slower = (step_line(s, tokens_per_second=500.0, data_seconds=0.4) for s in range(101, 121))
+    append(folder / "metrics.jsonl", *slower)
+    with serving([folder]) as server:
+        opened(chromium, server, 120)
+        texts = chromium.value(
+            "[...document.querySelectorAll('#samples p')].map((p) => p.innerText)"
+        )
+        assert texts == ["\treturn 100<b>", "\treturn 50<b>"]  # the newest first
+        reason = chromium.value("document.getElementById('slow').textContent")
+        assert "75% fewer tokens/s than usual: waiting for data takes 80% of a step" in reason
+    assert chromium.complaints == []
+
+
+def test_a_report_is_one_click_away_and_runs_no_script(chromium: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path, 5)
+    page = "<title>a report</title><script>document.title = 'evil'</script>"
+    (folder / "report.html").write_text(page)
+    with serving([folder]) as server:
+        shown(chromium, server, 5)
+        chromium.until("!document.getElementById('report').hidden")
+        chromium.open(chromium.value("document.getElementById('report').href"))
+        chromium.until("document.title === 'a report'")

@@ -123,6 +123,47 @@ def test_a_restart_that_takes_lines_out_is_followed(tmp_path: Path) -> None:
     assert event["text"] == "attempt 1 failed, rank 3: it was ended by SIGKILL"
 
 
+CAUSES: tuple[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str], ...] = (
+    ({"data_seconds": 0.3}, {}, {}, "waiting for data takes 60% of a step, 10% before"),
+    ({"exposed_comm_seconds": 0.2}, {}, {}, "waiting for other ranks takes 40% of a step, 0% "),
+    ({}, {"foreign_load": 0.5}, {}, "other programs use 50% of the processor"),
+    ({}, {"disk_wait_share": 0.3}, {}, "the processor waits for the disk 30% of the time"),
+    ({}, {}, {"0": 0.1, "1": 0.3}, "rank 1 takes 3.00 times as long as others"),
+    ({}, {"foreign_load": 0.05}, {"0": 0.1, "1": 0.1}, "the run's files show no cause"),
+)
+
+
+@pytest.mark.parametrize(("step", "machine", "ranks", "cause"), CAUSES)
+def test_a_run_that_slows_down_has_a_reason(
+    tmp_path: Path,
+    step: dict[str, Any],
+    machine: dict[str, Any],
+    ranks: dict[str, float],
+    cause: str,
+) -> None:
+    folder, usual = write_run(tmp_path, 1), {"exposed_comm_seconds": 0.0}
+    append(folder / "metrics.jsonl", *(step_line(s, **usual) for s in range(2, 81)))
+    lines = [step_line(s, tokens_per_second=1000.0, **(usual | step)) for s in range(81, 101)]
+    append(folder / "metrics.jsonl", *lines)
+    append(folder / "machine.jsonl", {"step": 100, **machine})
+    (folder / "ranks").mkdir()
+    for rank, seconds in ranks.items():
+        (folder / "ranks" / f"{rank}.json").write_text(json.dumps({"own_seconds": seconds}))
+    slow = read(Run("r", folder))["slow"]
+    assert slow is not None
+    assert slow.startswith("50% fewer tokens/s than usual: ")
+    assert cause in slow
+
+
+def test_a_run_at_its_usual_rate_a_new_and_a_finished_one_have_no_reason(tmp_path: Path) -> None:
+    assert read(Run("r", write_run(tmp_path / "usual", 100)))["slow"] is None
+    slower = [step_line(s, tokens_per_second=1000.0) for s in range(21, 41)]
+    append(write_run(tmp_path / "new", 20) / "metrics.jsonl", *slower)
+    assert read(Run("r", tmp_path / "new"))["slow"] is None
+    append(write_run(tmp_path / "over", 80, finished=True) / "metrics.jsonl", *slower)
+    assert read(Run("r", tmp_path / "over"))["slow"] is None
+
+
 def test_a_skipped_step_is_an_event_and_a_gap(tmp_path: Path) -> None:
     folder = write_run(tmp_path, 3)
     append(folder / "metrics.jsonl", step_line(4, loss=None, skipped=True))
@@ -199,11 +240,26 @@ def test_broken_small_files_are_no_reason_to_fail(tmp_path: Path, name: str, dat
 def test_strange_values_are_gaps(tmp_path: Path, line: dict[str, Any]) -> None:
     folder = write_run(tmp_path, 5)
     append(folder / "metrics.jsonl", line)
-    for name in ("evaluations", "machine", "restarts", "spikes", "quarantined"):
+    for name in ("evaluations", "machine", "restarts", "spikes", "quarantined", "samples"):
         append(folder / f"{name}.jsonl", line)
     run = Run("r", folder)
     json.dumps(read(run), allow_nan=False)
     json.dumps([run.steps.since(0, 0), run.events.newest()], allow_nan=False)
+    json.dumps([*run.samples], allow_nan=False)
+
+
+def test_texts_of_a_run_are_cut_few_and_without_control_characters(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, 5)
+    for step in range(100):
+        line = {"step": step, "prompt": {"a": [1]}, "answer": "\x1b[2J\ta\n\ud800" + "x" * 10**5}
+        append(folder / "samples.jsonl", line)
+    run = Run("r", folder)
+    read(run)
+    assert [sample["step"] for sample in run.samples] == list(range(76, 100))
+    for sample in run.samples:
+        assert sample["prompt"] == '{"a": [1]}'
+        assert sample["answer"].startswith(" [2J\ta\n xxx")
+        assert len(sample["answer"]) == 2000
 
 
 def test_the_slowest_rank_is_the_one_whose_own_work_is_longest(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,21 @@ from hasten.core.loop import Evaluation
 from hasten.errors import InputError
 from hasten.recipe.build import supervision_of
 from hasten.recipe.prepare import evaluations_before
-from hasten.recipe.schema import recipe_from
+from hasten.recipe.schema import Recipe, recipe_from
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.training.folder import LineFiles, archive_previous_run, keep_lines_until
-from hasten.training.run import set_step_checks, watch_notices
+from hasten.training.run import set_step_checks, train, watch_notices
+from sample_data import small
 from tiny import language_job, session_of
 
 GOOD = {"model": "deepseek-llm-tiny", "dataset": "stdlib", "max_steps": 3}
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def recipe(**changes: Any) -> Any:
@@ -84,8 +94,8 @@ def test_a_file_to_leave_by_that_is_there_already_ends_the_run_before_its_first_
 ) -> None:
     (tmp_path / "leave").touch()
     session = session_of(language_job(steps=50))
-    with watch_notices(session, recipe(leave_file=str(tmp_path / "leave"))) as notice:
-        notice._thread.join(60)
+    with watch_notices(session, recipe(leave_file=str(tmp_path / "leave"))):
+        until(lambda: session.stop_requested)
     assert session.preempted
     assert session.stop_requested
 
@@ -155,6 +165,43 @@ def test_links_that_wait_in_the_folder_are_not_written_through(tmp_path: Path) -
     archive_previous_run(output, keep_checkpoints=False)
     assert [path.name for path in output.iterdir()] == ["previous"]
     assert all((output / "previous" / "1" / name).is_symlink() for name in names)
+
+
+def a_file(path: Path) -> None:
+    path.write_text("")
+
+
+def a_link(path: Path) -> None:
+    (path.parent.parent / "elsewhere").mkdir()
+    path.symlink_to(path.parent.parent / "elsewhere")
+
+
+@pytest.mark.parametrize("plant", [a_file, a_link])
+def test_an_earlier_run_moves_into_no_file_and_through_no_link(
+    tmp_path: Path, plant: Callable[[Path], None]
+) -> None:
+    output = tmp_path / "run"
+    output.mkdir()
+    (output / "metrics.jsonl").write_text("{}\n")
+    plant(output / "previous")
+    with pytest.raises(InputError, match=r"previous is no folder.*choose another output"):
+        archive_previous_run(output, keep_checkpoints=False)
+    assert (output / "metrics.jsonl").read_text() == "{}\n"
+    assert not [*tmp_path.glob("elsewhere/*")]
+
+
+def test_a_run_prepares_its_data_through_no_link(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    a_link(tmp_path / "run" / "data")
+    with pytest.raises(InputError, match=r"data is a link.*name the folder behind it"):
+        train(Recipe(**small(tmp_path)), tell=lambda text: None)
+    assert not [*tmp_path.glob("elsewhere/*")]
+
+
+def test_a_folder_in_the_place_of_a_file_of_the_run_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "run" / "stop").mkdir(parents=True)
+    with pytest.raises(InputError, match=r"can't write .*stop: .*; remove it, or choose another"):
+        train(Recipe(**small(tmp_path)), tell=lambda text: None)
 
 
 def test_a_run_that_was_not_done_is_moved_with_a_word_on_how_to_go_on(tmp_path: Path) -> None:

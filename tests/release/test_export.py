@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
 from hasten.cli.main import app
+from hasten.core.session import Session
 from hasten.errors import FAILED, InputError
 from hasten.models.adapters import add_lora, with_adapter
 from hasten.models.load import load_model, load_tokenizer
@@ -159,6 +163,26 @@ def test_an_unfinished_lora_run_exports_its_newest_checkpoint(
     assert "no model card is written" in result.stdout
     found = logits(load_model(str(tmp_path / "out")))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_the_command_that_a_failed_save_prints_writes_the_trained_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    sessions: list[Session] = []
+    recipe = Recipe(**small(tmp_path, max_steps=4, checkpoint_every=2))
+    with monkeypatch.context() as patch:
+        patch.setattr("hasten.training.folder.save_model", fails)
+        summary = train(recipe, tell=lambda text: None, on_start=sessions.append)
+    [command] = re.findall("`hasten (.*?)`", " ".join(summary["unsaved"]))
+    words = [str(tmp_path / "out") if word == "FOLDER" else word for word in command.split()]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    found = load_model(str(tmp_path / "out"), dtype=torch.float32).state_dict()
+    for name, weight in sessions[0].model.state_dict().items():
+        assert torch.equal(found[name], weight), name
 
 
 def _base_of(run: Path) -> Any:

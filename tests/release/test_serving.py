@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -10,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from hasten.data.turns import Message
 from hasten.monitor.server import listen
@@ -100,3 +104,64 @@ def test_requests_without_the_token_or_from_other_pages_are_refused(url: str) ->
     assert status("/models", Host="elsewhere.example") == 421
     assert status("/models", Origin="http://elsewhere.example") == 403
     assert status("/../load_model") == status("/../reset") == 404
+
+
+HOSTILE = (
+    *(None, True, -1, 0, 2**63, 1e308, float("nan"), "", "x", "\0", "\ud800", [], {}, [[]]),
+    *([None], [{}], [{"role": 1, "content": 2}], [{"role": "user", "content": [{"type": "x"}]}]),
+    *([{"role": "user", "content": "\ud800"}], [{"role": "user", "content": "a " * 10_000}]),
+)
+KEYS = ("model", "messages", "prompt", "max_tokens", "temperature", "top_p", "stop", "seed", "n")
+
+
+def sent(url: str, path: str, data: bytes) -> tuple[int, bytes]:
+    headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}{path}", data, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return int(response.status), response.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.booleans(), st.sampled_from((*KEYS, "stream", "tools")), st.sampled_from(HOSTILE))
+@example(True, "max_tokens", 2**63)
+@example(False, "prompt", "a " * 10_000)
+@example(False, "prompt", "\ud800")
+def test_a_request_with_any_value_is_answered_or_refused_in_a_sentence(
+    url: str, is_chat: bool, key: str, value: Any
+) -> None:
+    body: dict[str, Any] = {"model": "run", "max_tokens": 1, "temperature": 0}
+    body |= {"messages": [{"role": "user", "content": "a"}]} if is_chat else {"prompt": "a"}
+    path = "/chat/completions" if is_chat else "/completions"
+    status, answer = sent(url, path, json.dumps(body | {key: value}).encode())
+    assert status == 200 or 400 <= status < 500, answer
+    if status != 200:
+        assert json.loads(answer)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"model": "run", "model": "x"}', "occurs twice"),
+        (b"\xff", "not UTF-8"),
+        (b"[]", "must be a JSON object"),
+        (b" " * (9 << 20), "larger than 8 MiB"),
+        (b'{"prompt": "a", "max_tokens": 1000000000}', "max_tokens must be a number from 1 to"),
+    ],
+    ids=lambda value: repr(value)[:20],
+)
+def test_a_body_that_is_no_request_is_refused(url: str, data: bytes, sentence: str) -> None:
+    status, answer = sent(url, "/completions", data)
+    assert status == 400
+    assert sentence in json.loads(answer)["error"]["message"]
+
+
+def test_silent_clients_hold_up_nobody(url: str) -> None:
+    port = int(url.split(":")[2].split("/")[0])
+    silent = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(100)]
+    assert [m.id for m in client(url).models.list()] == ["run"]
+    for connection in silent:
+        connection.close()

@@ -30,6 +30,8 @@ def test_the_full_example_shows_every_section() -> None:
     first = ["variants", "unpaid", "quality", "step", "memory", "predicted", "stability"]
     rest = ["effective", "claims", "sample", "cost", "gaps", "reproduction"]
     assert found.sections() == [*first, *rest]
+    targets = [attributes["href"] for tag, attributes in found.elements if tag == "a"]
+    assert targets == [f"#{name}" for name in found.sections()]
     said = found.words()
     for words in (
         "EXAMPLE with invented numbers",

@@ -85,7 +85,7 @@ def test_the_headline_is_the_fastest_plan_of_equal_quality(
     assert lead_of(read_report(judged(cumulative)))["name"] == "+ b"
     text = page(cumulative, tmp_path)
     assert '<span class="big">3.00×</span>' in text
-    assert "The plan as asked, <strong>+ c</strong>: 2.70× [2.69, 2.71]." in text
+    assert "The whole plan, <strong>+ c</strong>: 2.70× [2.69, 2.71]." in text
     assert "<pre>plan:\n  - a\n  - b</pre>" in text
     assert "fastest at equal quality: + b, 3.00× [2.99, 3.01]: `plan: [a, b]`" in render_markdown(
         judged(cumulative)

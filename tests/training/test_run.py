@@ -179,6 +179,48 @@ def test_a_run_leaves_what_the_docs_promise(tmp_path: Path) -> None:
     assert yaml.safe_load((output / "recipe.yaml").read_text())["lr_schedule"] == "cosine"
 
 
+@pytest.mark.parametrize("finetuning", ["full", "lora"])
+def test_each_evaluation_writes_the_model_s_greedy_answers_and_changes_no_step(
+    tmp_path: Path, finetuning: str
+) -> None:
+    values = small(tmp_path, max_steps=4, eval_every=2, plan=PLAN, finetuning_type=finetuning)
+    run(values)
+    plain = lines(tmp_path / "run" / "metrics.jsonl")
+    _, session = run(values | {"samples": 2})
+    output = tmp_path / "run"
+    assert [m["loss"] for m in lines(output / "metrics.jsonl")] == [m["loss"] for m in plain]
+    samples = lines(output / "samples.jsonl")
+    assert [line["step"] for line in samples] == [2, 2, 4, 4]
+    # The same texts by the library's own generation, on the model after its last step.
+    tokenizer = load_tokenizer(str(output / ("model" if finetuning == "full" else "adapter")))
+    causal_lm(session.model).set_attn_implementation("sdpa")
+    session.model.eval()
+    for line in samples[2:]:
+        ids = tokenizer(line["prompt"], return_tensors="pt", add_special_tokens=False)
+        written = session.model.generate(**ids, max_new_tokens=60, do_sample=False)
+        answer = tokenizer.decode(written[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert line["answer"] == answer
+
+
+def test_a_file_in_the_run_s_folder_saves_and_stops_it_and_the_next_run_starts(
+    tmp_path: Path,
+) -> None:
+    values = small(tmp_path, max_steps=100_000, eval_data=0)
+    stop = tmp_path / "run" / "stop"
+
+    def request(metrics: StepMetrics) -> None:
+        if metrics.step == 2:
+            stop.touch()
+
+    summary = train(Recipe(**values), tell=lambda text: None, on_step=request)
+    assert summary["stopped"] == "interrupted"
+    assert 2 <= summary["steps"] < 100_000
+    assert Path(summary["saved"], "model.safetensors").is_file()
+    again, _ = run(values | {"max_steps": 3})
+    assert (again["stopped"], again["steps"]) == ("done", 3)
+    assert not stop.exists()
+
+
 def test_the_same_recipe_gives_the_same_bits_and_nothing_is_overwritten(tmp_path: Path) -> None:
     values = small(tmp_path, plan=PLAN)
     run(values)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hasten.cli.arguments import AsJson, writable
+from hasten.cli.arguments import AsJson, writable, write_result
 from hasten.cli.chat import Run, Weights
 from hasten.formatting import aligned
 
@@ -82,9 +82,9 @@ def eval_(
     text = json.dumps(
         {"run": str(run), "compare": compare, "metrics": [*map(asdict, rows)]}, indent=1
     )
-    if output is not None:
-        output.write_text(text + "\n")
     print(text if as_json else _table(rows))
+    if output is not None:
+        write_result(output, text + "\n")
 
 
 def _table(rows: list[MetricChange]) -> str:

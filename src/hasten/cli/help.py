@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NamedTuple
 
 import typer.core
+
+from hasten.errors import INTERRUPTED
 
 GROUPS = ("Start", "Train", "Measure", "Look", "Cluster")
 
@@ -269,7 +272,17 @@ HELP: dict[str, CommandHelp] = {
 
 
 class CommandGroup(typer.core.TyperGroup):
-    """A group of commands that lists them by their help groups, with whole summaries."""
+    """A group of commands that lists them by their help groups, with whole summaries.
+
+    If Ctrl-C ends a command before it can save, one line is printed: typer itself prints nothing.
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            print("hasten: interrupted", file=sys.stderr)
+            raise typer.Exit(INTERRUPTED) from None
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hasten.cli.arguments import Overrides, output_option, writable
+from hasten.cli.arguments import Overrides, output_option, writable, write_result
 from hasten.errors import InputError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def import_(
     text = imported.to_yaml(config.name)
     show(imported, config)
     if output is not None:
-        output.write_text(text)
+        write_result(output, text)
         print(f"saved: {output}")
     else:
         print(f"\n{text}", end="")

@@ -20,6 +20,7 @@ from hasten.cli.arguments import (
     command_line,
     output_option,
     refuse_unused,
+    write_result,
 )
 from hasten.core.plan import Plan
 
@@ -100,7 +101,6 @@ def simulated_step(
     Raises:
         InputError: no such recipe or GPU, or a step can't be traced on this machine.
     """
-    from hasten.machine.files import write_atomic
     from hasten.measure.gpu_simulation import table
     from hasten.measure.gpu_simulation.request import on_paper
     from hasten.recipe.prepare import check_folder
@@ -113,8 +113,7 @@ def simulated_step(
     text = json.dumps(table.to_dict(trace), indent=1, allow_nan=False)
     print(text if as_json else table.table(trace, str(path), recipe.cutoff_len))
     if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
-        write_atomic(output / "simulation.json", text + "\n")
+        write_result(output / "simulation.json", text + "\n")
 
 
 def _measured(prepared: PreparedJob, steps: int, show: Any) -> dict[str, Any]:

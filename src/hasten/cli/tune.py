@@ -24,6 +24,7 @@ from hasten.cli.arguments import (
     output_option,
     text_to_stderr,
     writable,
+    write_result,
 )
 from hasten.core.plan import Plan
 from hasten.core.technique import Fidelity
@@ -75,7 +76,6 @@ def tune(
     write_to: WriteTo = None,
 ) -> int:
     """Search for a recipe's best settings within a budget."""
-    from hasten.machine.files import write_atomic
     from hasten.measure.quality.verification import VerificationDesign, verified
     from hasten.progress import Display
     from hasten.recipe.schema import load_recipe
@@ -122,7 +122,7 @@ def tune(
 
         outcome = tune_job(recipe, budget or "8m", options, audience=display, prove=prove)
     target = output or Path(recipe.output) / "tuned.yaml"
-    write_atomic(target, outcome.text)
+    write_result(target, outcome.text)
     with text_to_stderr(as_json):
         show(outcome, recipe.price, recipe.nproc)
         print(f"\nrecipe: {target}\nstudy: {outcome.folder / 'study.html'}")
@@ -202,7 +202,6 @@ def learn(
     as_json: bool,
 ) -> int:
     """Train, prove, print the trainings, write the winning recipe; the exit code."""
-    from hasten.machine.files import write_atomic
     from hasten.progress import Display
     from hasten.recipe.schema import load_recipe
     from hasten.tune.learning_study import learn as learn_job
@@ -212,7 +211,7 @@ def learn(
     with Display() as display:
         study = learn_job(recipe, budget, options, audience=display)
     target = output or Path(recipe.output) / "learnt.yaml"
-    write_atomic(target, study.text)
+    write_result(target, study.text)
     with text_to_stderr(as_json):
         show_learning(study)
         print(f"\nrecipe: {target}\nstudy: {study.folder / 'study.html'}")

@@ -20,6 +20,7 @@ from hasten.cli.arguments import (
     output_option,
     text_to_stderr,
     writable,
+    write_result,
 )
 from hasten.errors import FAILED, InputError
 
@@ -63,12 +64,12 @@ def verify(
             raise InputError("plan: there is nothing to prove; list techniques under plan")
         findings = verified(recipe, context, plan, subject.data_key, design, display.tell)
     text = json.dumps(findings, indent=1)
-    if output is not None:
-        output.write_text(text)
     with text_to_stderr(as_json):
         show(findings)
     if as_json:
         print(text)
+    if output is not None:
+        write_result(output, text)
     return FAILED if failures(findings) else 0
 
 

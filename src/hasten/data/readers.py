@@ -164,7 +164,12 @@ def _files(path: Path) -> list[Path]:
     if path.is_dir():
         if saved := saved_files(path):
             return saved
-        files = sorted(file for file in path.iterdir() if named(file) and file.is_file())
+        files = sorted(file for file in path.iterdir() if named(file) and not file.is_dir())
+        if unusable := [file for file in files if not file.is_file()]:
+            raise InputError(
+                f"{unusable[0]} is a pipe, a socket, a device, or a link to nothing: remove it "
+                f"from the folder {path}, or list the files"
+            )
         # A text beside data is a licence or a list of packages.
         files = [file for file in files if not _is_text(file)] or files
         if any(file.name == FILE for file in files):

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
+ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
+LARGEST_RANK: Final = 1 << 16
 ATTENTION: Final = "self_attn"
 EXPERTS: Final = "experts"
 # In a model with routed experts peft 0.21 takes a module called so, wherever it sits, for an expert
@@ -187,20 +189,19 @@ def with_adapter(model: PreTrainedModel, adapter: Path) -> PeftModel:
         InputError: the folder holds no adapter, or one of another model.
     """
     from peft import PeftModel, get_peft_model_state_dict
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
-    if not (adapter / ADAPTER).is_file():
-        raise InputError(f"{adapter} holds no adapter: give the folder of a finished LoRA run")
+    _check_adapter_files(adapter)
     try:
         with quiet(), warnings.catch_warnings():
             warnings.filterwarnings("error", "Found missing adapter keys")  # peft only warns
             adapted: PeftModel = PeftModel.from_pretrained(model, str(adapter))
-        with safe_open(adapter / "adapter_model.safetensors", "pt") as saved:
+        with safe_open(adapter / ADAPTER_WEIGHTS, "pt") as saved:
             # Left to itself, peft asks the hub about the size of the base's embedding.
             names = get_peft_model_state_dict(adapted, save_embedding_layers=False)
             strange = sorted(set(saved.keys()) - set(names))
-    except (RuntimeError, ValueError, UserWarning, OSError, SafetensorError) as error:
-        reason = str(error).split("\n")[0]
+    except Exception as error:  # of peft, for whatever a config or a file holds
+        reason = str(error).split("\n")[0] or type(error).__name__
         raise InputError(f"{adapter} is no adapter of this model: {reason}") from error
     if strange:  # peft drops them silently
         raise InputError(
@@ -208,6 +209,40 @@ def with_adapter(model: PreTrainedModel, adapter: Path) -> PeftModel:
             f"{len(strange) - 1} others: give the base that it was trained on"
         )
     return adapted
+
+
+def _check_adapter_files(adapter: Path) -> None:
+    """Raise InputError unless the folder has the config and the safetensors of a LoRA adapter.
+
+    peft would read pickles, and build any kind of adapter in any size.
+    """
+    if not (adapter / ADAPTER).is_file():
+        raise InputError(f"{adapter} holds no adapter: give the folder of a finished LoRA run")
+    if not (adapter / ADAPTER_WEIGHTS).is_file():
+        raise InputError(
+            f"{adapter} has no {ADAPTER_WEIGHTS}: adapters are read from safetensors alone"
+        )
+    config = read_json_object(adapter / ADAPTER, "adapter's config")
+    if config.get("peft_type") != "LORA":
+        raise InputError(
+            f"{adapter / ADAPTER} has peft_type {str(config.get('peft_type'))[:40]!r}; "
+            "supported: LORA"
+        )
+    targets = config.get("target_modules")
+    if isinstance(targets, str) and targets != "all-linear":
+        # An expression of somebody else can compute for years.
+        raise InputError(
+            f"{adapter / ADAPTER} has the expression {targets[:40]!r} as target_modules; "
+            "write a list of names"
+        )
+    pattern = config.get("rank_pattern") or {}
+    ranks = [config.get("r"), *(pattern.values() if isinstance(pattern, dict) else [pattern])]
+    for rank in ranks:
+        if not isinstance(rank, int) or not 1 <= rank <= LARGEST_RANK:
+            raise InputError(
+                f"{adapter / ADAPTER} has the rank {str(rank)[:40]}; "
+                f"expected a whole number from 1 to {LARGEST_RANK:,}"
+            )
 
 
 def other_base(adapter: Path, source: str) -> str:

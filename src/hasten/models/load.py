@@ -119,10 +119,24 @@ def stop_tokens(source: str) -> list[int]:
     return []
 
 
-def _listed(ids: int | list[int] | None) -> list[int]:
-    """One or several token ids; -1 is none in the first Llama conversions."""
+def _listed(ids: object) -> list[int]:
+    """One or several token ids; -1 is none in the first Llama conversions.
+
+    Raises:
+        InputError: one is no whole number.
+    """
     several = ids if isinstance(ids, list | tuple) else [ids]
-    return [token_id for token_id in several if token_id is not None and token_id >= 0]
+    listed = []
+    for token_id in several:
+        if token_id is None:
+            continue
+        if not isinstance(token_id, int) or isinstance(token_id, bool):
+            raise InputError(
+                f"the model's generation config has eos_token_id {str(token_id)[:60]!r}; "
+                "write the number of a token, or a list of them"
+            )
+        listed.append(token_id)
+    return [token_id for token_id in listed if token_id >= 0]
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:

@@ -137,12 +137,31 @@ def read_object(path: Path) -> dict[str, Any]:
         OSError: the file is there and can't be read.
     """
     try:
-        with open_regular(path) as file:
-            data = file.read(LARGEST + 1)
-        value = json.loads(data) if len(data) <= LARGEST else None
-    except (FileNotFoundError, ValueError, RecursionError):
+        value = json.loads(read_bytes(path, LARGEST))
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """A file's bytes; none if it is missing or has more than ``most``.
+
+    Raises:
+        OSError: the file is there and can't be read.
+    """
+    try:
+        with open_regular(path) as file:
+            content = file.read(most + 1)
+    except FileNotFoundError:
+        return b""
+    return content if len(content) <= most else b""
+
+
+def lines_of(value: Any, most: int) -> str:
+    """A value as text of at most so many characters, with its line ends and tabs."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    cut = text if len(text) <= most else text[: most - 4] + " ..."
+    return "".join(c if c.isprintable() or c in "\n\t" else " " for c in cut)
 
 
 def short(value: Any) -> str:

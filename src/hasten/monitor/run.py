@@ -4,7 +4,9 @@
     restarts, spikes, quarantined, adjustments .jsonl   -> events
     run.json, summary.json, ranks/R.json     -> values that are written once
 
-Nothing is written. If a folder can't be read any more, the values read from it stay.
+The newest lines of samples.jsonl and the bytes of report.html are kept as they are.
+If a folder can't be read any more, the values read from it stay. The only file that is written
+is ``stop``: it is empty and makes the run save and stop.
 """
 
 from __future__ import annotations
@@ -24,11 +26,12 @@ from typing import Any
 
 import psutil
 
-from hasten.foreign_files import open_regular
+from hasten.foreign_files import STOP_FILE, open_regular
 from hasten.formatting import duration, number
 from hasten.monitor import events as told
-from hasten.monitor.events import Event, Events, short
+from hasten.monitor.events import Event, Events, lines_of, short
 from hasten.monitor.series import Series
+from hasten.monitor.slowdown import slowdown
 
 # Where a run stands: one flat object that page, terminal, Prometheus and alerts all read.
 
@@ -37,6 +40,10 @@ SILENT_SECONDS = 60.0  # without a new step before that is said
 SILENT_STEPS = 20.0  # or so many median steps, whichever is longer
 HUNG_SECONDS = 10.0  # without an answer of the folder before that is said
 FINISHED = ("done", "early stop", "time limit", "interrupted", "left")
+ACTIVE = ("starting", "running", "silent", "reading")
+SAMPLES = 24  # the newest are shown
+LONGEST_SAMPLE = 2_000  # characters
+LARGEST_REPORT = 2 << 20  # bytes; hasten's own pages are below 500 kB
 
 
 def run_numbers(run: Run, now: float) -> dict[str, Any]:
@@ -52,6 +59,10 @@ def run_numbers(run: Run, now: float) -> dict[str, Any]:
     goes_on = status in ("running", "silent", "reading")
     remaining_steps = max(total - step, 0) if total and step is not None and goes_on else None
     mean = _mean(seconds)
+    slowest = _slowest(run.ranks)
+    slow = None
+    if status in ("running", "silent"):
+        slow = slowdown(run.steps, list(run.recent), run.machine_last, slowest)
     return {
         "status": status,
         "words": description,
@@ -82,8 +93,14 @@ def run_numbers(run: Run, now: float) -> dict[str, Any]:
         "world_size": number(start.get("world_size")) or number(summary.get("world_size")),
         **_machine(run.machine_last),
         **_cost(run, finished),
-        **_slowest(run.ranks),
+        **slowest,
+        "slow": slow,
+        "stop_requested": run.stop_requested and status in ACTIVE,
         "unreadable_lines": run.unreadable,
+        "folder": short(str(run.folder)),
+        "has_report": bool(run.report),
+        "model": short(start.get("model") or ""),
+        "dataset": short(start.get("dataset") or ""),
         "hardware": short(start.get("hardware") or ""),
     }
 
@@ -132,7 +149,8 @@ def _is_gone(start: Mapping[str, Any]) -> bool:
 def _machine(line: Mapping[str, Any]) -> dict[str, float | None]:
     names = ("device_utilisation", "device_temperature", "device_power_watts")
     more = ("device_memory_bytes", "host_utilisation", "host_memory_bytes", "disk_free_bytes")
-    return {name: number(line.get(name)) for name in (*names, *more)}
+    loads = ("foreign_load", "disk_wait_share")
+    return {name: number(line.get(name)) for name in (*names, *more, *loads)}
 
 
 def _cost(run: Run, finished: bool) -> dict[str, Any]:
@@ -323,6 +341,7 @@ STEP_COLUMNS = (
 MACHINE_COLUMNS = (
     *("device_utilisation", "device_temperature", "device_power_watts", "device_memory_bytes"),
     *("host_utilisation", "host_memory_bytes", "disk_free_bytes"),
+    *("foreign_load", "disk_wait_share"),
 )
 # Shares of a step's time, and the field of a line that has their seconds.
 SHARES = {
@@ -350,10 +369,13 @@ class Run:
         self.start: Line = {}
         self.summary: Line = {}
         self.ranks: dict[str, Line] = {}
+        self.report = b""
+        self.stop_requested = False
         self._files = [
             _File(folder / "metrics.jsonl", self._step, self._steps_anew),
             _File(folder / "evaluations.jsonl", self._evaluation, self._evaluations_anew),
             _File(folder / "machine.jsonl", self._machine, self._machine_anew),
+            _File(folder / "samples.jsonl", self._sample, self._samples_anew),
             *(
                 _File(folder / name, self._event(make), partial(self.events.forget, kind))
                 for name, kind, make in (
@@ -381,6 +403,19 @@ class Run:
     def _machine_anew(self) -> None:
         self.machine.clear()
         self.machine_last: Line = {}
+
+    def _samples_anew(self) -> None:
+        self.samples: deque[Line] = deque(maxlen=SAMPLES)
+        self.samples_read = 0
+
+    def request_stop(self) -> None:
+        """Asks the run to save and stop after its step, as Ctrl-C does.
+
+        Raises:
+            OSError: the folder can't be written.
+        """
+        flags = os.O_WRONLY | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+        os.close(os.open(self.folder / STOP_FILE, flags | getattr(os, "O_NONBLOCK", 0), 0o666))
 
     def look(self) -> bool:
         """Read what is new; True where more is waiting to be read at once."""
@@ -465,6 +500,11 @@ class Run:
         self.machine.add(number(line.get("step")) or 0, line)
         self.machine_last = line
 
+    def _sample(self, line: Line) -> None:
+        self.samples_read += 1
+        texts = {name: lines_of(line.get(name), LONGEST_SAMPLE) for name in ("prompt", "answer")}
+        self.samples.append({"step": number(line.get("step")), **texts})
+
     def _event(self, make: Callable[[Line], Event | None]) -> Callable[[Line], None]:
         def take(line: Line) -> None:
             event = make(line)
@@ -488,6 +528,14 @@ class Run:
             contents = told.read_object(summary)
             with self.lock:
                 changed, self.summary = True, contents
+        report = self.folder / "report.html"
+        if self._is_new(report):
+            changed, page = True, told.read_bytes(report, LARGEST_REPORT)
+            with self.lock:
+                self.report = page
+        stop_requested = os.path.lexists(self.folder / STOP_FILE)
+        if stop_requested != self.stop_requested:
+            changed, self.stop_requested = True, stop_requested
         for path in sorted((self.folder / "ranks").glob("*.json"))[:MOST_RANKS]:
             if self._is_new(path):
                 contents = told.read_object(path)

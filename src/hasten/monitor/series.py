@@ -91,6 +91,12 @@ class Series:
             self._buckets.append(Bucket(len(self.columns), x))
         self._buckets[-1].add(x, values)
 
+    def means(self, name: str) -> list[float]:
+        """A column's means, without the buckets that have no number."""
+        index = self.columns.index(name)
+        cells = (bucket.cells[index] for bucket in self._buckets)
+        return [cell[1] / cell[0] for cell in cells if cell]
+
     def since(self, generation: int, start: int) -> dict[str, Any]:
         """Returns what a reader lacks that has the first ``start`` buckets of a generation.
 

@@ -4,10 +4,12 @@
   - /events: server-sent events with the page's missing data, twice a second after
     changes
   - /metrics: the state of runs, for Prometheus
+  - /report?run=NAME: the run's report.html, as it was read last
+  - /stop?run=NAME, by POST: the run saves and stops
 
-A path is compared with these three and used for nothing else, so no request reaches a
-file. All of it is behind ``CheckedRequests``. Needs starlette and uvicorn, the extra
-``monitor``.
+A path is compared with these five and used for nothing else. A name is looked up among the
+runs that were found, so no request chooses a file. All of it is behind ``CheckedRequests``.
+Needs starlette and uvicorn, the extra ``monitor``.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import platform
 import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any, cast
@@ -37,7 +40,7 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hasten.errors import InputError
-from hasten.monitor.run import Run
+from hasten.monitor.run import ACTIVE, Run
 from hasten.monitor.watching import Cursor, RunsReader, page_update
 
 # Where runs stand, in the text format that Prometheus reads (exposition format 0.0.4).
@@ -68,17 +71,19 @@ def exposition(runs: Sequence[tuple[str, dict[str, Any]]]) -> str:
 
 
 def escaped(text: str) -> str:
-    """A label's value: backslash, quote and line feed are written with a backslash.
-
-    A file name may have bytes that aren't UTF-8; each becomes U+FFFD.
-    """
-    text = re.sub("[\ud800-\udfff]", "\ufffd", text)
+    """A label's value: backslash, quote and line feed are written with a backslash."""
+    text = decodable(text)
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def decodable(name: str) -> str:
+    """A file's name with U+FFFD for each byte that isn't UTF-8."""
+    return re.sub("[\ud800-\udfff]", "\ufffd", name)
 
 
 # Who may ask the monitor: only with the token, by the name it listens at, and from its own page.
 #
-#   1. the method: GET; there is nothing to change
+#   1. the method: GET, and POST for /stop, the one change
 #   2. Host: a name of this machine's. A page elsewhere whose name is made to point here (DNS
 #      rebinding) still sends its own name
 #   3. Origin, where a browser sends one: the same as Host, so no other page may read
@@ -118,8 +123,8 @@ class CheckedRequests:
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
-        if scope["method"] != "GET":
-            await refuse(send, 405, "only GET: the monitor changes nothing")
+        if scope["method"] != ("POST" if scope["path"] == "/stop" else "GET"):
+            await refuse(send, 405, "only GET, and POST for /stop")
         elif not names_this_server(headers, self._names):
             await refuse(send, 421, "this name is not the monitor's; use the address it printed")
         elif not is_same_origin(headers):
@@ -260,6 +265,8 @@ MOST_CONNECTIONS = 64
 MOST_WAITING = 16  # connections without a request; when more come, the oldest is closed
 REQUEST_SECONDS = 5.0  # for a connection to send its next request whole
 LARGEST_HEADERS = 16 << 10
+# A report comes from a run's folder: it may have styles, and runs nothing under this origin.
+REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; sandbox"
 
 
 class MonitorServer:
@@ -284,7 +291,7 @@ class MonitorServer:
         app = application(watching, token, address, self.port, lambda: self._server.should_exit)
         config = uvicorn.Config(
             app,
-            http=_Connection,
+            http=CheckedConnection,
             ws="none",
             lifespan="off",
             access_log=False,
@@ -309,7 +316,7 @@ class MonitorServer:
         self._server.should_exit = True
 
 
-class _Connection(H11Protocol):
+class CheckedConnection(H11Protocol):
     """A connection that is closed if it sends no whole request in time.
 
     uvicorn limits the time after an answer alone: silent connections would take every place.
@@ -321,7 +328,9 @@ class _Connection(H11Protocol):
         self._handled: object = None  # the last request of which the end was seen
         self._timer = self.loop.call_later(REQUEST_SECONDS, self._look)
         # Other protocols' connections are not among them: the server has this one alone.
-        waiting = [c for c in self.connections if isinstance(c, _Connection) and c.is_waiting()]
+        waiting = [
+            c for c in self.connections if isinstance(c, CheckedConnection) and c.is_waiting()
+        ]
         for connection in sorted(waiting, key=lambda c: c._began)[:-MOST_WAITING]:
             connection.transport.close()
 
@@ -344,7 +353,7 @@ class _Connection(H11Protocol):
 def application(
     watching: RunsReader, token: str, address: str, port: int, is_over: Callable[[], bool]
 ) -> CheckedRequests:
-    """The three answers behind the gate; streams end when it is over."""
+    """The answers behind the gate; streams end when it is over."""
     page, policy = page_and_policy()
     streams = 0
 
@@ -372,7 +381,11 @@ def application(
 
         return StreamingResponse(counted(), media_type="text/event-stream")
 
-    routes = [Route("/", index), Route("/metrics", metrics), Route("/events", events)]
+    routes = [
+        *(Route("/", index), Route("/metrics", metrics), Route("/events", events)),
+        Route("/report", partial(_report, watching)),
+        Route("/stop", partial(_stop, watching), methods=["POST"]),
+    ]
     app = Starlette(routes=routes)
     app.router.redirect_slashes = False
     return CheckedRequests(app, token, names_for(address), f"hasten_monitor_{port}")
@@ -414,6 +427,36 @@ def _update_text(run: Run, cursor: Cursor) -> str:
     except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
         cursor.clear()
         return json.dumps(page_update(run.unreadable_copy(error), {}), separators=(",", ":"))
+
+
+def _named(watching: RunsReader, request: Request) -> Run | None:
+    name = request.query_params.get("run", "")
+    matching = [run for run in watching.runs if decodable(run.name) == name]
+    return matching[0] if len(matching) == 1 else None
+
+
+async def _report(watching: RunsReader, request: Request) -> Response:
+    run = _named(watching, request)
+    if run is None or not run.report:
+        return PlainTextResponse("There is no such run, or it has no report.\n", 404)
+    headers = {"content-security-policy": REPORT_POLICY}
+    return Response(run.report, media_type="text/html", headers=headers)
+
+
+async def _stop(watching: RunsReader, request: Request) -> Response:
+    run = _named(watching, request)
+    if run is None:
+        return PlainTextResponse("There is no such run.\n", 404)
+    with run.lock:
+        status = run.standing()["status"]
+    if status not in ACTIVE:
+        return PlainTextResponse(f"The run doesn't train: {status}.\n", 409)
+    try:
+        await asyncio.to_thread(run.request_stop)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        return PlainTextResponse(f"The run's folder can't be written: {reason}.\n", 409)
+    return PlainTextResponse("The run saves and stops after its step.\n", 202)
 
 
 def _standings(watching: RunsReader) -> str:

@@ -55,6 +55,7 @@ def rows(s: Standing) -> list[tuple[str, str]]:
         ("exposed communication", _number(s["exposed_communication_share"], ".1%")),
         ("expert load", _number(s["expert_load_ratio"], ".2f")),
         ("slowest rank", slow),
+        ("slower", s["slow"] or UNKNOWN),
         ("skipped steps", str(s["skipped_steps"])),
         ("cost so far", UNKNOWN if s["cost"] is None else f"{s['cost']:.4f} {s['currency']}"),
         ("ETA", eta(s)),

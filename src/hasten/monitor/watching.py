@@ -193,4 +193,7 @@ def page_update(run: Run, cursor: Cursor, now: float | None = None) -> dict[str,
             update[name] = series.since(*cursor.get(name, (0, 0)))
             # The last bucket may still take lines, so it is sent again.
             cursor[name] = (series.generation, max(len(series) - 1, 0))
+        if cursor.get("samples") != (0, run.samples_read):
+            cursor["samples"] = (0, run.samples_read)
+            update["samples"] = [*reversed(run.samples)]
     return update

@@ -112,8 +112,14 @@ def prepare_data(
     """Open the recipe's prepared data in ``folder``, or prepare it there first.
 
     Raises:
-        InputError: a missing or unusable file, too many rejected examples, nothing to train on.
+        InputError: a missing or unusable file, too many rejected examples, nothing to train on,
+            or a link instead of the folder.
     """
+    if folder.is_symlink():
+        raise InputError(
+            f"output: {folder} is a link, and a run writes in its own folder; remove it, or name "
+            "the folder behind it as output"
+        )
     key = _key(recipe, folder)
     ready = _opened(recipe, folder, key)
     if ready is not None:

@@ -1,18 +1,20 @@
-"""Samples of the trained model: greedy answers to the prompts of eval examples."""
+"""Samples of the model: greedy answers to the prompts of eval examples."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from hasten.core.job import Indexed
 from hasten.core.loop import evaluation_mode
 from hasten.core.session import Session
-from hasten.models.load import take_own_attention
 from hasten.parts.data.collate import TokenizedExample
-from hasten.parts.nn.causal_lm import causal_lm
+from hasten.parts.nn.causal_lm import causal_lm, trunk
 
 LONGEST_PROMPT = 200  # tokens; a sample is to be read
 ANSWER_TOKENS = 60
@@ -31,26 +33,62 @@ def write_samples(
 ) -> list[Sample]:
     """Answers to the first held-out prompts that are short enough; [] without eval examples.
 
-    The model gets its own attention back, so call this when training is over.
+    Possible between two steps: the model and its mode are the same afterwards.
     """
-    model = causal_lm(session.model)
-    take_own_attention(model)
-    prompts = (prompt_of(eval_data[i]) for i in range(len(eval_data)))
-    short = [ids for ids in prompts if 0 < len(ids) <= LONGEST_PROMPT][:count]
-    samples = []
+    every = (prompt_of(eval_data[i]) for i in range(len(eval_data)))
+    prompts = list(itertools.islice((p for p in every if 0 < len(p) <= LONGEST_PROMPT), count))
+    if not prompts:
+        return []
+    ends = end_tokens(session.model, tokenizer)
     with evaluation_mode(session.model):
-        for ids in short:
-            inputs = torch.tensor([ids], device=model.device)
-            written = session.model.generate(
-                input_ids=inputs,
-                attention_mask=torch.ones_like(inputs),
-                max_new_tokens=ANSWER_TOKENS,
-                do_sample=False,
-                pad_token_id=tokenizer.pad_token_id,
-            )
-            answer = tokenizer.decode(written[0, len(ids) :], skip_special_tokens=True)
-            samples.append(Sample(tokenizer.decode(ids, skip_special_tokens=True), answer))
-    return samples
+        answers = continuations(session.model, prompts, ends, ANSWER_TOKENS)
+
+    def text(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+    return [Sample(text(p), text(a)) for p, a in zip(prompts, answers, strict=True)]
+
+
+def end_tokens(model: nn.Module, tokenizer: Any) -> frozenset[int]:
+    """The tokens that end an answer, by the generation config and by the tokenizer."""
+    config: Any = getattr(causal_lm(model), "generation_config", None)
+    ends = getattr(config, "eos_token_id", None)
+    ends = list(ends) if isinstance(ends, list | tuple) else [ends]
+    return frozenset(e for e in (*ends, tokenizer.eos_token_id) if e is not None)
+
+
+@torch.no_grad()
+def continuations(
+    model: nn.Module, prompts: Sequence[Sequence[int]], ends: frozenset[int], most: int
+) -> list[list[int]]:
+    """The most probable next tokens of each prompt, up to and without an end token.
+
+    All rows have one fixed length, so that a model is compiled for one shape. Each pass computes
+    whole rows: attention of a training plan has no cache of keys and values.
+    """
+    causal: Any = causal_lm(model)
+    width = max(len(prompt) for prompt in prompts) + most
+    tokens = torch.zeros(len(prompts), width, dtype=torch.long, device=causal.device)  # (B, T)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = torch.tensor(prompt, device=causal.device)
+    rows = torch.arange(len(prompts), device=causal.device)
+    position = torch.tensor([len(prompt) for prompt in prompts], device=causal.device)
+    answers: list[list[int]] = [[] for _ in prompts]
+    waiting = set(range(len(prompts)))
+    for _ in range(most):
+        # What lies to the right of a position is never attended to.
+        hidden = trunk(model)(input_ids=tokens, use_cache=False).last_hidden_state
+        following = causal.lm_head(hidden[rows, position - 1]).argmax(-1)
+        tokens[rows, position] = following
+        position = position + 1
+        for row, token in enumerate(following.tolist()):  # waits for the device
+            if token in ends:
+                waiting.discard(row)
+            elif row in waiting:
+                answers[row].append(token)
+        if not waiting:
+            break
+    return answers
 
 
 def prompt_of(example: TokenizedExample) -> list[int]:

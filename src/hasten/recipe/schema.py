@@ -166,6 +166,9 @@ class Recipe(BaseModel):
     metrics: list[Literal["token_accuracy"]] = Field(
         default_factory=list, description="further metrics of eval examples: token_accuracy"
     )
+    samples: int = Field(
+        0, ge=0, le=16, description="answers to eval prompts that each evaluation writes"
+    )
     patience: int = Field(0, ge=0, description="evaluations without gain before stopping; 0: off")
     best_metric: Literal["eval_loss", "token_accuracy"] = Field(
         "eval_loss", description="what decides which weights are saved as best, and patience"

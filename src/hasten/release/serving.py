@@ -13,6 +13,7 @@ pass `CheckedAccess` first. Interface: https://platform.openai.com/docs/api-refe
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.util
 import json
@@ -35,13 +36,16 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from hasten.errors import InputError, pip_install
-from hasten.foreign_files import read_json_object
+from hasten.foreign_files import parse_json, read_json_object
 from hasten.machine.environment import child_environment
 from hasten.models.load import quiet, read_config
 from hasten.models.presets import PRESETS
 from hasten.models.weights import ADAPTER
 from hasten.monitor.server import (
+    LARGEST_HEADERS,
+    MOST_CONNECTIONS,
     App,
+    CheckedConnection,
     Receive,
     Scope,
     Send,
@@ -62,6 +66,10 @@ from hasten.release.trained_model import (
 
 STARTING_SECONDS = 1800.0  # vLLM compiles and loads before it answers
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+LARGEST_REQUEST = 8 << 20  # bytes
+REQUEST_SECONDS = 30.0  # for a client to send its request whole
+NEW_TOKENS = 1024  # where a request names no number, as in the server of transformers
+LIMITS = ("max_completion_tokens", "max_tokens")
 
 
 def address_url(host: str, port: int) -> str:
@@ -98,6 +106,7 @@ class CheckedAccess:
 
 def error_response(status: int, message: str) -> Response:
     """An error in the form that OpenAI's clients read."""
+    message = message.encode(errors="backslashreplace").decode()  # half a surrogate pair
     kind = "invalid_request_error" if status < 500 else "server_error"
     return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status)
 
@@ -131,11 +140,10 @@ def application(loaded: LoadedModel) -> Starlette:
     def answered_by(handler: Any) -> Callable[[Request], Any]:
         async def respond(request: Request) -> Response:
             try:
-                body = await request.json()
-            except ValueError:
-                return error_response(400, "the request is no JSON")
-            if not isinstance(body, dict):
-                return error_response(400, "the request must be a JSON object")
+                body = await request_body(request)
+                limit_new_tokens(body, loaded)
+            except InputError as error:
+                return error_response(400, str(error))
             try:
                 response: Response = await handler.handle_request(body, uuid.uuid4().hex)
             except HTTPException as error:  # FastAPI's is one
@@ -165,6 +173,62 @@ def application(loaded: LoadedModel) -> Starlette:
     return app
 
 
+async def request_body(request: Request) -> dict[str, Any]:
+    """The JSON object of a request.
+
+    Raises:
+        InputError: it is too large, too slow, or something else.
+    """
+    received = bytearray()
+    try:
+        async with asyncio.timeout(REQUEST_SECONDS):
+            async for chunk in request.stream():
+                received += chunk
+                if len(received) > LARGEST_REQUEST:
+                    raise InputError(f"the request is larger than {LARGEST_REQUEST >> 20} MiB")
+    except TimeoutError as error:
+        raise InputError(f"the request wasn't whole after {REQUEST_SECONDS:.0f} s") from error
+    body = parse_json(bytes(received), "the request")
+    if not isinstance(body, dict):
+        raise InputError("the request must be a JSON object")
+    return body
+
+
+def limit_new_tokens(body: dict[str, Any], loaded: LoadedModel) -> None:
+    """Checks that prompt and answer fit into the model's context; sets a limit if there is none.
+
+    Without this a client could have text written that never ends.
+
+    Raises:
+        InputError: they don't fit, or a limit is no number.
+    """
+    context = getattr(loaded.model.config, "max_position_embeddings", None) or 2**31
+    prompt = sum(len(loaded.tokenizer(text)["input_ids"]) for text in texts_of(body))
+    room = context - prompt
+    if room < 1:
+        raise InputError(f"the prompt has {prompt} tokens, the model's context {context}")
+    limits = {name: body[name] for name in LIMITS if body.get(name) is not None}
+    for name, limit in limits.items():
+        if not isinstance(limit, int) or isinstance(limit, bool) or not 1 <= limit <= room:
+            raise InputError(f"{name} must be a number from 1 to {room}, the rest of the context")
+    if not limits:
+        body["max_tokens"] = min(NEW_TOKENS, room)
+
+
+def texts_of(body: dict[str, Any]) -> list[str]:
+    """The texts of a prompt, of messages, and of their parts."""
+    messages = body.get("messages")
+    messages = messages if isinstance(messages, list) else []
+    contents = [body.get("prompt"), *(m.get("content") for m in messages if isinstance(m, dict))]
+    texts = []
+    for content in contents:
+        for part in content if isinstance(content, list) else [content]:
+            text = part.get("text") if isinstance(part, dict) else part
+            if isinstance(text, str):
+                texts.append(text.encode(errors="replace").decode())
+    return texts
+
+
 def check_transformers() -> None:
     """Raise InputError if a package of ``transformers serve`` is missing."""
     missing = [n for n in ("fastapi", "openai", "uvicorn") if importlib.util.find_spec(n) is None]
@@ -187,7 +251,14 @@ class ModelServer:
         self._socket = listener
         app = CheckedAccess(application(loaded), token, names_for(host))
         config = uvicorn.Config(
-            app, ws="none", lifespan="off", log_level="warning", timeout_graceful_shutdown=3
+            app,
+            http=CheckedConnection,
+            ws="none",
+            lifespan="off",
+            log_level="warning",
+            limit_concurrency=MOST_CONNECTIONS,
+            h11_max_incomplete_event_size=LARGEST_HEADERS,
+            timeout_graceful_shutdown=3,
         )
         self._server = uvicorn.Server(config)
 

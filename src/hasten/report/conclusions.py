@@ -208,6 +208,11 @@ def unpaid(report: Mapping[str, Any]) -> list[dict[str, str]]:
     ]
 
 
+def term_name(term: str) -> str:
+    """A part of a step or of memory as the page calls it."""
+    return "the process itself" if term == "other" else term
+
+
 def any_known(terms: Mapping[str, float | None]) -> bool:
     return any(value is not None for value in terms.values())
 

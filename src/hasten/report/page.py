@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,6 +40,7 @@ from hasten.report.conclusions import (
     on_the_whole,
     reason_of,
     result_of,
+    term_name,
     unpaid,
     variants_that_hurt,
 )
@@ -169,8 +171,14 @@ def _environment() -> Environment:
         "priced": priced,
         "any_known": any_known,
         "measure": measure,
+        "headings": headings,
     }
     return environment
+
+
+def headings(sections: str) -> list[tuple[str, str]]:
+    """The name and the text of each section's heading; both are the templates' own."""
+    return re.findall(r'<h2 id="([a-z]+)">(.*?)</h2>', sections)
 
 
 def _shortened(read: dict[str, Any], limits: PageLimits) -> dict[str, Any]:
@@ -370,7 +378,9 @@ def terms(variants: Sequence[Row], part: str, unit: str) -> list[dict[str, Any]]
         pair = first[name], last[name]
         if pair != (None, None):
             texts = [number_text(value, unit) for value in pair]
-            rows.append({"name": name, "number": number, "before": texts[0], "after": texts[1]})
+            rows.append(
+                {"name": term_name(name), "number": number, "before": texts[0], "after": texts[1]}
+            )
     return rows
 
 

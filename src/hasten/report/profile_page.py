@@ -10,6 +10,7 @@ from textwrap import indent
 from typing import Any
 
 from hasten.core.timing import PARTS, step_total
+from hasten.errors import InputError
 from hasten.formatting import aligned
 from hasten.machine.files import write_atomic
 from hasten.report.markup import html_table
@@ -241,7 +242,18 @@ STYLE = (
 
 
 def write_profile(profile: Mapping[str, Any], folder: Path) -> Path:
-    """``profile.json`` and ``profile.html``, each complete or not there; the page's path."""
-    write_atomic(folder / "profile.json", json.dumps(profile, indent=1, allow_nan=False) + "\n")
-    write_atomic(folder / "profile.html", render_page(profile))
+    """``profile.json`` and ``profile.html``, each complete or not there; the page's path.
+
+    Raises:
+        InputError: the folder can't be written.
+    """
+    text = json.dumps(profile, indent=1, allow_nan=False) + "\n"
+    try:
+        write_atomic(folder / "profile.json", text)
+        write_atomic(folder / "profile.html", render_page(profile))
+    except OSError as error:
+        raise InputError(
+            f"{folder} can't be written: {error.strerror or error}; make room, or name another "
+            "folder"
+        ) from error
     return folder / "profile.html"

@@ -25,6 +25,7 @@ from hasten.report.conclusions import (
     on_the_whole,
     result_of,
     switches,
+    term_name,
     word_of,
 )
 from hasten.report.judgement import Row, cumulative_of, verdict_word
@@ -444,7 +445,10 @@ def _speeds(report: Mapping[str, Any]) -> dict[str, Draw]:
 
 
 def _bars(title: str, bars: Sequence[Bar], floor: float | None) -> Draw:
-    return lambda width: bar_chart(title, bars, width, 1, lambda v: f"{v:.3g}×", floor)
+    def tick(ratio: float) -> str:
+        return "baseline" if math.isclose(ratio, 1) else f"{ratio:.3g}×"
+
+    return lambda width: bar_chart(title, bars, width, 1, tick, floor)
 
 
 def _speed(variant: Row, report: Mapping[str, Any]) -> Bar:
@@ -545,7 +549,7 @@ def _stacks(title: str, variants: Sequence[Row], part: str) -> Draw:
     stacks = []
     for variant, total in zip(variants, sums, strict=True):
         terms = variant["ledger"][part].items()
-        parts = {name: None if value is None else value / unit for name, value in terms}
+        parts = {term_name(n): None if value is None else value / unit for n, value in terms}
         text = number_text(total, "memory" if part == "memory" else "seconds")
         stacks.append(Stack(variant["name"], text if any_known(parts) else NOT_MEASURED, parts))
     return lambda width: stack_chart(title, stacks, width, lambda v: f"{v:.3g} {sign}")

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from hasten.core.session import Session
+from hasten.errors import InputError
 from hasten.machine import environment
 from hasten.machine.files import TEMPORARY, write_atomic
 from hasten.models.adapters import adapted_table
@@ -29,7 +30,7 @@ from hasten.models.weights import NumberFormats
 from hasten.recipe.prepared_data import PreparedData
 from hasten.recipe.sample import Sample, write_samples
 
-STEP_LINES = ("metrics.jsonl", "evaluations.jsonl")
+STEP_LINES = ("metrics.jsonl", "evaluations.jsonl", "samples.jsonl")
 FAULT_LINES = ("quarantined.jsonl", "spikes.jsonl", "restarts.jsonl")
 ADJUSTMENTS = "adjustments.jsonl"  # settings that were tried while training
 WATCHED = ("run.json", ADJUSTMENTS, "machine.jsonl", "ranks", "tensorboard", "wandb", "mlflow")
@@ -42,6 +43,9 @@ def archive_previous_run(output: Path, keep_checkpoints: bool) -> str:
 
     Returns:
         A message if that run wasn't done and can be resumed, and how; otherwise "".
+
+    Raises:
+        InputError: they can't be moved there.
     """
     output.mkdir(parents=True, exist_ok=True)
     names = [*RESULTS, *MODELS, "best"]
@@ -53,13 +57,25 @@ def archive_previous_run(output: Path, keep_checkpoints: bool) -> str:
     earlier = [output / name for name in names if os.path.lexists(output / name)]
     if not earlier:
         return ""
+    folder = output / "previous"
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise InputError(
+            f"output: {folder} is no folder, and an earlier run's results belong there; "
+            "remove it, or choose another output"
+        )
     number = 1
-    while os.path.lexists(output / "previous" / str(number)):
+    while os.path.lexists(folder / str(number)):
         number += 1
-    archive = output / "previous" / str(number)
-    archive.mkdir(parents=True)
-    for path in earlier:
-        path.rename(archive / path.name)
+    archive = folder / str(number)
+    try:
+        archive.mkdir(parents=True)
+        for path in earlier:
+            path.rename(archive / path.name)
+    except OSError as error:
+        raise InputError(
+            f"output: the earlier run can't be moved to {archive}: {error.strerror or error}; "
+            "choose another output"
+        ) from error
     saved = sorted((archive / "checkpoints").glob("step-*"))
     if not saved or (archive / "summary.json").exists():
         return ""
@@ -90,14 +106,22 @@ def _step_of(line: str) -> float:
 class LineFiles:
     """Files to which a run's lines are added; what a full disk doesn't take waits for room."""
 
-    def __init__(self, output: Path) -> None:
-        self._metrics, self._evaluations = (_LineFile(output / name) for name in STEP_LINES)
+    def __init__(self, output: Path, with_samples: bool = False) -> None:
+        metrics, evaluations, samples = STEP_LINES
+        self._metrics = _LineFile(output / metrics)
+        self._evaluations = _LineFile(output / evaluations)
+        self._samples = _LineFile(output / samples) if with_samples else None
 
     def step(self, line: Mapping[str, Any]) -> None:
         self._metrics.add(json.dumps(line) + "\n")
 
     def evaluation(self, line: Mapping[str, Any]) -> None:
         self._evaluations.add(json.dumps(line) + "\n")
+
+    def sample(self, line: Mapping[str, Any]) -> None:
+        """For a run ``with_samples``."""
+        assert self._samples is not None
+        self._samples.add(json.dumps(line) + "\n")
 
 
 class _LineFile:
@@ -239,7 +263,10 @@ def save_all(
 def _retry(session: Session, output: Path) -> str:
     """How weights that couldn't be saved are saved yet."""
     if session.has_checkpoints:
-        return f"make room, then `hasten export {output} -o FOLDER` writes the last checkpoint"
+        return (
+            f"make room, then `hasten export {output} --weights checkpoint -o FOLDER` writes the "
+            "last checkpoint"
+        )
     return (
         "the plan writes no checkpoints, so these weights are lost: make room or set "
         f"{RESCUE} to a folder on another disk before the next run"

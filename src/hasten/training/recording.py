@@ -21,6 +21,8 @@ from hasten.core.session import Session
 from hasten.machine import environment, host
 from hasten.machine.files import write_atomic
 from hasten.machine.gpu import GpuReading, Gpus
+from hasten.machine.processes import LoadMeter
+from hasten.machine.threads import usable_cores
 from hasten.recipe.schema import Recipe
 from hasten.training.metric_writers import Writers
 
@@ -122,21 +124,33 @@ class Recording:
 
     def _sample(self) -> None:
         gpus = Gpus(self._uuids) if self._uuids else None
-        psutil.cpu_percent()  # counts from here on
+        psutil.cpu_percent()  # these count from here on
+        psutil.cpu_times_percent()
+        # With several ranks, the others of this run would count as foreign.
+        load = LoadMeter(len(usable_cores()) or 1) if self._ranks == 1 else None
         while not self._over.wait(self._every):
             with contextlib.suppress(OSError):  # a disk that is full now may have room later
-                line = {"step": self._step, "time": time.time(), **sample(self._folder, gpus)}
+                state = sample(self._folder, gpus, load)
+                line = {"step": self._step, "time": time.time(), **state}
                 with (self._folder / "machine.jsonl").open("a") as file:
                     file.write(json.dumps(line) + "\n")
 
 
-def sample(folder: Path, gpus: Gpus | None = None) -> dict[str, float | None]:
-    """Returns the current state of devices, host and the folder's disk; None: unknown.
+def sample(
+    folder: Path, gpus: Gpus | None = None, load: LoadMeter | None = None
+) -> dict[str, float | None]:
+    """Returns the state of devices, host and the folder's disk since the last call; None: unknown.
 
     Without GPUs the device is the processor, and its power is unknown.
     """
     memory = psutil.virtual_memory()
     busy = psutil.cpu_percent() / 100
+    waiting = getattr(psutil.cpu_times_percent(), "iowait", None)  # Linux has it
+    foreign: float | None = None
+    if load is not None:
+        load.lap("run")
+        foreign = load.share("run")
+        load.begin()
     readings = gpus.readings() if gpus is not None else []
     device_sample = (
         of_gpus(readings)
@@ -151,6 +165,8 @@ def sample(folder: Path, gpus: Gpus | None = None) -> dict[str, float | None]:
     return {
         **device_sample,
         "host_utilisation": busy,
+        "foreign_load": foreign,
+        "disk_wait_share": None if waiting is None else waiting / 100,
         "host_memory_bytes": memory.total - memory.available,
         "disk_free_bytes": psutil.disk_usage(str(folder)).free,
     }
@@ -211,6 +227,7 @@ def start_of(session: Session, recipe: Recipe) -> dict[str, Any]:
     size = setup.context.world.size
     return {
         "model": recipe.model,
+        "dataset": recipe.model_dump(mode="json")["dataset"],
         "total_steps": setup.job.schedule.total_steps,
         "world_size": size,
         "plan": setup.plan.to_list(),

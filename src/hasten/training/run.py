@@ -5,6 +5,7 @@ Files in ``output/``:
   - recipe.yaml: the resolved recipe
   - metrics.jsonl: a line per step
   - evaluations.jsonl: eval loss and metrics
+  - samples.jsonl: answers of the model at each evaluation, if the recipe has ``samples``
   - summary.json: the whole run in one object
   - model/ or adapter/: Hugging Face or PEFT form
   - model_average/ or adapter_average/: their running mean, if the plan has one
@@ -15,6 +16,7 @@ Files in ``output/``:
   - rejected.jsonl: examples left out, and why
   - adjustments.jsonl: settings tried while training, if the recipe has ``auto``
   - run.json, machine.jsonl, ranks/: for observers
+  - stop: written by an observer; the run saves and stops
   - tensorboard/, wandb/, mlflow/: if the recipe requires them
 
 An earlier run in the same folder is not overwritten: its results move to ``previous/1``
@@ -25,8 +27,8 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -47,6 +49,8 @@ from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.timing import StepMetrics, clock_on
+from hasten.errors import InputError
+from hasten.foreign_files import STOP_FILE
 from hasten.launch.ranks import check_agreement, naming_ranks, process_group
 from hasten.machine import environment, host
 from hasten.machine.processes import Heartbeat, attempt_folder, attempt_number, reporting_errors
@@ -69,7 +73,7 @@ from hasten.recipe.prepare import (
 )
 from hasten.recipe.prepared_data import PreparedData, rejected_words, write_rejected
 from hasten.recipe.price import cost_of
-from hasten.recipe.sample import Sample
+from hasten.recipe.sample import Sample, write_samples
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.report.card import CARD, write_card
 from hasten.training.auto_adjust import adjust, adjusted
@@ -192,7 +196,14 @@ def _open_folder(recipe: Recipe, data: PreparedData, tell: Tell) -> None:
     if attempt_number() == 1:  # a later attempt goes on in the same files
         if unfinished := archive_previous_run(output, keep_checkpoints=recipe.resume != "never"):
             tell(unfinished)
-        (output / "recipe.yaml").write_text(recipe.to_yaml())
+        try:
+            (output / STOP_FILE).unlink(missing_ok=True)  # it was meant for an earlier run
+            (output / "recipe.yaml").write_text(recipe.to_yaml())
+        except OSError as error:
+            name, reason = error.filename or output, error.strerror or error
+            raise InputError(
+                f"output: can't write {name}: {reason}; remove it, or choose another output"
+            ) from error
     if data.note.rejected:
         write_rejected(data.note, output / "rejected.jsonl")
         tell(f"{rejected_words(data.note)}; listed in {output / 'rejected.jsonl'}")
@@ -213,16 +224,22 @@ def set_step_checks(session: Session, recipe: Recipe, output: Path) -> None:
         check_policy(session)
 
 
-def watch_notices(session: Session, recipe: Recipe) -> AbstractContextManager[Any]:
-    """Requests a stop if the recipe's file appears or its command requires it.
+@contextmanager
+def watch_notices(session: Session, recipe: Recipe) -> Iterator[None]:
+    """Requests a stop if a file appears, or the recipe's command requires it.
 
-    It runs on the first rank.
+    The file ``stop`` in the run's folder acts as Ctrl-C. It runs on the first rank.
     """
-    if not session.setup.context.world.is_main or not (recipe.leave_file or recipe.leave_command):
-        return nullcontext()
-    file = Path(recipe.leave_file) if recipe.leave_file else None
-    leave = partial(request_stop, session, haste=True)
-    return ShutdownNotice(leave, file, recipe.leave_command or ())
+    with ExitStack() as notices:
+        if session.setup.context.world.is_main:
+            stop = partial(request_stop, session, haste=False)
+            stop_file = Path(recipe.output) / STOP_FILE
+            notices.enter_context(ShutdownNotice(stop, stop_file, every=1.0))
+            if recipe.leave_file or recipe.leave_command:
+                file = Path(recipe.leave_file) if recipe.leave_file else None
+                leave = partial(request_stop, session, haste=True)
+                notices.enter_context(ShutdownNotice(leave, file, recipe.leave_command or ()))
+        yield
 
 
 @dataclass(frozen=True)
@@ -320,11 +337,15 @@ def _watch(
             run.tell(f"warning: {best}: {problem}")
 
     watch = replace(watch, on_best=keep_best if recipe.eval_every else _silent)
-    if not run.prepared.context.world.is_main:
-        return watch
-    if attempt_number() > 1:
+    is_main = run.prepared.context.world.is_main
+    if is_main and attempt_number() > 1:
         keep_lines_until(run.output, session.progress.step)
-    lines = LineFiles(run.output)
+    lines = LineFiles(run.output, bool(recipe.samples)) if is_main else None
+    if recipe.samples:  # all ranks bring their part of the model
+        sampling = SamplesInTime(run, session, lines)
+        watch = replace(watch, on_evaluation=call_both(watch.on_evaluation, sampling.note))
+    if lines is None:
+        return watch
     watch = replace(watch, on_step=call_both(watch.on_step, SlowLink(run.tell).note))
     if run.prepared.context.world.size == 1:
         watch = replace(watch, on_step=call_both(watch.on_step, BusyMachine(run.tell).note))
@@ -335,6 +356,35 @@ def _watch(
             watch.on_evaluation, call_both(lambda e: lines.evaluation(e.to_dict()), on_evaluation)
         ),
     )
+
+
+class SamplesInTime:
+    """Writes the answers of each evaluation's model to ``samples.jsonl``.
+
+    Args:
+        lines: of the first rank; None on the others.
+    """
+
+    def __init__(self, run: _Run, session: Session, lines: LineFiles | None) -> None:
+        self._run, self._session, self._lines = run, session, lines
+        self._is_over = False
+
+    def note(self, evaluation: Evaluation) -> None:
+        """After each evaluation, on every rank."""
+        prepared = self._run.prepared
+        with self._session.setup.layout.gather(self._session.model):
+            if self._is_over or self._lines is None:
+                return
+            tokens, count = prepared.data, prepared.recipe.samples
+            try:
+                samples = write_samples(self._session, tokens.tokenizer, tokens.eval_data, count)
+            except Exception as error:  # of a library: a sample isn't worth the training
+                self._is_over = True
+                reason = " ".join(str(error).split())[:200]
+                self._run.tell(f"warning: samples: none can be written in this run: {reason}")
+                return
+        for sample in samples:
+            self._lines.sample({"step": evaluation.step, **asdict(sample)})
 
 
 def _leave(
