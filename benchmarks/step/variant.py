@@ -53,6 +53,9 @@ VARIANTS: dict[str, Variant] = {
     # the same steps in four passes each: smaller logits, and less padding within a pass
     "hf_best_4x8": Variant("hf_variant", {**GROUPED, **SMALLER}, own_order=True),
     "hf_compile": Variant("hf_variant", {**GROUPED, "torch_compile": True}, own_order=True),
+    "hf_best_4x8_compile": Variant(
+        "hf_variant", {**GROUPED, **SMALLER, "torch_compile": True}, own_order=True
+    ),
     # what a user takes whose processor has no unit for bf16
     "hf_float32_4x8": Variant("hf_variant", {**SORTED, **SMALLER}, own_order=True),
     "hf_float32_4x8_compile": Variant(
