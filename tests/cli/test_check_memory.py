@@ -16,7 +16,7 @@ from sample_data import small
     ("room", "code", "said"),
     [
         (64e9, 0, "ok   memory       about "),
-        (0.722e9, 0, "it may run out: "),
+        (0.71e9, 0, "it may run out: "),
         (0.5e9, 2, "FAIL memory       memory: weights, gradients and optimizer of"),
         (0.695e9, 2, "finetuning_type: lora"),
     ],

@@ -430,7 +430,7 @@ def test_the_page_has_the_number_of_set_ups() -> None:
     together = sum(case.acts == PACKING for case in CASES.values())
     assert together >= 30
     assert f"{len(CASES)} set-ups of the Trainer" in page
-    assert f"In {together} set-ups of the Trainer packed" in page
+    assert f"In {together} set-ups of the Trainer, packed" in page
 
 
 def test_another_loss_function_from_the_module_of_dft_loss_keeps_examples_in_rows() -> None:

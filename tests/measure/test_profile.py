@@ -187,7 +187,7 @@ def test_a_file_that_cannot_be_finished_leaves_the_earlier_one(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(profile_page, "render_page", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(InputError, match="No space"):
         write_profile({**profile, "step_seconds": 1.0}, tmp_path)
     assert (tmp_path / "profile.html").read_text() == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["profile.html", "profile.json"]
