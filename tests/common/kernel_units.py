@@ -22,7 +22,7 @@ if products.tile_library().library:
 @functools.cache
 def library_with_pairs() -> LoadedLibrary:
     """The kernels with pairs of bf16, which ordinary instructions multiply where none are made."""
-    if all(name in processor_flags() for name in products.PAIRS):
+    if "avx512_bf16" in processor_flags():
         return products.library()
     place = tempfile.TemporaryDirectory(prefix="hasten-pairs-")
     _KEPT.append(place)

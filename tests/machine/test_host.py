@@ -21,7 +21,7 @@ from hasten.machine.host import (
     mounts,
     numa_nodes,
 )
-from hasten.machine.processor import isa_limit, processor_flags
+from hasten.machine.processor import doubles_bf16, isa_limit, processor_flags
 
 linux = pytest.mark.skipif(platform.system() != "Linux", reason="reads Linux's files")
 
@@ -216,3 +216,27 @@ def test_onednns_limit_of_instruction_sets_holds_for_the_kernels_too(
         assert isa_limit().compiler_flags[0] == f"-march={target}"
     finally:
         processor_flags.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("vendor", "flags", "doubles"),
+    [
+        ("AuthenticAMD", "avx512f avx512_bf16", True),
+        ("AuthenticAMD", "avx512f", False),
+        ("GenuineIntel", "avx512f avx512_bf16", False),
+    ],
+)
+def test_bf16_is_multiplied_in_pairs_where_that_was_faster(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, vendor: str, flags: str, doubles: bool
+) -> None:
+    file = tmp_path / "cpuinfo"
+    file.write_text(f"vendor_id : {vendor}\nflags : {flags}\n")
+    monkeypatch.setattr(processor, "CPU_INFO", file)
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    for cached in (processor_flags, doubles_bf16):
+        cached.cache_clear()
+    try:
+        assert doubles_bf16() is doubles
+    finally:
+        for cached in (processor_flags, doubles_bf16):
+            cached.cache_clear()

@@ -5,6 +5,7 @@ Doesn't import torch: a process that simulates a device compiles kernels before 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,17 @@ def processor_flags() -> frozenset[str]:
             names = line.split(":", 1)[1].split()
             return frozenset(name for name in names if not name.startswith(above))
     return frozenset()
+
+
+@functools.cache
+def doubles_bf16() -> bool:
+    """Returns True if AVX512-BF16 multiplies twice as many numbers in a cycle as float32.
+
+    Measured: on AMD's Zen 4 it does; on Intel's Emerald Rapids it multiplies about half as many.
+    """
+    with contextlib.suppress(OSError):
+        return "avx512_bf16" in processor_flags() and "AuthenticAMD" in CPU_INFO.read_text()
+    return False
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ for each shape grows with every new length. The processor decides how bf16 is
 multiplied (`unit`):
 
 - tiles: AMX (``tile_product.cpp`` and ``tile_attention.cpp``)
-- pairs: AVX512-BF16, two products per instruction and lane
+- pairs: AVX512-BF16, two products per instruction and lane, where that is faster than float32
 - floats: any other processor. bf16 becomes float32 when it is copied for the product,
   so it is as fast as float32
 
@@ -25,12 +25,11 @@ from torch import Tensor
 from torch.library import custom_op
 
 from hasten.machine.environment import isa_variable
-from hasten.machine.processor import processor_flags
+from hasten.machine.processor import doubles_bf16, processor_flags
 from hasten.parts.kernels.build import LoadedLibrary, build_library
 
 WORTH_THREADS = 10_000_000  # FLOPs below which one thread is done before a second is awake
 TILES = ("amx_tile", "amx_bf16", "avx512bw", "avx512_bf16")
-PAIRS = ("avx512_bf16",)
 DTYPES = (torch.float32, torch.bfloat16)
 forced_unit = ""  # of tests: another way to multiply bf16 than the processor's
 
@@ -68,7 +67,7 @@ def unit(dtype: torch.dtype) -> str:
         return forced_unit
     if tile_library().library is not None:
         return "tiles"
-    return "pairs" if all(name in processor_flags() for name in PAIRS) else "floats"
+    return "pairs" if doubles_bf16() else "floats"
 
 
 def fits(*tensors: Tensor) -> bool:

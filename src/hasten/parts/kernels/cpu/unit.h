@@ -7,7 +7,7 @@
 //
 // ``Floats`` serve every processor: the compiler turns a product and a sum into one instruction.
 // bf16 becomes float while it is laid out, so that it costs what float32 costs. ``Pairs`` are the
-// words of processors with bf16 products (vdpbf16ps), whose speed is twice that of float32.
+// words of processors with bf16 products (vdpbf16ps), on AMD's twice as fast as float32.
 #pragma once
 #include <algorithm>
 #include <type_traits>
