@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +23,7 @@ from hasten.recipe.schema import Recipe, load_recipe
 from simulated_recipes import toy
 
 pytestmark = pytest.mark.cold
+needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 
 
 @pytest.fixture
@@ -36,6 +39,29 @@ def complaint(*words: str) -> str:
     said = str(result.exception)
     assert "\n" not in said
     return said
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_recipe_is_counted_for_a_device_that_is_not_here(recipe: str, tmp_path: Path) -> None:
+    words = ["profile", recipe, "--simulate", "rtx4090", "-o", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    first, *_, last = result.output.strip().splitlines()
+    assert "by simulation, rtx4090: counted without a GPU, nothing was measured" in first
+    assert last.startswith("assumed: products at 135 TFLOP/s in bf16")
+    assert "upper bound" in last
+    for word in ("forward", "backward", "optimizer", "syncs", "peak", "scaled_dot_product"):
+        assert word in result.output
+    found = json.loads((tmp_path / "out" / "simulation.json").read_text())
+    assert found["kind"] == "hasten simulation"
+    assert found["peak_bytes"] > found["between_steps_bytes"] > 0
+    assert found["parts"]["forward"]["syncs"] == 0
+    assert sum(row["launches"] for row in found["operators"].values()) == sum(
+        part["launches"] for part in found["parts"].values()
+    )
+    assert found["assumptions"]
 
 
 def test_what_is_no_recipe_is_refused() -> None:

@@ -196,7 +196,10 @@ def test_this_machine_is_within_its_memory() -> None:
         ("", {"avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile"}, "native"),
         ("AVX512_CORE_BF16", {"avx2", "avx512f", "avx512_bf16"}, "x86-64-v4"),
         ("avx512_core", {"avx2", "avx512f"}, "x86-64-v4"),
+        ("AVX2_VNNI", {"avx2"}, "x86-64-v3"),
         ("AVX2", {"avx2"}, "x86-64-v3"),
+        ("SSE41", set(), "x86-64-v2"),
+        ("AVX512_CORE_FP16", {"avx2", "avx512f", "avx512_bf16", "avx512_fp16"}, "native"),
     ],
 )
 def test_onednns_limit_of_instruction_sets_holds_for_the_kernels_too(

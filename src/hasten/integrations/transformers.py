@@ -500,9 +500,8 @@ class TrainerTechniques(TrainerCallback):
             self._packing.decide_by(self._techniques)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if (
-            self.proof is not None and not self.proof.awaits_loss
-        ):  # the first step's passes are done
+        # The first step's passes are done.
+        if self.proof is not None and not self.proof.awaits_loss:
             if self.proof.batches:
                 _LOG.info("%s", self.proof)
             elif self._techniques:

@@ -61,8 +61,17 @@ def isa_limit() -> IsaLimit:
 
 
 _NO_LIMIT = IsaLimit(("-march=native",), ())
+_SSE = IsaLimit(("-march=x86-64-v2",), ("avx", "fma", "f16c", "amx"))
+_AVX = IsaLimit(("-march=x86-64-v2", "-mavx"), ("avx2", "avx5", "avx_", "fma", "amx"))
+_AVX2 = IsaLimit(("-march=x86-64-v3",), ("avx512", "avx_vnni", "amx"))
+_AVX512 = IsaLimit(("-march=x86-64-v4",), ("avx512_bf16", "avx512_fp16", "amx"))
 _ISA_LIMITS = {
-    "AVX2": IsaLimit(("-march=x86-64-v3",), ("avx512", "avx_vnni", "amx")),
-    "AVX512_CORE": IsaLimit(("-march=x86-64-v4",), ("avx512_bf16", "avx512_fp16", "amx")),
+    "SSE41": _SSE,
+    "AVX": _AVX,
+    **dict.fromkeys(("AVX2", "AVX2_VNNI", "AVX2_VNNI_2"), _AVX2),
+    **dict.fromkeys(("AVX512_CORE", "AVX512_CORE_VNNI"), _AVX512),
     "AVX512_CORE_BF16": IsaLimit(("-march=x86-64-v4", "-mavx512bf16"), ("avx512_fp16", "amx")),
+    **dict.fromkeys(
+        ("AVX512_CORE_FP16", "AVX10_1_512"), IsaLimit(("-march=native", "-mno-amx-tile"), ("amx",))
+    ),
 }

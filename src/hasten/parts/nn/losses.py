@@ -359,8 +359,10 @@ class LanguageModelLoss(nn.Module):
         a gradient of 0.
         """
         loss, count, balance = self.sums(labels, **inputs)
-        divisor = count if items is None else torch.as_tensor(items, device=loss.device)
-        mean = loss / divisor.masked_fill(divisor == 0, 1)
+        divisor = count if items is None else items
+        if isinstance(divisor, Tensor):  # without waiting for a GPU
+            divisor = divisor.masked_fill(divisor == 0, 1)
+        mean = loss / (divisor if isinstance(divisor, Tensor) else divisor or 1)
         return mean if balance is None else mean + balance
 
     def sums(
