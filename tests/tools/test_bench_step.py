@@ -136,7 +136,7 @@ def test_every_variant_but_packing_follows_the_order_where_it_is_matched() -> No
     packing = ["trl_packing", "trl_packing_rows"]
     assert [name for name, one in variant.VARIANTS.items() if one.chooses(True)] == packing
     free = [name for name, one in variant.VARIANTS.items() if one.chooses(False)]
-    sorted_ones = ["hf_best", "hf_best_4x8", "hf_compile"]
+    sorted_ones = ["hf_best", "hf_best_4x8", "hf_compile", "hf_best_4x8_compile"]
     in_float32 = ["hf_float32_4x8", "hf_float32_4x8_compile"]
     assert free == [*sorted_ones, *in_float32, *packing]
 
