@@ -52,6 +52,8 @@ def main() -> None:
     elif chosen.sweep:
         sweep(chosen.sweep, chosen.out)
     else:
+        if chosen.folder:
+            chosen.folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=chosen.folder) as place:
             Bench(chosen, Path(place)).run()
 
