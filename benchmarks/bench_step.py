@@ -178,6 +178,7 @@ def settings_of(chosen: argparse.Namespace) -> Settings:
         architecture=chosen.architecture,
         steps=chosen.steps,
         warmup=min(chosen.warmup, max(chosen.steps - 1, 0)),
+        cpu_time=chosen.cpu_time,
         matched=chosen.loss,
         seed=chosen.seed,
         **sizes,
@@ -227,6 +228,7 @@ def arguments() -> argparse.Namespace:
     add("--allocator", choices=("glibc", "tcmalloc", "none"), default="glibc")
     cores = os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))
     add("--threads", type=int, default=int(cores), help="of every variant; usable cores")
+    add("--cpu-time", action="store_true", help="CPU seconds, for a busy machine; one thread")
     add("--max-load", type=float, help="before each run, wait for a load of at most this")
     add("--max-wait", type=float, default=600.0, help="seconds, then it runs all the same")
     add("--timeout", type=float, default=3600.0, help="seconds of one run")
@@ -241,6 +243,8 @@ def arguments() -> argparse.Namespace:
     chosen = asked_of(parser, steps=3, warmup=1, rounds=1, sweep_seconds=1.0)
     if min(chosen.steps, chosen.rounds, chosen.threads) < 1:
         parser.error("steps, rounds and threads are at least 1")
+    if chosen.cpu_time and chosen.threads != 1:
+        parser.error("--cpu-time counts the waiting of idle threads too: give --threads 1")
     if chosen.examples < 32 or chosen.examples % 32:
         parser.error(f"--examples {chosen.examples}: give whole steps of 32")
     if chosen.hidden < 64 or chosen.hidden % 64:

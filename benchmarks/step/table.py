@@ -75,7 +75,8 @@ def circumstances(found: dict[str, Any]) -> list[str]:
         f"load before runs {min(loads):.1f}-{max(loads):.1f}{rate}{flops}",
         *found["instruction_sets"],
         ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
-        f"{rounds} rounds, {settings['steps']} steps of which {settings['warmup']} warm up",
+        f"{rounds} rounds, {settings['steps']} steps of which {settings['warmup']} warm up"
+        + ("; seconds are CPU seconds" if settings["cpu_time"] else ""),
     ]
 
 
