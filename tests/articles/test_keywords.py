@@ -26,7 +26,7 @@ KEYWORDS: dict[str, dict[str, tuple[str, ...]]] = {
         "test_optimized_trainer.py::test_it_trains_the_very_objects_it_was_given": (
             *("model", "optimizer"),
         ),
-        "test_given_loader.py::test_the_size_of_buckets_is_the_layout_s": ("bucket_cap_mb",),
+        "test_trainer_batches.py::test_the_size_of_buckets_is_the_layout_s": ("bucket_cap_mb",),
         "test_own_examples.py::test_the_appendix_example_runs_and_learns": (
             *("compress_gradients", "mixed_precision", "dynamic_batch"),
         ),
@@ -39,7 +39,7 @@ KEYWORDS: dict[str, dict[str, tuple[str, ...]]] = {
         "test_epoch_progress.py::test_quiet_is_quiet": ("progress",),
     },
     "OptimizedTrainer.train": {
-        "test_given_loader.py::test_a_plain_loader_is_dealt_out_and_every_record_trained": (
+        "test_trainer_batches.py::test_a_plain_loader_is_dealt_out_and_every_record_trained": (
             "train_loader",
             "epochs",
         ),
@@ -49,7 +49,7 @@ KEYWORDS: dict[str, dict[str, tuple[str, ...]]] = {
             "checkpoint_dir",
         ),
         "test_optimized_trainer.py::test_a_resumed_run_ends_where_the_whole_run_ends": ("resume",),
-        "test_given_loader.py::test_on_request_every_rank_trains_all_and_records_count_once": (
+        "test_trainer_batches.py::test_on_request_every_rank_trains_all_and_records_count_once": (
             "deal",
         ),
     },
@@ -173,10 +173,10 @@ KEYWORDS: dict[str, dict[str, tuple[str, ...]]] = {
         "test_a_record_beyond_the_budget_is_alone_or_refused_or_left_out_and_said": ("too_long",),
     },
     "PipeDream": {
-        "test_pipedream.py::test_outputs_and_gradients_are_those_of_the_whole_model": (
+        "test_pipeline_schedules.py::test_outputs_and_gradients_are_those_of_the_whole_model": (
             *("model", "num_worker", "chunks", "checkpoint"),
         ),
-        "test_pipedream.py::test_stages_are_runs_of_layers_of_about_the_same_work": (
+        "test_pipeline_schedules.py::test_stages_are_runs_of_layers_of_about_the_same_work": (
             "num_workers",
         ),
     },
@@ -196,10 +196,10 @@ KEYWORDS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "benchmark": {
-        "test_throughput.py::test_the_rate_is_samples_over_seconds_and_everything_is_put_back": (
+        "test_trainer_batches.py::test_the_rate_is_samples_over_seconds_and_all_is_put_back": (
             *("model", "loader", "epochs", "optimizer"),
         ),
-        "test_throughput.py::test_the_loss_is_the_caller_s_or_follows_from_the_target": (
+        "test_trainer_batches.py::test_the_loss_is_the_caller_s_or_follows_from_the_target": (
             "loss_fn",
         ),
     },
@@ -222,16 +222,16 @@ KEYWORDS: dict[str, dict[str, tuple[str, ...]]] = {
         "test_experiment.py::test_gradual_optimisation_keeps_what_pays": ("experiment",),
     },
     "monitor_performance": {
-        "test_performance.py::test_a_line_per_interval_until_the_seconds_are_over": (
+        "test_load.py::test_a_line_per_interval_until_the_seconds_are_over": (
             *("interval", "seconds"),
         ),
-        "test_performance.py::test_gpus_are_told_by_mean_and_deviation": ("file",),
+        "test_load.py::test_gpus_are_told_by_mean_and_deviation": ("file",),
     },
     "optimize_for_inference": {
         "test_inference.py::test_in_eval_mode_it_is_torch_s_own": ("model", "sample"),
     },
     "fused_linear_relu": {
-        "test_linear_relu.py::test_results_and_gradients_are_those_of_two_operators": (
+        "test_inference.py::test_results_and_gradients_are_those_of_two_operators": (
             *("x", "weight", "bias"),
         ),
     },

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from articles import article_blocks
+from articles.article_blocks import on_two_ranks
 from ranks import on_ranks
 
 pytestmark = pytest.mark.articles
@@ -31,7 +32,7 @@ def test_a_block_runs_to_its_end_and_does_what_it_says(
 
 @pytest.mark.slow
 def test_blocks_of_several_ranks_run_on_two(tmp_path: Path) -> None:
-    one, two = on_ranks("articles.article_blocks:on_two_ranks", tmp_path)
+    one, two = on_ranks(on_two_ranks, tmp_path)
     for name in ("compressor", "collective", "begun", "trainer"):
         assert one[name] == two[name], f"{name}: ranks differ"
     assert not set(one["examples"]) & set(two["examples"])

@@ -1,8 +1,9 @@
-"""``hasten env --bench`` and what its file does for train, speedup, report and hardware."""
+"""``hasten env``, what its file does for other commands, other trainers' flags."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from hasten import check_hardware
+from hasten.cli.main import run
 from hasten.parts.kernels import registry
 from hasten.parts.nn import kernel_variants
 from sample_data import small
@@ -131,3 +134,49 @@ def test_a_gpu_that_isn_t_there_is_said(hasten: Hasten) -> None:
     code, _, err = hasten("env", "--bench", "--device", "cuda")
     assert code == 2
     assert "this machine has no CUDA device" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["--model_name_or_path", "m", "--deepspeed=d.json"],
+            "(--model_name_or_path, --deepspeed)",
+        ),
+        (["recipe.yaml", "--output_dir=out"], "(--output_dir)"),
+    ],
+)
+def test_flags_of_another_trainer_become_a_recipe_by_import(
+    words: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["hasten", "train", *words])
+    with pytest.raises(SystemExit) as left:
+        run()
+    assert left.value.code == 2
+    error = capsys.readouterr().err
+    assert f"look like another trainer's flags {said}" in error
+    assert "`hasten import` it" in error
+
+
+def test_a_slip_in_a_flag_of_its_own_is_left_to_the_parser(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["hasten", "train", "recipe.yaml", "--choose_only"])
+    with pytest.raises(SystemExit):
+        run()
+    assert "another trainer" not in capsys.readouterr().err
+
+
+def test_the_hardware_is_printed_and_returned(capsys: pytest.CaptureFixture[str]) -> None:
+    found = check_hardware()
+    lines = dict(
+        line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if " " in line
+    )
+    assert lines["CPU"].strip() == found["cpu"]
+    assert f"{found['usable_cores']} usable" in lines["cores"]
+    assert found["accelerators"] or lines["GPUs"].startswith("none")
+    assert found["disk_speed"] is None
+    assert found["versions"]["torch"]

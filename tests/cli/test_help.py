@@ -1,13 +1,14 @@
-"""The command line as one table, and what the help of every command has."""
+"""The command line as one table, the help of every command, and ``hasten keys``."""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from typer.testing import CliRunner
 import hasten
 from hasten.cli.help import HELP
 from hasten.cli.main import app
+from hasten.recipe.schema import Recipe
+from hasten.techniques import CATALOGUE
 
 ROOT = Path(__file__).parents[2]
 TABLE = {
@@ -147,3 +150,51 @@ def test_the_package_is_installed_from_git_without_a_clone(tmp_path: Path) -> No
     assert shown.returncode == 0, shown.stderr
     assert str(target) in shown.stdout
     assert "Documentation" in (target / "hasten" / "cli" / "help.py").read_text()
+
+
+Hasten = Callable[..., tuple[int, str, str]]
+
+
+def test_all_keys_and_techniques_are_listed_with_type_default_and_meaning(hasten: Hasten) -> None:
+    code, out, err = hasten("keys", "--json")
+    assert (code, err) == (0, "")
+    tables = json.loads(out)
+    assert [row["name"] for row in tables["keys"]] == list(Recipe.model_fields)
+    assert [row["name"] for row in tables["techniques"]] == [kind.name() for kind in CATALOGUE]
+    for row in tables["keys"]:
+        assert row["type"]
+        assert row["meaning"] == Recipe.model_fields[row["name"]].description
+    rows = {row["name"]: row for row in tables["keys"]}
+    assert rows["model"]["default"] == "required"
+    assert rows["dataset"]["type"] == "str | list of str | DataSource"
+    assert json.loads(rows["adam_betas"]["default"]) == [0.9, 0.95]
+    code, out, _ = hasten("keys")
+    assert code == 0
+    assert all(f"\n  {name} " in out for name in rows)
+
+
+def test_one_key_and_one_technique(hasten: Hasten) -> None:
+    code, out, _ = hasten("keys", "lr_schedule")
+    assert code == 0
+    assert "constant | linear | cosine | wsd" in out
+    assert '"cosine"' in out
+    code, out, _ = hasten("keys", "gradient_accumulation")
+    assert code == 0
+    assert "technique of slot batch" in out
+    assert "micro_batch_size" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("learning_rat", "did you mean 'learning_rate'"),
+        ("num_train_epochs", "num_train_epochs is epochs here"),
+        ("bf16", "bf16_master_weights or autocast"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_what_to_write(
+    hasten: Hasten, name: str, words: str
+) -> None:
+    code, out, err = hasten("keys", name)
+    assert (code, out) == (2, "")
+    assert words in err

@@ -1,16 +1,19 @@
-"""``hasten train`` before its first step, and the line that says where a run is."""
+"""``hasten train``: before its first step, its progress line, a technique without effect."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
 import resource
 import shutil
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +22,12 @@ import yaml
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+import hasten as package
 from hasten.cli import train
 from hasten.cli.main import app
 from hasten.cli.train import StepLine
 from hasten.core.plan import Plan
+from hasten.errors import FAILED
 from hasten.machine.locks import only_run_in
 from hasten.models.load import load_model, load_tokenizer
 from hasten.models.save import save_model
@@ -293,3 +298,76 @@ def test_a_summary_without_room_goes_to_the_rescue_folder(
     assert "summary.json couldn't be written: " in summary["unsaved"][0]
     monkeypatch.delenv("HASTEN_RESCUE")
     assert folder_module.write_summary(run / "summary.json", summary) is None
+
+
+def recipe(folder: Path, **changes: Any) -> str:
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(small(folder, **changes)))
+    return str(path)
+
+
+def call(*words: Any) -> Any:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+IDLE = [{"gradient_accumulation": {"micro_batch_size": 64}}]  # a step of 8 examples is never cut
+
+
+def test_a_technique_without_effect_is_a_warning(tmp_path: Path) -> None:
+    found = call("train", recipe(tmp_path, plan=IDLE))
+    assert found.exit_code == 0
+    assert "warning: gradient_accumulation was requested and had no effect" in found.stderr
+
+
+def test_a_required_effect_that_is_missing_is_exit_code_4_and_the_model_is_saved(
+    tmp_path: Path,
+) -> None:
+    found = call("train", recipe(tmp_path, plan=IDLE, require_effect=True))
+    assert found.exit_code == FAILED
+    assert (tmp_path / "run" / "model").is_dir()
+
+
+def test_an_effect_that_is_there_satisfies(tmp_path: Path) -> None:
+    found = call("train", recipe(tmp_path, plan=["labelled_token_loss"], require_effect=True))
+    assert found.exit_code == 0
+    assert "warning" not in found.stderr
+
+
+SOURCE = Path(package.__file__).parent
+WATCHED = ("recipe/build.py", "recipe/prepared_data.py")
+OF_THE_JOB = ("Building.", "adamw", "_adapt.")  # its factories, which the session calls
+
+
+def home(frame: FrameType | None) -> str:
+    """The file of this package that a call comes from."""
+    while frame is not None and not frame.f_code.co_filename.startswith(str(SOURCE)):
+        frame = frame.f_back
+    return "" if frame is None else Path(frame.f_code.co_filename).relative_to(SOURCE).as_posix()
+
+
+@pytest.mark.slow
+def test_preparing_is_entered_twice_at_most(tmp_path: Path, hasten: Hasten) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(small(tmp_path, max_steps=2, plan=["packed"])))
+    importlib.import_module("hasten.training.run")  # loading modules is no entry
+
+    entered: Counter[str] = Counter()
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        if event != "call" or not frame.f_code.co_filename.endswith(WATCHED):
+            return
+        name = frame.f_code.co_qualname
+        if name != "<module>" and not name.startswith(OF_THE_JOB):
+            file = home(frame)
+            if home(frame.f_back) != file:
+                entered[file] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        code, _, err = hasten("train", path)
+    finally:
+        sys.setprofile(before)
+    assert code == 0, err
+    assert set(entered) == set(WATCHED)
+    assert max(entered.values()) <= 2, entered

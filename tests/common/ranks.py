@@ -1,4 +1,4 @@
-"""Run a function of a test helper module on several ranks, each a process of its own.
+"""Run a function of a test file on several ranks, each a process of its own.
 
 ``python ranks.py MODULE:FUNCTION FOLDER`` is one rank; its place stands in its variables.
 """
@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,14 @@ from hasten.machine.environment import world as world_now
 
 TIMEOUT_SECONDS = 600
 LEAVING_SECONDS = 30
+TESTS = Path(__file__).parents[1]
 
 
-def on_ranks(function: str, folder: Path, world: int = 2) -> list[Any]:
-    """What ``module:function(world)`` returned on every rank; gloo over the loopback interface."""
-    command = [sys.executable, __file__, function, str(folder)]
+def on_ranks(job: Callable[..., Any], folder: Path, world: int = 2) -> list[Any]:
+    """What ``job(world)`` returned on every rank; gloo over the loopback interface."""
+    file = Path(job.__code__.co_filename).relative_to(TESTS).with_suffix("")
+    module = ".".join(part for part in file.parts if part != "common")
+    command = [sys.executable, __file__, f"{module}:{job.__name__}", str(folder)]
     with contextlib.ExitStack() as open_files:
         ranks = []
         try:
@@ -50,7 +54,7 @@ def on_ranks(function: str, folder: Path, world: int = 2) -> list[Any]:
 def main(function: str, folder: Path) -> None:
     """The life of one rank: what its job returned is a file in the folder."""
     gc.freeze()  # modules: a rank looks for garbage in what is its own
-    sys.path.insert(1, str(Path(__file__).parents[1]))  # jobs lie beside their tests
+    sys.path.insert(1, str(TESTS))
     module, name = function.split(":")
     job = getattr(importlib.import_module(module), name)
     here = world_now()

@@ -3,7 +3,7 @@
     python tests/contract/make_recorded.py tests/contract/recorded
 
 The files were made on 2026-11-24, before the measuring engines were replaced;
-tests/contract/test_recorded.py asks for the same numbers from the same examples.
+tests/contract/test_golden.py asks for the same numbers from the same examples.
 """
 
 from __future__ import annotations

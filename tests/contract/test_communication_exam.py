@@ -5,12 +5,168 @@ four.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from contract.communication_exam_jobs import APART, CASES, COMMUNICATIONS, ON_FOUR
+from hasten.core.plan import Plan
+from hasten.core.session import Session, assemble
+from hasten.core.setup import prepare
+from hasten.core.state import restore, state_of
+from hasten.core.technique import Technique
+from hasten.machine.environment import World
+from hasten.parts.comm import collectives
+from hasten.techniques.adapter import LoRA
+from hasten.techniques.batch import GradientAccumulation
+from hasten.techniques.communication.compress import Half, PowerSGD, Quantised, TopK
+from hasten.techniques.communication.local import LocalSteps, Stream
+from hasten.techniques.communication.topology import Hierarchical
+from hasten.techniques.layout.ddp import DDP
+from hasten.techniques.precision import Autocast, BF16MasterWeights
 from ranks import on_ranks
+from tiny import examples, job_context, language_job, run, tiny_config, tiny_model
+
+COMMUNICATIONS: dict[str, Technique] = {
+    "half": Half(minimum=0, check_every=1),
+    "int8": Quantised(minimum=0, check_every=1),
+    "int4": Quantised(bits=4, minimum=0, check_every=1),
+    "topk": TopK(0.2, dense_share=0.0, minimum=0, check_every=1),
+    "powersgd": PowerSGD(rank=4, dense_share=0.0, minimum=0, check_every=1),
+    "hierarchical": Hierarchical(between="int4", topology="ethernet", check_every=1),
+    "local_steps": LocalSteps(every=2),
+    "stream": Stream(fragments=2),
+}
+ON_FOUR = ("int4", "topk", "powersgd", "hierarchical", "stream")
+APART = ("local_steps", "stream")  # weights travel, each rank has its own steps
+SPOILT = 4  # the pass of the last rank whose gradient is infinite
+
+
+def tied_model(architecture: str) -> nn.Module:
+    """The head is the embedding."""
+    import transformers as hf
+
+    config = tiny_config(architecture)
+    config.tie_word_embeddings = True
+    torch.manual_seed(0)
+    model: nn.Module = hf.AutoModelForCausalLM.from_config(config)
+    model.set_attn_implementation("sdpa")  # type: ignore[operator]
+    return model
+
+
+@dataclass(frozen=True)
+class Case:
+    """What stands beside the communication method."""
+
+    beside: tuple[Technique, ...] = ()
+    architecture: str = "llama"
+    model: Callable[[str], nn.Module] = tiny_model
+    steps: int = 5
+    spoilt: bool = False
+
+
+CASES = {
+    "plain": Case(),
+    "accumulated": Case((GradientAccumulation(micro_batch_size=1),)),
+    "infinite": Case(spoilt=True),
+    "overflow": Case((Autocast(dtype="fp16", initial_scale=2.0**26),), steps=16),
+    "tied": Case(model=tied_model),
+    "lora": Case((LoRA(),)),
+    "bf16": Case((BF16MasterWeights(),)),
+    "experts": Case(architecture="deepseek_v3"),
+}
+
+
+def on_two(world: World) -> dict[str, Any]:
+    return exam(world, tuple(COMMUNICATIONS))
+
+
+def on_four(world: World) -> dict[str, Any]:
+    return exam(world, ON_FOUR)
+
+
+def exam(world: World, communications: tuple[str, ...]) -> dict[str, Any]:
+    # Two hosts of as many ranks, or of one each.
+    collectives.host_name = lambda: f"host-{world.rank % 2}"
+    return {
+        name: {case: seen(world, COMMUNICATIONS[name], CASES[case]) for case in CASES}
+        | {"resumed": resumed(world, COMMUNICATIONS[name])}
+        for name in communications
+    }
+
+
+def session(
+    world: World, communication: Technique, case: Case, steps: int | None = None
+) -> Session:
+    job = language_job(
+        lambda: case.model(case.architecture), data=examples(16), steps=steps or case.steps
+    )
+    context = job_context(job, case.architecture, world)
+    return assemble(prepare(job, Plan((DDP(), communication, *case.beside)), context))
+
+
+def seen(world: World, communication: Technique, case: Case) -> dict[str, Any]:
+    """A run: its losses, whether the communication method effective, and all weights at the end."""
+    found = session(world, communication, case)
+    if case.spoilt and world.rank == world.size - 1:
+        spoil(found)
+    metrics = run(found)
+    found.synchronize()
+    proof = communication.check_effect(found)
+    return {
+        "losses": [m.loss for m in metrics],
+        "skipped": sum(m.skipped for m in metrics),
+        "weights": weights(found),
+        "effective": proof.effective,
+        "said": proof.evidence,
+    }
+
+
+def spoil(found: Session) -> None:
+    weight = next(p for p in found.loss_module.parameters() if p.requires_grad)
+    passes: list[int] = []
+
+    def hook(grad: Tensor) -> Tensor:
+        passes.append(0)
+        return grad * torch.inf if len(passes) == SPOILT else grad
+
+    weight.register_hook(hook)
+
+
+def weights(found: Session) -> list[float]:
+    """Numbers that tell whether two ranks have the same weights, and whether these are any."""
+    flat = torch.cat([p.detach().flatten().double() for p in found.loss_module.parameters()])
+    sums = [float(flat.sum()), float(flat.abs().sum()), float(flat[::7].sum())]
+    return [s if math.isfinite(s) else -1.0 for s in sums]
+
+
+def resumed(world: World, communication: Technique) -> dict[str, Any]:
+    """Ended after three of five steps and gone on with in a fresh session from what rank 0 wrote:
+    what each rank remembered, and the steps that were left, beside a run that never ended."""
+    whole = [m.loss for m in run(session(world, communication, Case()))]
+    first = session(world, communication, Case(), steps=3)
+    run(first)
+    mine = state_of(first)
+    boxes: list[Any] = [mine]
+    dist.broadcast_object_list(boxes)
+    again = session(world, communication, Case())
+    restore(again, *boxes[0])
+    before, after = mine[0], state_of(again)[0]
+    same = before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
+    rest = [m.loss for m in run(again)]
+    again.synchronize()
+    return {
+        "same": same,
+        "remembered": sum(name.startswith("slot/communication") for name in before),
+        "whole": whole[3:],
+        "rest": rest,
+        "weights": weights(again),
+    }
+
 
 every = [
     pytest.param(2, communication, id=f"2 ranks-{communication}")
@@ -27,12 +183,12 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks("contract.communication_exam_jobs:two", tmp_path_factory.mktemp("two"), 2)
+    return on_ranks(on_two, tmp_path_factory.mktemp("two"), 2)
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks("contract.communication_exam_jobs:four", tmp_path_factory.mktemp("four"), 4)
+    return on_ranks(on_four, tmp_path_factory.mktemp("four"), 4)
 
 
 @pytest.fixture

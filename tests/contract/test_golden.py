@@ -5,6 +5,7 @@ tests/contract/make_golden.py made them with the version of 2026-11-24, before m
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import time
@@ -13,11 +14,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from contract.make_recorded import EXPERIMENTS, numbers
 from hasten.cli.report import report
 from hasten.cli.train import measured_to_hurt
 from hasten.core.plan import Plan
+from hasten.core.session import Session, assemble
+from hasten.core.setup import prepare
+from hasten.core.step import training
 from hasten.data.token_store import TokenStore
+from hasten.integrations.checkpoints import keep_communication, take_communication
+from hasten.machine.environment import World
 from hasten.measure.ablation import Design
 from hasten.measure.record import ExperimentRecord
 from hasten.measure.rounds import variants_of
@@ -28,9 +36,79 @@ from hasten.report.bundle import read_bundle
 from hasten.report.page import render_markdown
 from hasten.report.runs import read_object, read_runs
 from hasten.report.schema import read_report
+from hasten.techniques.communication.compress import TopK
+from hasten.techniques.layout.ddp import DDP
 from hasten.training.auto_adjust import sentence
 from hasten.training.run import train
 from ranks import on_ranks
+from tiny import VOCABULARY, examples, job_context, language_job
+
+HOST = Path(__file__).with_name("golden") / "host"
+HOST_STEPS = 3
+
+
+def small_model() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=4,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config)
+
+
+def session(world: World) -> Session:
+    job = language_job(small_model, data=examples(16), steps=8)
+    plan = Plan((DDP(), TopK(0.1, dense_share=0.0, minimum=1)))
+    return assemble(prepare(job, plan, job_context(job, "llama", world)))
+
+
+def made(world: World) -> Any:
+    """Train some steps and keep what the communication method has left out."""
+    found = session(world)
+    list(itertools.islice(training(found), HOST_STEPS))
+    HOST.mkdir(parents=True, exist_ok=True)
+    keep_communication(found.setup, HOST)
+
+
+def taken(world: World) -> Any:
+    """What a communication method has that goes on from the stored state, and how it was when it
+    was stored.
+    """
+    found = session(world)
+    take_communication(found.setup, HOST)
+    communication: Any = found.setup.communication
+    state = plain(communication.state_dict())
+    losses = [metrics.loss for metrics in itertools.islice(training(found), 1)]
+    stored = plain(torch.load(HOST / "hasten_communication.pt", weights_only=True))
+    return {"same": state == stored, "left": total(stored), "losses": losses}
+
+
+def plain(value: Any) -> Any:
+    """Tensors as lists."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    return value
+
+
+def total(value: Any) -> float:
+    """The sum of the sizes of all its fractions."""
+    if isinstance(value, dict):
+        return sum(map(total, value.values()))
+    if isinstance(value, list):
+        return sum(map(total, value))
+    return abs(value) if isinstance(value, float) else 0.0
+
 
 GOLDEN = Path(__file__).with_name("golden")
 RUN = GOLDEN / "run"
@@ -159,7 +237,42 @@ def test_a_watched_run_shows_its_machine_and_what_was_tried() -> None:
 
 @pytest.mark.slow
 def test_a_wire_goes_on_from_what_an_old_host_s_checkpoint_says_of_it(tmp_path: Path) -> None:
-    first, second = on_ranks("contract.communication_state_jobs:taken", tmp_path)
+    first, second = on_ranks(taken, tmp_path)
     assert first["same"]
     assert first["left"] > 0
     assert first["losses"] == second["losses"]
+
+
+RECORDED = sorted(Path(__file__).with_name("recorded").glob("*.json"))
+
+
+def test_there_is_a_record_of_each_experiment() -> None:
+    assert len(RECORDED) == len(EXPERIMENTS) == 20
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
+def test_a_record_gives_the_numbers_that_it_gave(path: Path) -> None:
+    kept: dict[str, Any] = json.loads(path.read_text())
+    plans = dict.fromkeys(kept["plans"], Plan())
+    design = Design(**kept["design"])
+    variants = variants_of(kept["events"], plans, kept["kinds"], design)
+    # Quantiles of Student's t differ in the last digits between processors and libraries.
+    expect_equal(numbers(variants), kept["expected"])
+    assert any(row["ratio"] for row in kept["expected"]["variants"])
+
+
+def expect_equal(found: Any, expected: Any, where: str = "") -> None:
+    """Asserts equal values, with floats equal to 12 digits."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for key in expected:
+            expect_equal(found[key], expected[key], f"{where}/{key}")
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), where
+        for position, pair in enumerate(zip(found, expected, strict=True)):
+            expect_equal(*pair, f"{where}/{position}")
+    else:
+        is_float = isinstance(expected, float)
+        assert found == (
+            pytest.approx(expected, rel=1e-12, nan_ok=True) if is_float else expected
+        ), where

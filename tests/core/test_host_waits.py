@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from gpu_rank_jobs import waits
 from hasten.core.job import MicroBatch
 from hasten.core.setup import copy_to_device
 from hasten.core.step import batches, train_step
@@ -71,7 +72,7 @@ def test_a_wait_in_a_pass_is_seen() -> None:
 
 def test_a_rank_among_others_waits_as_often(tmp_path: Path) -> None:
     """Counts, flags and losses of all ranks are summed on the host."""
-    for rank in on_ranks("gpu_rank_jobs:waits", tmp_path):
+    for rank in on_ranks(waits, tmp_path):
         for plan, places in rank.items():
             assert [place.partition(":")[0] for place in places] == ["core/step.py"], plan
 

@@ -1,8 +1,11 @@
-"""The step's loss and gradients against one whole batch in float64."""
+"""The step against one whole batch in float64, and how much of hasten it runs through."""
 
 from __future__ import annotations
 
+import sys
 from functools import partial
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import hasten
 from hasten.core.job import GlobalBatch, ShuffledOrder, Stop
 from hasten.core.plan import Plan
 from hasten.core.session import assemble
@@ -224,3 +228,26 @@ def test_clipping_in_a_fused_optimizers_own_pass_is_the_same(limit: float) -> No
         run(session)
         found[fused] = torch.cat([p.detach().flatten() for p in session.module.parameters()])
     torch.testing.assert_close(found[True], found[False], rtol=1e-6, atol=1e-8)
+
+
+SOURCE = str(Path(hasten.__file__).parent)
+
+
+def test_a_plain_step_enters_few_files_and_functions() -> None:
+    """The second step of one rank with one micro-batch; the first one sets things up."""
+    steps = training(session_of(language_job()))
+    entered: set[tuple[str, str]] = set()
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(SOURCE):
+            entered.add((frame.f_code.co_filename, frame.f_code.co_qualname))
+
+    next(steps)
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        next(steps)
+    finally:
+        sys.setprofile(before)
+    assert len({file for file, _ in entered}) <= 10, sorted(entered)
+    assert len(entered) <= 65, sorted(entered)

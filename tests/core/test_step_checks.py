@@ -30,6 +30,7 @@ from hasten.errors import InputError
 from hasten.machine.environment import World
 from ranks import on_ranks
 from tiny import examples, language_job, run, session_of
+from verify_rank_jobs import verified
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -125,7 +126,7 @@ def test_ranks_that_train_apart_are_not_compared() -> None:
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks("verify_rank_jobs:verified", tmp_path_factory.mktemp("guards"))
+    return on_ranks(verified, tmp_path_factory.mktemp("guards"))
 
 
 def test_nan_on_one_rank_skips_the_step_on_all_and_names_that_rank(planted: list[Any]) -> None:

@@ -7,6 +7,7 @@ with it turn by turn, and its tokens and loss with those of Transformers' own re
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ import yaml
 
 from hasten.data.chat_template import encode
 from hasten.data.conversation import Conversation, columns_of
-from hasten.data.readers import ReadExamples, read_sources
+from hasten.data.prompt_formats import template_file
+from hasten.data.readers import ReadExamples, read_examples, read_sources
 from hasten.data.sources import Source, source_of
 from hasten.data.tokenize import train_bpe
 from hasten.errors import InputError
+from hasten.foreign_files import open_regular
+from hasten.formatting import shown
 
 CASES = {
     case["name"]: case
@@ -215,3 +219,17 @@ def test_answers_keep_their_loss_where_thoughts_of_earlier_ones_are_dropped(
     assert example.input_ids.tolist() == expected["input_ids"]
     assert example.trained.tolist() == [bool(mark) for mark in expected["assistant_masks"]]
     assert encoded.thoughts == 1  # it is told that the first answer is trained without its thought
+
+
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "a.json.gz", "a.parquet", "a.jinja"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(OSError, match="not a regular file"):
+            open_regular(tmp_path / name)
+        read = template_file if name.endswith("jinja") else lambda path: read_examples([path])
+        with pytest.raises(InputError, match="not a regular file"):
+            read(tmp_path / name)
+
+
+def test_control_characters_are_shown_and_text_stays() -> None:
+    assert shown("a\x1b]0;b\x07\x9b\x7f\r\tc\n你") == "a\\x1b]0;b\\x07\\x9b\\x7f\\x0d\tc\n你"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import time
 from pathlib import Path
 from typing import Any
@@ -9,16 +11,75 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from hasten import InputError, gradual_optimize
+from hasten import InputError, OptimizedTrainer, PipeDream, benchmark, gradual_optimize
 from hasten.core.plan import Plan
 from hasten.integrations import gradual
+from hasten.machine.environment import World
 from hasten.measure.ablation import Variant
 from hasten.techniques.batch import AdaptiveBatch, GradientAccumulation
 from hasten.techniques.communication.compress import Half
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import Autocast
 from ranks import on_ranks
+
+
+def data(count: int = 96) -> TensorDataset:
+    draw = torch.Generator().manual_seed(3)
+    x = torch.randn(count, 5, generator=draw)
+    return TensorDataset(x, (x @ torch.randn(5, 3, generator=draw)).argmax(1))
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(5, 3)
+
+
+def everything(world: World) -> dict[str, Any]:
+    jobs = (optimized, rate, grown, pipe)
+    return {job.__name__: job(world) for job in jobs}
+
+
+def optimized(world: World) -> dict[str, Any]:
+    network = model()
+    found = gradual_optimize(
+        network,
+        DataLoader(data(), batch_size=4),
+        optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
+        techniques=[Half(), GradientAccumulation(micro_batch_size=2)],
+        rounds=2,
+        steps=2,
+    )
+    return {
+        "rungs": found.climb.rows(),
+        "examples": found.summary["examples_per_step"],
+        "weights": network.weight.tolist(),  # type: ignore[union-attr, operator]
+    }
+
+
+def rate(world: World) -> dict[str, Any]:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        found = benchmark(model(), DataLoader(data(), batch_size=4))
+    return {"rate": found, "said": said.getvalue()}
+
+
+def grown(world: World) -> dict[str, Any]:
+    network = model()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    trainer = OptimizedTrainer(network, optimizer, nn.CrossEntropyLoss(), dynamic_batch=True)
+    summary = trainer.train(DataLoader(data(), batch_size=2), epochs=2)
+    whole = summary["examples_per_step"]
+    return {"most": whole["most"], "all": whole["mean"] * summary["steps"]}
+
+
+def pipe(world: World) -> str:
+    try:
+        PipeDream(nn.Sequential(nn.Linear(2, 2)))
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 class Costly(nn.Module):
@@ -113,12 +174,12 @@ def test_the_order_may_follow_the_gain_alone(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.slow
 def test_two_ranks_decide_alike_and_train_together(tmp_path: Path) -> None:
-    one, two = on_ranks("integrations.gradual_rank_jobs:everything", tmp_path)
-    assert one["gradual"]["rungs"] == two["gradual"]["rungs"]
-    assert len(one["gradual"]["rungs"]) == 2
-    assert all(rung["ratio"] is not None for rung in one["gradual"]["rungs"])
-    assert one["gradual"]["weights"] == two["gradual"]["weights"]
-    assert one["gradual"]["examples"] == {"least": 8, "mean": 8, "most": 8}
+    one, two = on_ranks(everything, tmp_path)
+    assert one["optimized"]["rungs"] == two["optimized"]["rungs"]
+    assert len(one["optimized"]["rungs"]) == 2
+    assert all(rung["ratio"] is not None for rung in one["optimized"]["rungs"])
+    assert one["optimized"]["weights"] == two["optimized"]["weights"]
+    assert one["optimized"]["examples"] == {"least": 8, "mean": 8, "most": 8}
     assert one["rate"]["rate"] == two["rate"]["rate"] > 0
     assert "samples/sec on 2 ranks" in one["rate"]["said"]
     assert not two["rate"]["said"]

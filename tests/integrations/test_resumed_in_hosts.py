@@ -1,8 +1,9 @@
-"""Other trainers' own checkpoints, with techniques in them: a resumed run ends like the whole."""
+"""Other trainers' loops: resumed runs end like the whole, and the examples run."""
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +104,21 @@ def test_lightning_goes_on_where_its_checkpoint_was_written(
     whole = fit()
     [saved] = (tmp_path / "saved").glob(f"*step={after}.ckpt")
     assert fit(str(saved)) == pytest.approx(whole[after:], rel=1e-6)
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NAMES = ("trainer_with_techniques.py", "lightning_with_techniques.py", "loop_with_techniques.py")
+NEEDS = {"lightning_with_techniques.py": "lightning"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_learns(name: str) -> None:
+    if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
+        pytest.skip(f"needs {NEEDS[name]}")
+    losses = runpy.run_path(str(EXAMPLES / name))["main"]()
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_says_how_it_is_started(name: str) -> None:
+    assert f"python examples/{name}" in (EXAMPLES / name).read_text(encoding="utf-8")

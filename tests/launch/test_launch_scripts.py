@@ -19,8 +19,56 @@ from hasten.errors import InputError
 from hasten.launch.cluster import CloudConfig
 from hasten.launch.targets import Launch, files, write
 from hasten.launch.targets.job import MARK, exports, name_of, variables
-from launch.launch_stubs import PYTHON as STUB
-from launch.launch_stubs import SCONTROL, SRUN, called, program
+
+PYTHON = """#!/usr/bin/env bash
+# python: an agent (torch.distributed.run) starts one rank as torchrun would; a rank trains
+here=$(dirname -- "$0")
+printf '%s\\0' "$PWD" "$@" >"$here/called-$2"
+if [ "$2" = torch.distributed.run ]; then
+  while [ "$1" != --no-python ]; do shift; done
+  shift
+  LOCAL_RANK=0 "$@"
+  exit $?
+fi
+if [ -e "$here/slow" ]; then
+  trap 'exit 75' USR1
+  until [ -s "$HASTEN_NODE/rank-$LOCAL_RANK" ]; do sleep 0.01; done # the node knows its number
+  touch "$here/training"
+  while :; do sleep 0.05; done
+fi
+exit "$(cat "$here/ends" 2>/dev/null || echo 0)"
+"""
+SRUN = """#!/usr/bin/env bash
+# srun: signals it gets go to the task's whole group
+while [ "$1" != bash ]; do shift; done
+heard=0
+trap 'heard=1; kill -USR1 -- "-$!"' USR1
+SLURM_NODEID=0 setsid "$@" &
+while :; do # a signal ends the wait early; who has ended in between is waited for all the same
+  wait "$!"
+  code=$?
+  [ "$heard" = 1 ] || exit "$code"
+  heard=0
+done
+"""
+SCONTROL = """#!/usr/bin/env bash
+# scontrol: names of hosts, and a note of what is queued again
+if [ "$1" = show ]; then printf 'node1\\nnode2\\n'; else echo "$@" >>"$NOTES"; fi
+"""
+
+
+def program(place: Path, text: str) -> Path:
+    """Make it a program."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text(text)
+    place.chmod(0o755)
+    return place
+
+
+def called(place: Path, module: str) -> list[str]:
+    """The work folder and the words with which the stand-in for Python was called."""
+    return (place.parent / f"called-{module}").read_bytes().decode().split("\0")[:-1]
+
 
 RECIPE = f"{MARK}: the recipe as it runs there\nmodel: x\n"
 CLOUD = CloudConfig(2, 4, "fat_tree")
@@ -62,7 +110,7 @@ def test_no_path_is_read_as_shell_by_the_node_s_script(name: str) -> None:
     with tempfile.TemporaryDirectory() as place:
         root = Path(place)
         folder = root / f"x{name}"
-        python = program(folder / "bin" / "python", STUB)
+        python = program(folder / "bin" / "python", PYTHON)
         launch = launched(workdir=str(folder), python=str(python))
         write(files("torchrun", launch, folder / "out"), folder / "out")
         ended = bash(folder / "out" / "node.sh", "first:29500")
@@ -95,7 +143,7 @@ def test_a_batch_script_s_directives_hold_nothing_of_a_path(name: str) -> None:
 
 @pytest.mark.parametrize("code", [0, 2, 3])
 def test_a_rank_s_code_is_the_node_s(tmp_path: Path, code: int) -> None:
-    python = program(tmp_path / "python", STUB)
+    python = program(tmp_path / "python", PYTHON)
     (tmp_path / "ends").write_text(str(code))
     write(
         files("torchrun", launched(python=str(python), workdir=str(tmp_path)), tmp_path), tmp_path
@@ -125,7 +173,7 @@ def asked_to_leave(script: Path, python: Path, number: int, **environment: str) 
 def test_a_node_that_is_asked_lets_its_ranks_save_and_ends_with_75(
     tmp_path: Path, number: int
 ) -> None:
-    python = program(tmp_path / "python", STUB)
+    python = program(tmp_path / "python", PYTHON)
     write(
         files("torchrun", launched(python=str(python), workdir=str(tmp_path)), tmp_path), tmp_path
     )
@@ -133,7 +181,7 @@ def test_a_node_that_is_asked_lets_its_ranks_save_and_ends_with_75(
 
 
 def test_slurm_s_warning_reaches_the_ranks_and_queues_the_job_again(tmp_path: Path) -> None:
-    python = program(tmp_path / "python", STUB)
+    python = program(tmp_path / "python", PYTHON)
     program(tmp_path / "bin" / "srun", SRUN)
     program(tmp_path / "bin" / "scontrol", SCONTROL)
     launch = launched(python=str(python), workdir=str(tmp_path), fewest=1)
@@ -153,7 +201,7 @@ def test_slurm_s_warning_reaches_the_ranks_and_queues_the_job_again(tmp_path: Pa
 
 
 def test_a_job_that_fails_by_itself_is_not_queued_again(tmp_path: Path) -> None:
-    python = program(tmp_path / "python", STUB)
+    python = program(tmp_path / "python", PYTHON)
     (tmp_path / "ends").write_text("3")
     program(tmp_path / "bin" / "srun", SRUN)
     program(tmp_path / "bin" / "scontrol", SCONTROL)
@@ -175,7 +223,7 @@ def test_start_runs_the_node_s_script_on_every_host_and_gives_the_worst_code(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "a 'b' $(c)"
-    python = program(folder / "python", STUB)
+    python = program(folder / "python", PYTHON)
     (folder / "ends").write_text("3")
     program(tmp_path / "bin" / "ssh", '#!/usr/bin/env bash\nshift 4\nexec "$@"\n')
     launch = launched(python=str(python), workdir=str(folder), hosts=("one", "two"))

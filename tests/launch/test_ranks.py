@@ -17,7 +17,7 @@ from ranks import on_ranks
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks("rank_jobs:train_all", tmp_path_factory.mktemp("ranks"))
+    return on_ranks(train_all, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture(scope="module")

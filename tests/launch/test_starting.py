@@ -19,6 +19,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpu_rank_jobs import joined, of_nccl_alone, summed
 from hasten.errors import InputError
 from hasten.launch.ranks import LinkError, backend_for, join_process_group
 from hasten.launch.supervisor import FINAL
@@ -276,7 +277,7 @@ def test_two_ranks_on_one_gpu_are_told_what_to_do(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_rank_takes_its_own_gpu_before_it_meets_the_others(tmp_path: Path) -> None:
-    ranks = on_ranks("gpu_rank_jobs:joined", tmp_path)
+    ranks = on_ranks(joined, tmp_path)
     for rank, calls in enumerate(ranks):
         assert calls == [
             ["set_device", f"cuda:{rank}"],
@@ -286,10 +287,10 @@ def test_a_rank_takes_its_own_gpu_before_it_meets_the_others(tmp_path: Path) -> 
 
 
 def test_numbers_of_gpu_ranks_are_summed_on_the_host(tmp_path: Path) -> None:
-    for rank, found in enumerate(on_ranks("gpu_rank_jobs:summed", tmp_path)):
+    for rank, found in enumerate(on_ranks(summed, tmp_path)):
         assert found == [[3.0, 4.0], [3.0, 4.0], [1.0 + rank, 2.0]]
 
 
 def test_without_gloo_they_go_over_the_ranks_own_gpu(tmp_path: Path) -> None:
-    for rank, found in enumerate(on_ranks("gpu_rank_jobs:of_nccl_alone", tmp_path)):
+    for rank, found in enumerate(on_ranks(of_nccl_alone, tmp_path)):
         assert found == [f"cuda:{rank}"] * 2

@@ -1,10 +1,11 @@
-"""The supervisor with ranks that are small scripts: what it restarts, says, and ends with."""
+"""The supervisor with ranks that are small scripts; a failed exchange names its rank."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from hasten.launch.ranks import LinkError, naming_ranks
 from hasten.launch.supervisor import (
     LEFT,
     WORN_OUT,
@@ -27,8 +29,11 @@ from hasten.launch.supervisor import (
     Supervision,
     supervise,
 )
+from hasten.machine.environment import World
 from hasten.machine.processes import BEAT, Heartbeat
 from offspring import children
+from ranks import on_ranks
+from verify_rank_jobs import waits_for_one_that_hangs
 
 pytestmark = pytest.mark.waits
 
@@ -314,3 +319,15 @@ def test_advice_of_a_rank_is_given_once_and_as_it_is(
 ) -> None:
     assert run("words('give another folder', 2); time.sleep(60)") == 2
     assert capfd.readouterr().err == "hasten: give another folder\n"
+
+
+def test_a_rank_that_does_not_answer_is_named_with_its_host(tmp_path: Path) -> None:
+    found, _ = on_ranks(waits_for_one_that_hangs, tmp_path)
+    assert f"rank 1 ({socket.gethostname()}) did not answer within 5 s" in found["words"]
+    assert found["code"] == LinkError.code == 7
+    assert found["seconds"] < 60, "not the group's own limit of minutes"
+
+
+def test_one_rank_alone_has_nobody_to_name() -> None:
+    with pytest.raises(RuntimeError, match="gloo is not the matter"), naming_ranks(World()):
+        raise RuntimeError("gloo is not the matter")

@@ -1,4 +1,4 @@
-"""What a machine has is read from its files; here from files of machines that nobody has."""
+"""What a machine has is read from its files; peaks of memory are the named device's."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import os
 import platform
 import resource
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
 
-from hasten.machine import processor
+from hasten.machine import host, processor
 from hasten.machine.host import (
     NetworkCard,
     NumaNode,
@@ -21,6 +23,7 @@ from hasten.machine.host import (
     mounts,
     numa_nodes,
 )
+from hasten.machine.memory import memory_meter
 from hasten.machine.processor import doubles_bf16, isa_limit, processor_flags
 
 linux = pytest.mark.skipif(platform.system() != "Linux", reason="reads Linux's files")
@@ -243,3 +246,36 @@ def test_bf16_is_multiplied_in_pairs_where_that_was_faster(
     finally:
         for cached in (processor_flags, doubles_bf16):
             cached.cache_clear()
+
+
+PEAKS = {"cuda:0": 5, "cuda:1": 7}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The devices that were asked; two GPUs answer."""
+    found: list[str] = []
+
+    def answer(device: Any = None) -> int:
+        found.append(str(device))
+        return PEAKS[str(device)]
+
+    for name in ("max_memory_allocated", "memory_allocated", "memory_reserved"):
+        monkeypatch.setattr(torch.accelerator.memory, name, answer)
+    monkeypatch.setattr(torch.accelerator.memory, "reset_peak_memory_stats", answer)
+    monkeypatch.setattr(
+        torch.accelerator.memory, "get_memory_info", lambda device: (answer(device), 80)
+    )
+    return found
+
+
+def test_the_peak_is_the_rank_s_own_device_s(asked: list[str]) -> None:
+    host.reset_memory_peak("cuda:1")
+    assert host.memory_peak("cuda:1") == 7
+    assert host.memory_peak("cuda:0") == 5
+    assert asked == ["cuda:1", "cuda:1", "cuda:0"]
+
+
+def test_the_meter_asks_its_own_device(asked: list[str]) -> None:
+    assert memory_meter("cuda:1")() == (7.0, 14.0)
+    assert set(asked) == {"cuda:1"}

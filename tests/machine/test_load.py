@@ -1,7 +1,9 @@
-"""Foreign load: what others take is seen, and what we take ourselves isn't."""
+"""Foreign load is seen and our own isn't; ``monitor_performance`` prints and ends."""
 
 from __future__ import annotations
 
+import io
+import re
 import subprocess
 import sys
 import time
@@ -11,7 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.machine import processes
+from hasten import monitor_performance
+from hasten.machine import performance, processes
+from hasten.machine.gpu import Description, GpuReading, Gpus
 from hasten.machine.processes import Instant, LoadMeter, read_clocks
 
 SPIN = "import time\nwhile time.process_time() < 0.6: pass"
@@ -66,3 +70,43 @@ def test_the_clocks_see_work_that_is_done() -> None:
 def test_available_memory_stays_below_the_limit() -> None:
     assert processes.available_bytes(1000) == 1000
     assert 0 < processes.available_bytes(1 << 60) <= psutil.virtual_memory().total
+
+
+def test_a_line_per_interval_until_the_seconds_are_over(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(performance, "Gpus", lambda: Gpus([]))
+    monitor_performance(0.05, seconds=0.2)
+    lines = capsys.readouterr().out.splitlines()
+    assert 1 <= len(lines) <= 5
+    assert all(re.match(r"CPU utilisation: [\d.]+% \| memory: [\d.]+% \| temp", s) for s in lines)
+
+
+class TwoGpus:
+    def __len__(self) -> int:
+        return 2
+
+    def descriptions(self) -> list[Description]:
+        return [Description("G", "U", 100, None, None, None, 0, None)] * 2
+
+    def readings(self) -> list[GpuReading]:
+        return [GpuReading(0.5, 20, 40.0, None), GpuReading(0.9, 40, None, None)]
+
+
+def test_gpus_are_told_by_mean_and_deviation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(performance, "Gpus", TwoGpus)
+    said = io.StringIO()
+    monitor_performance(0.05, seconds=0.04, file=said)
+    assert said.getvalue() == (
+        "GPU utilisation: 70.0% ± 20.0 | memory: 30.0% ± 10.0 | temperature: 40.0°C\n"
+    )
+
+
+def test_ctrl_c_ends_it_and_a_busy_loop_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pressed(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", pressed)
+    monitor_performance()
+    with pytest.raises(ValueError, match="interval is 0 s"):
+        monitor_performance(0)

@@ -1,22 +1,33 @@
-"""A profile: families add up, traces stay small, efficiency is arithmetic, files appear whole."""
+"""A profile: families add up, efficiency is arithmetic, files are whole, ranks agree."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import tempfile
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.core.job import Stop
+from hasten.core.plan import Plan
+from hasten.core.session import assemble
+from hasten.core.setup import prepare
+from hasten.core.step import training
+from hasten.core.technique import Technique
 from hasten.errors import InputError
+from hasten.machine.environment import World
 from hasten.measure.profile import (
     OTHER,
     ProfiledOperator,
     efficiency,
+    efficiency_once_more,
     family_of,
     keep_trace,
     longest,
@@ -26,9 +37,14 @@ from hasten.measure.profile import (
 )
 from hasten.report import profile_page
 from hasten.report.profile_page import render_page, render_text, timeline, write_profile
+from hasten.techniques.batch import AdaptiveBatch
 from hasten.techniques.collate import Packed
+from hasten.techniques.communication.compress import TopK
 from hasten.techniques.compile import Compiled
-from tiny import language_job, session_of
+from hasten.techniques.layout.ddp import DDP
+from hasten.techniques.routing import BalancedRouting
+from ranks import on_ranks
+from tiny import job_context, language_job, session_of, tiny_model
 
 NAMES = {
     "aten::mm": "products",
@@ -199,3 +215,71 @@ def test_a_number_that_is_not_finite_is_refused_before_anything_is_written(
     with pytest.raises(ValueError, match="JSON"):
         write_profile({**profile, "mfu": float("nan")}, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+PLANS: dict[str, tuple[Technique, ...]] = {
+    "plain": (),
+    "the articles'": (TopK(dense_share=0.0), AdaptiveBatch(initial_size=2)),
+    "routed": (BalancedRouting(speed=0.1),),
+}
+
+
+def profiled(world: World) -> dict[str, Any]:
+    """The profile of a replicated toy job, and what each rank wrote."""
+    job = language_job(steps=50)
+    session = assemble(prepare(job, Plan((DDP(),)), job_context(job, world=world)))
+    with tempfile.TemporaryDirectory() as place:
+        found = measure(session, 1, 3, Path(place))
+        found["written"] = sorted(path.name for path in Path(place).iterdir())
+    return found
+
+
+def efficiencies(world: World) -> dict[str, Any]:
+    """Of each plan: its efficiency, and whether weights and biases are afterwards as before."""
+    found: dict[str, Any] = {}
+    for name, plan in PLANS.items():
+        architecture = "deepseek_v3" if name == "routed" else "llama"
+        job = language_job(partial(tiny_model, architecture), steps=6)
+        context = job_context(job, architecture, world=world)
+        session = assemble(prepare(job, Plan((*plan, DDP())), context))
+        run: Any = training(session)
+        next(run)
+        before = replace(session.progress)
+        turn = [next(run), next(run)]
+        run.close()
+        kept = {key: t.clone() for key, t in session.loss_module.state_dict().items()}
+        value = efficiency_once_more(session, before, turn)
+        after = session.loss_module.state_dict()
+        same = all(torch.equal(kept[key], after[key]) for key in kept)
+        found[name] = {"value": value, "same": same, "steps": session.progress.step}
+    return found
+
+
+def test_two_ranks_are_profiled_together_and_the_first_writes(tmp_path: Path) -> None:
+    first, second = on_ranks(profiled, tmp_path)
+    assert first["parallel"] == second["parallel"]
+    assert [rank["rank"] for rank in first["ranks"]] == [0, 1]
+    assert first["parallel"]["ranks"] == 2
+    assert first["parallel"]["efficiency_against_no_communication"] > 0
+    assert first["ledger"]["step"]["communication"] > 0
+    for rank in first["ranks"]:
+        communication = rank["communication"]
+        seconds = (
+            communication["exposed_comm_seconds"] + communication["hidden_communication_seconds"]
+        )
+        assert communication["comm_seconds"] == pytest.approx(seconds)
+        assert communication["comm_bytes"] > 0
+    assert (first["written"], second["written"]) == (["trace.json.gz"], [])
+    text = render_text(first)
+    assert "one rank alone x 2" in text
+    assert "What travels in a step" in text
+
+
+@pytest.mark.slow
+def test_the_efficiency_of_a_turn_is_measured_and_moves_nothing(tmp_path: Path) -> None:
+    first, second = on_ranks(efficiencies, tmp_path)
+    assert first == second
+    for name, found in first.items():
+        assert 0 < found["value"] < 10, name
+        assert found["same"], name
+        assert found["steps"] == 3

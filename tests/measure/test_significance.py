@@ -1,4 +1,4 @@
-"""p-values against scipy, Holm's correction against its definition and against simulation."""
+"""p-values against scipy, Holm's correction against its definition, Student's t."""
 
 import math
 from typing import Any
@@ -20,7 +20,15 @@ from hasten.measure.significance import (
     ratio_of_rounds,
     rounds_needed,
 )
-from hasten.measure.statistics import DOUBT, Interval, ProcessVariance, paired_ratio, verdict
+from hasten.measure.statistics import (
+    DOUBT,
+    Interval,
+    ProcessVariance,
+    paired_ratio,
+    student_quantile,
+    student_tail,
+    verdict,
+)
 
 RATIOS = st.lists(st.floats(min_value=0.5, max_value=2.0), min_size=2, max_size=12)
 CHANCES = st.lists(st.floats(min_value=0, max_value=1), max_size=9)
@@ -209,3 +217,18 @@ def test_rounds_needed_is_a_number_from_one_to_the_bound(
 ) -> None:
     more = rounds_needed(ratio_of(ratios), variants=variants)
     assert more == "more than 200" or (isinstance(more, int) and 1 <= more <= MOST_ROUNDS)
+
+
+def test_quantile_and_tail_have_their_textbook_values() -> None:
+    assert student_quantile(0.975, 4) == pytest.approx(2.7764451052, abs=1e-9)
+    assert student_quantile(0.75, 1) == pytest.approx(1.0, abs=1e-12)  # Cauchy: tan(pi / 4)
+    assert student_tail(2.7764451052, 4) == pytest.approx(0.025, abs=1e-10)
+    assert [student_tail(t, 4) for t in (math.inf, 1e200, 0.0)] == [0.0, 0.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("p", "dof"), [(0.0, 3), (1.0, 3), (math.nan, 3), (0.9, 0), (0.9, math.inf)]
+)
+def test_a_quantile_outside_its_domain_is_rejected(p: float, dof: float) -> None:
+    with pytest.raises(InputError):
+        student_quantile(p, dof)

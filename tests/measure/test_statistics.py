@@ -1,4 +1,4 @@
-"""The intervals against scipy, and the verdict against its rules written a second time."""
+"""Intervals against scipy and simulated noise; the verdict against its rules."""
 
 import math
 
@@ -19,6 +19,7 @@ from hasten.measure.statistics import (
     unpaired_ratio,
     verdict,
 )
+from measure.simulated import NOISES, ROUNDS, coverage
 
 SPEEDS = st.floats(min_value=1e-300, max_value=1e300)
 PAIRS = st.lists(st.tuples(SPEEDS, SPEEDS), min_size=2, max_size=12)
@@ -254,3 +255,16 @@ def test_the_middle_is_nearly_as_exact_as_the_mean_and_outliers_do_not_move_it()
     struck = normal.copy()
     struck[:, 0] = 100.0
     assert abs(np.mean([hodges_lehmann(row) for row in struck])) < 0.2  # the mean: 6.7
+
+
+@pytest.mark.parametrize("rounds", ROUNDS)
+@pytest.mark.parametrize("noise", NOISES)
+def test_a_95_percent_interval_holds_the_truth_95_percent_of_the_time(
+    noise: str, rounds: int
+) -> None:
+    assert 0.92 <= coverage(NOISES[noise], rounds, replays=2000) <= 0.98
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_two_copies_of_one_program_are_found_alike_93_times_of_100(noise: str) -> None:
+    assert coverage(NOISES[noise], 8, replays=1000, truth=1.0) >= 0.93

@@ -1,4 +1,4 @@
-"""Adapters: every projection of attention is found, and no router, head or expert by accident."""
+"""Adapters: on every projection of attention, on nothing else, drawn from the job's seed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hasten.errors import InputError
 from hasten.models import adapters
 from hasten.models.adapters import adapted_table, add_lora, lora_targets, merge, parameter_counts
 from hasten.models.load import load_model
+from hasten.techniques.adapter import LoRA
+from tiny import language_job, session_of
 
 ATTENTION = {
     "deepseek-llm-tiny": ["q_proj", "k_proj", "v_proj", "o_proj"],
@@ -213,3 +215,14 @@ def test_one_text_is_a_regular_expression_of_whole_names() -> None:
         lora_targets(model, "o_proj")  # a whole match, as in peft
     with pytest.raises(InputError, match="no regular expression"):
         lora_targets(model, "(")
+
+
+def first_matrices(seed: int) -> Tensor:
+    model = session_of(language_job(seed=seed), LoRA(rank=4)).model
+    found = [p.detach().flatten() for n, p in model.named_parameters() if "lora_A" in n]
+    return torch.cat(found)
+
+
+def test_another_seed_draws_other_adapters_and_the_same_one_the_same() -> None:
+    assert torch.equal(first_matrices(3), first_matrices(3))
+    assert not torch.equal(first_matrices(3), first_matrices(4))

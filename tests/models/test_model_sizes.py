@@ -22,6 +22,7 @@ from transformers import (
 from hasten.errors import InputError
 from hasten.models.architecture import Architecture
 from hasten.models.flops import config_flops
+from hasten.models.memory import routed_weights
 from hasten.models.presets import PRESETS, build_config, preset
 
 LLAMA_8B = {
@@ -165,3 +166,15 @@ def test_operators_add_up_to_twice_the_active_weights_and_attention() -> None:
     flops = sum(o.flops for o in model.operators(tokens, length))
     matrices = sum(m.parameters // m.copies * m.chosen for m in model.matrices())
     assert flops == 2 * tokens * matrices + model.attention_flops(tokens, length)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2-lite", "deepseek-v3"])
+def test_the_share_of_routed_experts_is_known_from_the_outer_sizes(name: str) -> None:
+    one = Architecture.from_config(name)
+    found = routed_weights(one.parameters(), one.hidden, one.layers, one.vocabulary, one.tied)
+    assert found == pytest.approx(one.expert_parameters(), rel=0.05)
+
+
+def test_a_model_smaller_than_its_embeddings_has_no_routed_expert() -> None:
+    assert routed_weights(1000, 64, 2, 100) == 0
+    assert routed_weights(10**6, 64, 2, 100, tied=True) > routed_weights(10**6, 64, 2, 100)

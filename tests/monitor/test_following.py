@@ -1,9 +1,10 @@
-"""Every whole line arrives once and in order, whatever happens to the file."""
+"""Runs are found, their lines arrive once and in order, series lose no extreme."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -13,8 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.monitor import run
+from hasten.errors import InputError
+from hasten.formatting import number
+from hasten.monitor import run, watching
 from hasten.monitor.run import FollowedFile
+from hasten.monitor.series import Series
+from hasten.monitor.watching import check_places, find_runs
+from watched import write_run
 
 
 def drain(follow: FollowedFile) -> tuple[list[dict[str, Any]], bool]:
@@ -136,3 +142,124 @@ def test_a_pipe_in_its_place_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "lines.jsonl")
     with pytest.raises(OSError, match="not a regular file"):
         FollowedFile(tmp_path / "lines.jsonl").look()
+
+
+numbers = st.none() | st.floats(-1e6, 1e6).map(lambda v: round(v, 2))
+
+
+def merged(old: dict[str, Any] | None, part: dict[str, Any]) -> dict[str, Any]:
+    """What the page does with a part, written down once more."""
+    if old is None or part["start"] == 0 or old["generation"] != part["generation"]:
+        return part
+    start, columns = part["start"], {}
+    for name, lists in part["columns"].items():
+        before = old["columns"].get(name) or [[None] * start] * len(lists)
+        columns[name] = [b[:start] + a for b, a in zip(before, lists, strict=True)]
+    return {**part, "start": 0, "x": old["x"][:start] + part["x"], "columns": columns}
+
+
+@settings(max_examples=100, deadline=None)
+@given(values=st.lists(numbers, max_size=200), most=st.integers(1, 9), every=st.integers(1, 20))
+def test_parts_put_together_are_the_whole(
+    values: list[float | None], most: int, every: int
+) -> None:
+    series = Series(("v", "w"), most)
+    held, cursor = None, (0, 0)
+    for index, value in enumerate(values):
+        series.add(index, {"v": value, "w": 1 if index > 50 else None})
+        if index % every == 0:
+            held = merged(held, series.since(*cursor))
+            cursor = (series.generation, max(len(series) - 1, 0))
+            assert held == series.since(0, 0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(values=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), most=st.integers(1, 9))
+def test_extremes_and_the_mean_survive_any_number_of_joins(values: list[float], most: int) -> None:
+    series = Series(("v",), most)
+    for index, value in enumerate(values):
+        series.add(index, {"v": value})
+    assert len(series) <= 2 * most
+    cells = [bucket.cells[0] for bucket in series._buckets]
+    assert min(c[2] for c in cells if c) == min(values)
+    assert max(c[3] for c in cells if c) == max(values)
+    assert sum(c[0] for c in cells if c) == len(values)
+    assert sum(c[1] for c in cells if c) == pytest.approx(math.fsum(values), rel=1e-9, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "value", [None, "1", [1], {}, float("nan"), float("inf"), 10**400], ids=repr
+)
+def test_what_is_no_finite_number_leaves_a_gap(value: Any) -> None:
+    assert number(value) is None
+
+
+def test_what_is_sent_is_json_even_at_the_ends_of_float64() -> None:
+    series = Series(("v",), 1)
+    for index in range(8):
+        series.add(index, {"v": 1.7e308 * (-1) ** index})
+        series.add(index, {"v": 1.7e308})
+    json.dumps(series.since(0, 0), allow_nan=False)
+
+
+def test_a_column_without_numbers_is_not_sent() -> None:
+    series = Series(("v", "w"))
+    series.add(1, {"v": 1})
+    assert set(series.since(0, 0)["columns"]) == {"v"}
+
+
+def test_a_run_is_named_by_its_folder_and_one_below_by_the_way(tmp_path: Path) -> None:
+    one, two = write_run(tmp_path / "one"), write_run(tmp_path / "more" / "two")
+    assert find_runs([one]) == {"one": one}
+    assert find_runs([tmp_path]) == {"more/two": two, "one": one}
+
+
+def test_runs_of_the_same_name_stay_apart(tmp_path: Path) -> None:
+    one, two = write_run(tmp_path / "a" / "run"), write_run(tmp_path / "b" / "run")
+    assert find_runs([one, two]) == {"run": one, str(two): two}
+    assert find_runs([one, one]) == {"run": one}
+
+
+def test_what_lies_inside_a_run_is_no_run(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    write_run(run / "previous" / "1")
+    write_run(tmp_path / "previous" / "1")
+    write_run(tmp_path / ".hidden")
+    assert find_runs([tmp_path]) == {"run": run}
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    (tmp_path / "circle").symlink_to(tmp_path)
+    assert set(find_runs([tmp_path])) == {"run"}
+
+
+def test_of_very_many_runs_the_newest_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watching, "MOST_RUNS", 2)
+    for age in range(4):
+        write_run(tmp_path / str(age))
+        for file in (tmp_path / str(age)).iterdir():
+            os.utime(file, (age, age))
+    assert set(find_runs([tmp_path])) == {"2", "3"}
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda p: None, "there is no such folder"),
+        (lambda p: p.write_text(""), "can't be looked into"),
+        (lambda p: p.mkdir(), "no run is in it"),
+        (lambda p: (p / "a/b/c/d/e/f").mkdir(parents=True), "no run is in it"),
+    ],
+)
+def test_a_place_without_a_run_is_refused_in_one_sentence(
+    tmp_path: Path, make: object, words: str
+) -> None:
+    place = tmp_path / "place"
+    assert callable(make)
+    make(place)
+    with pytest.raises(InputError, match=words) as error:
+        check_places([place])
+    assert "\n" not in str(error.value)

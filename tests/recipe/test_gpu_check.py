@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from gpu_rank_jobs import first_contact
 from hasten.cli import check
 from hasten.core.context import JobContext, ModelFacts
 from hasten.machine import host
@@ -297,7 +298,7 @@ def test_experts_are_taken_one_by_one_where_groups_are_refused() -> None:
 
 
 def test_ranks_look_for_their_devices_and_for_each_other(tmp_path: Path) -> None:
-    for found in on_ranks("gpu_rank_jobs:first_contact", tmp_path):
+    for found in on_ranks(first_contact, tmp_path):
         assert found == {
             "as they are": "",
             "a product that is wrong": "rank 1 (cpu of HOST): a product of ones came out as 7, not "

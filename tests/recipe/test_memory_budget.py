@@ -23,7 +23,7 @@ from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW, Muon
 from hasten.techniques.precision import BF16MasterWeights
-from memory_rank_jobs import ON_RANKS, both
+from memory_rank_jobs import ON_RANKS, both, on_four, on_ranks_too
 from ranks import on_ranks
 from tiny import examples, job_context, language_job
 
@@ -54,7 +54,7 @@ def test_weights_gradients_and_optimizer_are_what_was_estimated(
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks("memory_rank_jobs:on_ranks_too", tmp_path_factory.mktemp("memory"))
+    return on_ranks(on_ranks_too, tmp_path_factory.mktemp("memory"))
 
 
 @pytest.mark.parametrize("layout", ON_RANKS)
@@ -68,7 +68,7 @@ def test_shards_take_half_on_two_ranks(ranks: list[Any]) -> None:
 
 
 def test_on_four_ranks_pieces_take_what_was_said(tmp_path: Path) -> None:
-    for rank in on_ranks("memory_rank_jobs:on_four", tmp_path, 4):
+    for rank in on_ranks(on_four, tmp_path, 4):
         for layout in ("fsdp2", "copies", "ddp"):
             assert 0.9 < rank[layout]["state"] < 1.1, layout
         assert rank["fsdp2"]["bytes"] <= 0.35 * rank["ddp"]["bytes"]

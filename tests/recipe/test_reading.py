@@ -1,4 +1,4 @@
-"""Sources of a recipe: weights, columns, what is told, what the prepared data depends on."""
+"""Sources of a recipe: weights, columns, first examples, overlap with eval examples."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hasten.errors import InputError
-from hasten.recipe.prepared_data import prepare_data, rejected_words
+from hasten.parts.data.collate import TokenizedExample, tokenized_example
+from hasten.recipe.prepared_data import overlap, prepare_data, rejected_words
 from hasten.recipe.read_conversations import read_source
-from hasten.recipe.schema import Recipe, load_recipe
+from hasten.recipe.schema import Recipe, load_recipe, recipe_from
 
 
 def rows(name: str, count: int) -> list[dict[str, str]]:
@@ -199,3 +203,78 @@ def test_columns_that_are_not_read_are_named_once(tmp_path: Path) -> None:
     read_source(recipe(tmp_path, dataset=str(tmp_path / "a.jsonl")), told.append)
     place = f"{tmp_path / 'a.jsonl'} (jsonl)"
     assert told == [f"{place}: messages examples; not read: messages[].at, source"]
+
+
+def written(path: Path, count: int) -> Path:
+    rows = ({"prompt": f"{path.stem} {i}", "completion": f"answer {i} " * 4} for i in range(count))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_source_gives_its_first_records(tmp_path: Path) -> None:
+    sources = [
+        {"path": str(written(tmp_path / "a.jsonl", 20)), "max_examples": 3},
+        {"path": str(written(tmp_path / "b.jsonl", 2)), "max_examples": 3},
+        str(written(tmp_path / "c.jsonl", 4)),
+    ]
+    values = {"model": "deepseek-llm-tiny", "dataset": sources, "max_steps": 1, "eval_data": 0.0}
+    found = read_source(recipe_from(values, "r.yaml"), lambda text: None).train
+    texts = [example.messages[0].content for example in found]
+    assert texts == [*(f"a {i}" for i in range(3)), "b 0", "b 1", *(f"c {i}" for i in range(4))]
+
+
+@pytest.mark.parametrize("weight", [2.0, 0.5])
+def test_a_weight_counts_the_first_records_alone(tmp_path: Path, weight: float) -> None:
+    source = {"path": str(written(tmp_path / "a.jsonl", 50)), "max_examples": 10, "weight": weight}
+    values = {"model": "deepseek-llm-tiny", "dataset": [source], "max_steps": 1, "eval_data": 0.0}
+    found = read_source(recipe_from(values, "r.yaml"), lambda text: None).train
+    assert len(found) == 10 * weight
+    assert {example.messages[0].content for example in found} <= {f"a {i}" for i in range(10)}
+
+
+def test_the_embedded_corpus_gives_its_first_records() -> None:
+    source = {"path": "stdlib", "max_examples": 5}
+    values = {"model": "deepseek-llm-tiny", "dataset": [source], "max_steps": 1}
+    assert len(read_source(recipe_from(values, "r.yaml"), lambda text: None).train) == 5
+
+
+class Examples(list[TokenizedExample]):
+    @property
+    def lengths(self) -> Any:
+        return np.asarray([r.length for r in self], np.int32)
+
+    @property
+    def trained_counts(self) -> Any:
+        return np.asarray([r.trained_tokens for r in self], np.int32)
+
+
+class Both:
+    def __init__(self, train: Any, eval_data: Any) -> None:
+        self.train, self.eval_data = train, eval_data
+
+
+texts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=1, max_size=12)
+
+
+@settings(max_examples=80, deadline=None)
+@given(texts, texts)
+def test_the_count_is_that_of_a_plain_search(train: list[Any], eval_data: list[Any]) -> None:
+    found = overlap(
+        Both(Examples(map(tokenized_example, train)), Examples(map(tokenized_example, eval_data)))
+    )
+    assert found.count == sum(example in train for example in eval_data)
+    assert found.eval_data == len(eval_data)
+    assert bool(found.advice) == (found.count > 0)
+
+
+def test_nothing_eval_data_overlaps_with_nothing() -> None:
+    assert overlap(Both(Examples([tokenized_example([1, 2])]), ())).advice == ""
+
+
+@pytest.mark.parametrize(("count", "words"), [(1, "1 of 2 eval examples stands"), (2, "stand ")])
+def test_the_advice_counts_and_says_what_to_do(count: int, words: str) -> None:
+    eval_data = [[1, 2], [3, 4]]
+    train = Examples(map(tokenized_example, eval_data[:count]))
+    advice = overlap(Both(train, Examples(map(tokenized_example, eval_data)))).advice
+    assert words in advice
+    assert "eval_data a file of its own" in advice

@@ -49,7 +49,7 @@ def weights(session: Session) -> Tensor:
     return torch.cat([p.detach().double().flatten() for p in session.model.parameters()])
 
 
-def as_ddp(world: World) -> dict[str, Any]:
+def averaged(world: World) -> dict[str, Any]:
     """Plain SGD, averaged after every step and not, beside replicas that average gradients."""
     plans: dict[str, tuple[Technique, ...]] = {
         "ddp": (),
@@ -91,7 +91,7 @@ COMPANY: dict[str, tuple[str, tuple[Technique, ...]]] = {
 }
 
 
-def company(world: World) -> dict[str, Any]:
+def accompanied(world: World) -> dict[str, Any]:
     """A stream and DiLoCo beside other techniques: same bits on all ranks once synchronized."""
     found = {}
     for name, (architecture, others) in COMPANY.items():

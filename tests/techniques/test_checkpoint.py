@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from checkpoint_rank_jobs import saved_and_resumed
 from hasten.core.layout import OneProcess
 from hasten.core.plan import read_technique
 from hasten.core.state import restore, state_of
@@ -27,7 +28,7 @@ def test_two_ranks_go_on_bit_for_bit_each_with_its_own_random_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    ranks = on_ranks("checkpoint_rank_jobs:saved_and_resumed", tmp_path)
+    ranks = on_ranks(saved_and_resumed, tmp_path)
     for rank in ranks:
         assert rank["from"] == "step-00000003"
         assert rank["begun"] == rank["whole"][:5]

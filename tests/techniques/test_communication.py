@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from compression_session_jobs import between_hosts, everything
 from hasten.core.setup import NoCompression
 from hasten.errors import InputError
 from hasten.integrations.optimized_trainer import OptimizedTrainer
@@ -22,7 +23,7 @@ BESIDE = ("gradient_accumulation", "adaptive_batch", "bf16_master_weights", "lor
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks("compression_session_jobs:everything", tmp_path_factory.mktemp("ranks"))
+    return on_ranks(everything, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", [*COMMUNICATIONS, *BESIDE])
@@ -61,7 +62,7 @@ def test_another_number_of_ranks_goes_on_with_the_mean(found: list[Any]) -> None
 
 
 def test_between_hosts_a_run_learns_resumes_and_keeps_replicas_alike(tmp_path: Path) -> None:
-    four = on_ranks("compression_session_jobs:between_hosts", tmp_path, world=4)
+    four = on_ranks(between_hosts, tmp_path, world=4)
     for name in ("quantised", "powersgd"):
         found = [rank[name] for rank in four]
         assert len({tuple(rank["weights"]) for rank in found}) == 1

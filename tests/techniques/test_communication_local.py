@@ -1,4 +1,4 @@
-"""Sessions whose ranks train apart: against averaged gradients, and beside other techniques."""
+"""Sessions whose ranks train apart: averages, other techniques, bad steps, checkpoints."""
 
 from __future__ import annotations
 
@@ -10,18 +10,26 @@ import pytest
 from hasten.machine.environment import World
 from hasten.techniques.communication.local import LocalSteps, Stream
 from ranks import on_ranks
-from techniques.apart_rank_jobs import COMPANY
+from techniques.apart_rank_jobs import (
+    COMPANY,
+    accompanied,
+    averaged,
+    one_bad_step,
+    refused,
+    resumed,
+    stopped_by_one,
+)
 from tiny import job_context, language_job
 
 
 @pytest.fixture(scope="module")
 def as_ddp(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks("techniques.apart_rank_jobs:as_ddp", tmp_path_factory.mktemp("ddp"))
+    return on_ranks(averaged, tmp_path_factory.mktemp("ddp"))
 
 
 @pytest.fixture(scope="module")
 def company(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks("techniques.apart_rank_jobs:company", tmp_path_factory.mktemp("company"))
+    return on_ranks(accompanied, tmp_path_factory.mktemp("company"))
 
 
 @pytest.mark.parametrize("name", ["every step", "accumulated", "adaptive"])
@@ -75,7 +83,7 @@ def test_it_learns(company: list[Any]) -> None:
 
 
 def test_what_does_not_go_together_is_refused_in_words(tmp_path: Path) -> None:
-    for said in on_ranks("techniques.apart_rank_jobs:refused", tmp_path):
+    for said in on_ranks(refused, tmp_path):
         assert "max_tokens" in said[0]
         assert "weight_average" in said[1]
 
@@ -104,3 +112,25 @@ def test_the_forecast_is_of_bytes_on_the_wire_and_of_the_anchor() -> None:
         assert found.comm_bytes == pytest.approx(0.1)
     assert Stream(fragments=4).forecast(context).comm_bytes == pytest.approx(0.0159, rel=0.02)
     assert Stream().forecast(context).resident_bytes == 4 * context.model.parameters
+
+
+def test_a_rank_whose_gradient_is_no_number_gives_its_step_up_alone(tmp_path: Path) -> None:
+    one, other = on_ranks(one_bad_step, tmp_path)
+    for communication in ("stream", "local_steps"):
+        assert not any(one[communication]["skipped"])
+        assert [i for i, s in enumerate(other[communication]["skipped"]) if s] == [1]
+        assert one[communication]["weights"] == other[communication]["weights"]
+
+
+def test_a_stop_that_one_rank_asks_for_comes_after_the_same_step_on_all(tmp_path: Path) -> None:
+    found = on_ranks(stopped_by_one, tmp_path)
+    assert found == [{"stream": 4, "local_steps": 4}] * 2
+
+
+def test_a_resumed_run_has_the_bits_of_the_whole_one_on_every_rank(tmp_path: Path) -> None:
+    for rank in on_ranks(resumed, tmp_path):
+        for name, found in rank.items():
+            assert found["losses"][0] == found["losses"][1]
+            assert found["weights"][0] == found["weights"][1]
+            assert found["ranks"] == ["1"]
+            assert f"plan: {name} was on" in found["other"]

@@ -5,21 +5,231 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from hasten.core.plan import Plan
+from hasten.core.session import Session, assemble
+from hasten.core.setup import prepare
+from hasten.core.state import restore, state_of
+from hasten.core.technique import Technique
+from hasten.errors import InputError
+from hasten.machine.environment import World
+from hasten.techniques.adapter import LoRA
+from hasten.techniques.batch import GradientAccumulation
+from hasten.techniques.communication.compress import Half, PowerSGD, Quantised, TopK
+from hasten.techniques.communication.local import LocalSteps
+from hasten.techniques.layout.ddp import DDP
+from hasten.techniques.layout.fsdp import FSDP2
+from hasten.techniques.layout.hybrid import Hybrid
+from hasten.techniques.layout.tensor import TensorParallel
+from hasten.techniques.precision import BF16MasterWeights
 from ranks import on_ranks
-from techniques.sharded_communication_jobs import BESIDE, COMMUNICATIONS, REFUSED
+from tiny import examples, job_context, language_job, run, tiny_model
+
+HALF = Half(minimum=0, check_every=1)
+INT8 = Quantised(minimum=0, check_every=1)
+INT4 = Quantised(bits=4, minimum=0, check_every=1)
+BETWEEN = Quantised(minimum=0, check_every=1, scope="hosts")
+
+
+def session(
+    world: World,
+    *techniques: Technique,
+    layout: Technique | None = None,
+    architecture: str = "llama",
+    steps: int = 5,
+) -> Session:
+    job = language_job(lambda: tiny_model(architecture), data=examples(16), steps=steps)
+    plan = Plan((layout or FSDP2(), *techniques))
+    return assemble(prepare(job, plan, job_context(job, architecture, world)))
+
+
+def seen(found: Session, communication: Technique) -> dict[str, Any]:
+    metrics = run(found)
+    proof = communication.check_effect(found)
+    exchange = found.setup.communication.shards  # type: ignore[attr-defined]
+    return {
+        "sent": [m.comm_bytes for m in metrics],
+        "sent in all": exchange.sent_bytes,
+        "a pass or step": exchange.predicted(),
+        "exposed": [m.exposed_comm_seconds for m in metrics],
+        "losses": [m.loss for m in metrics],
+        "norms": [m.grad_norm for m in metrics],
+        "skipped": sum(m.skipped for m in metrics),
+        "effective": proof.effective,
+        "said": proof.evidence,
+        "held norms": sum(_sum(p) for n, p in found.module.named_parameters() if "norm" in n),
+    }
+
+
+def _sum(parameter: Tensor) -> float:
+    """Of what this rank holds of it."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return float(local.detach().double().sum())
+
+
+COMMUNICATIONS: tuple[Technique, ...] = (HALF, INT8, INT4, TopK(minimum=0, dense_share=0.0))
+EACH = GradientAccumulation(micro_batch_size=2)
+BESIDE: dict[str, tuple[Technique, tuple[Technique, ...]]] = {
+    "accumulated": (FSDP2(), (EACH,)),
+    "whole gradients": (FSDP2(whole_gradients=True), (EACH,)),
+    "bf16": (FSDP2(), (BF16MasterWeights(),)),
+    "adapters": (FSDP2(), (LoRA(),)),
+}
+
+
+def runs(world: World) -> dict[str, Any]:
+    found = {
+        str(communication): seen(session(world, communication), communication)
+        for communication in COMMUNICATIONS
+    }
+    for name, (layout, others) in BESIDE.items():
+        found[name] = seen(session(world, INT8, *others, layout=layout), INT8)
+    found["experts"] = seen(session(world, INT8, architecture="deepseek_v3"), INT8)
+    plain = run(session(world))
+    found["plain"] = {"losses": [m.loss for m in plain], "sent": [m.comm_bytes for m in plain]}
+    dense = Quantised(minimum=0, dense_share=1.0)
+    found["dense"] = seen(session(world, dense), dense)
+    return found
+
+
+def resumed(
+    world: World, communication: Technique, before: Technique, after: Technique
+) -> dict[str, Any]:
+    """Saved after 3 of 5 steps under one layout, read back by a fresh session under another."""
+    whole = [m.loss for m in run(session(world, communication, layout=after))]
+    first = session(world, communication, layout=before, steps=3)
+    run(first)
+    boxes: list[Any] = [state_of(first)]
+    dist.broadcast_object_list(boxes)  # what rank 0 writes, every rank reads
+    again = session(world, communication, layout=after)
+    restore(again, *boxes[0])
+    return {
+        "own memory": _same(_memory(first), _memory(again)),
+        "ranks": len(boxes[0][1]["slots"]["communication"]["state"]["ranks"]),
+        "rest": [m.loss for m in run(again)],
+        "whole": whole[3:],
+    }
+
+
+def _memory(found: Session) -> dict[str, Tensor]:
+    communication: Any = found.setup.communication
+    travel = (
+        communication.shards.state()
+        if communication.shards
+        else communication.compressor.state_dict()["travel"]
+    )
+    kept: dict[str, Tensor] = travel["residual"]
+    return kept
+
+
+def _same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Whether the same is remembered of the same weights, and something."""
+    alike = one.keys() == other.keys()
+    return alike and len(one) > 0 and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def merged(world: World) -> dict[str, Any]:
+    """The memory of three ranks, read by two: the mean is kept. Of other shapes: left behind."""
+    found = session(world, INT4)
+    run(found)
+    held: Any = found.setup.communication
+    mine = held.shards.state()
+    name = next(iter(mine["residual"]))
+    filled = torch.full_like
+    states = [
+        {"travel": {**mine, "residual": {name: filled(mine["residual"][name], value)}}}
+        for value in (1.0, 2.0, 6.0)
+    ]
+    held.load_state_dict({"technique": "quantised", "ranks": states})
+    mean = float(held.shards.state()["residual"][name].mean())
+    said = [INT4.check_effect(found).evidence]
+    states[0]["travel"]["residual"][name] = torch.ones(3)
+    held.load_state_dict({"technique": "quantised", "ranks": states})
+    said.append(INT4.check_effect(found).evidence)
+    try:
+        held.load_state_dict({"technique": "quantised", "ranks": states[:1] * world.size})
+    except InputError as error:
+        said.append(str(error))
+    return {"mean": mean, "said": said}
+
+
+def overflow(world: World) -> dict[str, Any]:
+    """A gradient that is infinite on rank 1 in the fourth step."""
+    found, passes = session(world, INT8), []
+    model: Any = found.model
+
+    def spoil(grad: Tensor) -> Tensor:
+        passes.append(0)
+        return grad * torch.inf if len(passes) == 4 and world.rank == 1 else grad
+
+    def watch(module: nn.Module, given: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(spoil)
+
+    model.model.layers[1].mlp.register_forward_hook(watch)
+    return seen(found, INT8)
+
+
+REFUSED: dict[str, tuple[Technique, Technique]] = {
+    "matrices": (FSDP2(), PowerSGD()),
+    "momentum": (FSDP2(), TopK(momentum=0.9)),
+    "apart": (FSDP2(), LocalSteps()),
+    "no host": (FSDP2(), BETWEEN),
+    "same examples": (TensorParallel(), Half()),
+}
+
+
+def refused(world: World, cases: dict[str, tuple[Technique, Technique]]) -> dict[str, str]:
+    found = {}
+    for name, (layout, communication) in cases.items():
+        try:
+            session(world, communication, layout=layout)
+        except InputError as error:
+            found[name] = str(error)
+    return found
+
+
+def on_two(world: World) -> dict[str, Any]:
+    return {
+        "runs": runs(world),
+        "resumed": resumed(world, INT4, FSDP2(), FSDP2()),
+        "from copies of the whole": resumed(world, INT4, DDP(), FSDP2()),
+        "merged": merged(world),
+        "overflow": overflow(world),
+        "refused": refused(world, REFUSED),
+    }
+
+
+def on_four(world: World) -> dict[str, Any]:
+    """Copies: of pieces, and of layers that are cut."""
+    layouts: dict[str, tuple[Technique, Technique]] = {
+        "pieces": (FSDP2(replicas=2), BETWEEN),
+        "cut layers": (Hybrid(dp=2, tp=2), HALF),
+        "pieces of cut layers": (Hybrid(shard=2, tp=2), HALF),
+    }
+    found: dict[str, Any] = {}
+    for name, (layout, communication) in layouts.items():
+        found[name] = seen(session(world, communication, EACH, layout=layout), communication)
+        found[name]["plain"] = [m.loss for m in run(session(world, EACH, layout=layout))]
+    pieces = FSDP2(replicas=2)
+    found["resumed"] = resumed(world, BETWEEN, pieces, pieces)
+    cases = {"everywhere": (pieces, INT8), "blocks": (Hybrid(dp=2, tp=2), INT8)}
+    found["refused"] = refused(world, cases)
+    return found
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks("techniques.sharded_communication_jobs:on_two", tmp_path_factory.mktemp("two"))
+    return on_ranks(on_two, tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(
-        "techniques.sharded_communication_jobs:on_four", tmp_path_factory.mktemp("four"), 4
-    )
+    return on_ranks(on_four, tmp_path_factory.mktemp("four"), 4)
 
 
 @pytest.mark.slow

@@ -18,13 +18,13 @@ from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.communication.local import LocalSteps
 from hasten.techniques.layout.experts import ExpertParallel, ExpertsInDDP
 from ranks import on_ranks
-from techniques.expert_session_jobs import CASES
+from techniques.expert_session_jobs import CASES, compiled, on_four, on_two
 from tiny import job_context, language_job, run, session_of, tiny_model
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks("techniques.expert_session_jobs:on_two", tmp_path_factory.mktemp("two"))
+    return on_ranks(on_two, tmp_path_factory.mktemp("two"))
 
 
 def facts_on(ranks: int, architecture: str = "deepseek_v3") -> JobContext:
@@ -50,14 +50,14 @@ def test_a_run_on_two_ranks_is_that_of_one_process(found: list[Any]) -> None:
 
 
 def test_a_run_on_four_ranks_is_that_of_one_process(tmp_path: Path) -> None:
-    ranks = on_ranks("techniques.expert_session_jobs:on_four", tmp_path, 4)
+    ranks = on_ranks(on_four, tmp_path, 4)
     assert {name.rpartition(" ")[2] for name in ranks[0]} == {"2", "4"}
     check(ranks)
 
 
 @pytest.mark.slow
 def test_it_runs_in_compiled_blocks(tmp_path: Path) -> None:
-    check(on_ranks("techniques.expert_session_jobs:compiled", tmp_path))
+    check(on_ranks(compiled, tmp_path))
 
 
 def test_its_probe_says_what_travelled(found: list[Any]) -> None:

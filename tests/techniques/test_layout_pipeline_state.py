@@ -7,15 +7,188 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from hasten.core.job import Stop
+from hasten.core.loop import evaluate
+from hasten.core.plan import Plan
+from hasten.core.session import Session, assemble
+from hasten.core.setup import prepare
 from hasten.core.state import order_of
+from hasten.core.step import training
+from hasten.core.technique import Technique
 from hasten.errors import InputError
+from hasten.machine.environment import World
 from hasten.parts.optim.weight_average import decayed_groups
+from hasten.techniques.checkpoint import Checkpoints
+from hasten.techniques.communication.compress import Quantised
+from hasten.techniques.layout.ddp import DDP
+from hasten.techniques.layout.fsdp import FSDP2
+from hasten.techniques.layout.hybrid import Hybrid
+from hasten.techniques.layout.pipeline import Pipeline
+from hasten.techniques.optimizer import CompactAdamW, FusedAdamW, Muon
+from hasten.techniques.precision import BF16MasterWeights
+from hasten.techniques.routing import BalancedRouting
+from pipeline_rank_jobs import language_model
 from ranks import on_ranks
-from techniques.expert_checkpoint_jobs import ALL, FIRST
-from techniques.pipeline_state_jobs import CASES, LONG, ON_FOUR
+from techniques.expert_checkpoint_jobs import ALL, FIRST, apart, biases, shared_folder
+from tiny import examples, job_context, language_job
+
+Case = tuple[str, bool, tuple[Technique, ...], Technique]  # model, tied, plan, layout
+CASES: dict[str, Case] = {
+    "plain": ("llama", False, (FusedAdamW(),), Pipeline()),
+    "tied": ("qwen2", True, (), Pipeline(schedule="zero_bubble")),
+    "tied, masters": ("llama", True, (BF16MasterWeights(),), Pipeline()),
+    "balanced experts in a v": (
+        *("deepseek_v3", False, (BalancedRouting(speed=0.01), Muon())),
+        Pipeline(schedule="zbv"),
+    ),
+}
+ON_FOUR: dict[str, Case] = {
+    "copies": ("llama", True, (), Pipeline(stages=2)),
+    "shards": ("llama", True, (), Hybrid(pp=2, shard=2)),
+    "cut layers": ("qwen2", False, (FusedAdamW(),), Hybrid(pp=2, tp=2)),
+    "experts beside shards": (
+        *("deepseek_v3", False, (BalancedRouting(speed=0.01),)),
+        Hybrid(shard=4, ep=2),
+    ),
+}
+LONG = ("shards", "experts beside shards")  # each layout has a test of its own without stages
+WIRED: Case = ("llama", True, (Quantised(minimum=1, check_every=1),), Pipeline(stages=2))
+
+
+def session_on(
+    world: World, case: Case, steps: int, folder: Path | None, layout: Technique | None = None
+) -> Session:
+    """A session that goes on from the newest checkpoint in its folder, and writes after FIRST."""
+    architecture, tied, plan, own = case
+
+    def built() -> nn.Module:
+        model: nn.Module = language_model(architecture, tied).float()
+        return model
+
+    job = language_job(built, data=examples(24), batch=4, stop=Stop(steps=steps), lr=1e-3)
+    kept = () if folder is None else (Checkpoints(interval=FIRST),)
+    ranks = ((layout or own),) if world.size > 1 else ()
+    context = job_context(job, architecture, world)
+    session = assemble(prepare(job, Plan((*plan, *kept, *ranks)), context, folder))
+    if folder is not None:
+        session.setup.checkpoint.resume(session)
+    return session
+
+
+def trained(session: Session) -> dict[str, Any]:
+    losses = [m.loss for m in training(session)] + [evaluate(session).eval_loss]
+    proofs = [t.check_effect(session).evidence for t in session.setup.plan]
+    session.finish()
+    with session.setup.layout.gather(session.model) as whole:
+        weights = {n: p.detach().clone() for n, p in session.model.named_parameters() if whole}
+        found = biases(session.model) if whole else []
+    return {"losses": losses, "weights": weights, "biases": found, "proofs": proofs}
+
+
+def beside(here: dict[str, Any], straight: dict[str, Any]) -> dict[str, Any]:
+    losses = zip(here["losses"], straight["losses"][FIRST:], strict=True)
+    return {
+        "steps": len(here["losses"]) - 1,
+        "weights": apart(here["weights"], straight["weights"]),
+        "losses": max(abs(a - b) for a, b in losses),
+        "biases": here["biases"] == straight["biases"],
+    }
+
+
+def resumed(world: World, cases: dict[str, Case], other: Technique) -> dict[str, Any]:
+    """Three steps and one more on another layout, beside four in a row as a pipeline."""
+    found: dict[str, Any] = {}
+    for name, case in cases.items():
+        straight = trained(session_on(world, case, ALL, None))
+        of_ranks, of_one = shared_folder(), shared_folder()
+        trained(session_on(world, case, FIRST, of_ranks))
+        if world.is_main:
+            trained(session_on(World(), case, FIRST, of_one))
+        dist.barrier()
+        ways: dict[str, tuple[Path, Technique | None]] = {
+            "ranks to ranks": (of_ranks, None),
+            "one to ranks": (of_one, None),
+        }
+        if "experts" not in name and "masters" not in name:  # which the other layout can't take
+            ways["ranks to another layout"] = (of_ranks, other)
+        for way, (folder, layout) in ways.items():
+            here = trained(session_on(world, case, ALL, folder, layout))
+            found[f"{name}: {way}"] = beside(here, straight)
+            dist.barrier()  # the folder is free
+        if world.is_main:
+            here = trained(session_on(World(), case, ALL, of_ranks))
+            found[f"{name}: ranks to one"] = beside(here, straight)
+        dist.barrier()
+    return found
+
+
+def refused(world: World) -> list[str]:
+    """A state that can't be put together, and one of another model."""
+    said = []
+    case = ("llama", True, (CompactAdamW(),), Pipeline())
+    deeper = ("qwen2", True, (), Pipeline())
+    folder = shared_folder()
+    trained(session_on(world, ("llama", True, (), Pipeline()), FIRST, folder))
+    dist.barrier()
+    for wrong in (case, deeper):
+        try:
+            session_on(world, wrong, ALL, folder)
+        except InputError as error:
+            said.append(str(error))
+        dist.barrier()
+    return said
+
+
+def wired(world: World) -> dict[str, Any]:
+    """What a codec left out is there again after a resume; on another layout a run goes on too.
+
+    Losses aren't the same bits: DDP lays its buckets anew after its first step, and codecs round by
+    buckets.
+    """
+    straight = trained(session_on(world, WIRED, ALL, None))
+    folder = shared_folder()
+    first = session_on(world, WIRED, FIRST, folder)
+    trained(first)
+    dist.barrier()
+    again = session_on(world, WIRED, ALL, folder)
+    left = [_left_out(session) for session in (first, again)]
+    found = beside(trained(again), straight)
+    dist.barrier()
+    other = trained(session_on(world, WIRED, ALL, folder, DDP()))
+    alike = all(torch.equal(value, left[1][name]) for name, value in left[0].items())
+    return {
+        **found,
+        "remembered": sum(float(value.abs().sum()) for value in left[0].values()),
+        "alike": alike and left[0].keys() == left[1].keys(),
+        "on_ddp": other["losses"][-1],
+    }
+
+
+def _left_out(session: Session) -> dict[str, torch.Tensor]:
+    """What this rank remembers of its stage's gradients, by name."""
+    communication: Any = session.setup.communication
+    found: dict[str, torch.Tensor] = communication.compressor.state_dict()["travel"]["residual"]
+    return {name: value.float().flatten().clone() for name, value in found.items()}
+
+
+def on_two(world: World) -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {"resumed": resumed(world, CASES, FSDP2()), "refused": refused(world)}
+
+
+def on_four(world: World) -> dict[str, Any]:
+    usual = {name: ON_FOUR[name] for name in ON_FOUR if name not in LONG}
+    return {"resumed": resumed(world, usual, FSDP2(replicas=2)), "wired": wired(world)}
+
+
+def on_four_long(world: World) -> dict[str, Any]:
+    return {"resumed": resumed(world, {n: ON_FOUR[n] for n in LONG}, FSDP2(replicas=2))}
+
 
 WITHIN = 2e-5  # float32, a step of AdamW after three
 ROUGHER = {"tied, masters": 1e-2}  # bf16 on one side in another order
@@ -23,19 +196,17 @@ ROUGHER = {"tied, masters": 1e-2}  # bf16 on one side in another order
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks("techniques.pipeline_state_jobs:on_two", tmp_path_factory.mktemp("two"))
+    return on_ranks(on_two, tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks("techniques.pipeline_state_jobs:on_four", tmp_path_factory.mktemp("four"), 4)
+    return on_ranks(on_four, tmp_path_factory.mktemp("four"), 4)
 
 
 @pytest.fixture(scope="module")
 def four_long(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(
-        "techniques.pipeline_state_jobs:on_four_long", tmp_path_factory.mktemp("long"), 4
-    )
+    return on_ranks(on_four_long, tmp_path_factory.mktemp("long"), 4)
 
 
 def check(resumed: dict[str, Any], name: str, way: str) -> None:

@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from hasten.machine.environment import World
+from hasten.parts.comm import groups
+from hasten.techniques.layout.ddp import Replicas
+from hasten.techniques.layout.experts import ExpertsInDDP
 from hasten.techniques.layout.fsdp import FSDP2
 from ranks import on_ranks
 from techniques.sharded_rank_jobs import (
@@ -30,7 +35,7 @@ TOLERANCE = {"half a format": 2e-2, "recomputed, averaged": 2e-5, "adapters, own
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     folder = tmp_path_factory.mktemp("sharded")
-    return on_ranks(f"techniques.sharded_rank_jobs:{sharded.__name__}", folder, 2)
+    return on_ranks(sharded, folder, 2)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -75,7 +80,7 @@ def test_what_cannot_work_on_pieces_is_refused_on_every_rank(ranks: list[Any]) -
 
 
 def test_four_ranks_hold_a_quarter_and_two_copies_a_half(tmp_path: Path) -> None:
-    for found in on_ranks(f"techniques.sharded_rank_jobs:{held_bytes.__name__}", tmp_path, 4):
+    for found in on_ranks(held_bytes, tmp_path, 4):
         whole = found["ddp"]["bytes"]
         assert found["fsdp2"]["bytes"] <= 0.35 * whole
         assert found["copies"]["bytes"] <= 0.6 * whole
@@ -109,9 +114,7 @@ def test_one_rank_needs_no_pieces() -> None:
 
 @pytest.fixture(scope="module")
 def dropped(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(
-        f"techniques.sharded_rank_jobs:{dropping.__name__}", tmp_path_factory.mktemp("dropped")
-    )
+    return on_ranks(dropping, tmp_path_factory.mktemp("dropped"))
 
 
 @pytest.mark.parametrize("name", DROPPING)
@@ -123,3 +126,21 @@ def test_dropout_falls_where_each_rank_s_seed_says(dropped: list[Any], name: str
         assert rank[name]["again"] == rank[name]["loss"]
     alike, _ = by_hand(DROPPING[name], 1)  # the same examples, other masks
     assert loss != pytest.approx(alike, rel=1e-9)
+
+
+TWO = World(0, 0, 2)
+
+
+@pytest.mark.parametrize("layout", [Replicas(TWO, 25, "cpu"), ExpertsInDDP(TWO, 2, 25, "cpu")])
+def test_a_sum_over_ranks_leaves_what_was_given(
+    layout: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor.mul_(2))  # as if of two ranks
+    monkeypatch.setattr(groups, "reaches_host", lambda group=None: True)
+    given = torch.tensor([1.0, 3.0], dtype=torch.float64)
+    assert (
+        layout.all_reduce_data(given).tolist()
+        == layout.all_reduce_world(given).tolist()
+        == [2.0, 6.0]
+    )
+    assert given.tolist() == [1.0, 3.0]

@@ -1,4 +1,4 @@
-"""A checkpoint of a model in pieces is that of one process, whatever the mesh it was written on."""
+"""A checkpoint of pieces or of experts is that of one process, whatever wrote it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,144 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
+from hasten.core.job import Stop
+from hasten.core.plan import Plan
+from hasten.core.session import Session, assemble
+from hasten.core.setup import prepare
+from hasten.core.technique import Technique
+from hasten.errors import InputError
+from hasten.machine.environment import World
+from hasten.techniques.checkpoint import Checkpoints
+from hasten.techniques.layout.fsdp import FSDP2
+from hasten.techniques.layout.hybrid import Hybrid
+from hasten.techniques.layout.tensor import TensorParallel
+from hasten.techniques.loss import LabelledTokenLoss
+from hasten.techniques.optimizer import CompactAdamW, FusedAdamW
+from hasten.techniques.precision import BF16MasterWeights
 from ranks import on_ranks
-from techniques.layout_state_jobs import CASES, ON_FOUR
+from techniques.expert_checkpoint_jobs import (
+    ALL,
+    FIRST,
+    PLANS,
+    all_checkpoints,
+    apart,
+    shared_folder,
+    trained,
+)
+from tiny import examples, job_context, language_job, tiny_config, tiny_model
+
+CASES: dict[str, tuple[str, tuple[Technique, ...], Technique]] = {
+    "fsdp2": ("llama", (), FSDP2()),
+    "fsdp2, fused": ("deepseek_v3", (LabelledTokenLoss(), FusedAdamW()), FSDP2()),
+    "fsdp2, tied": ("tied", (), FSDP2()),
+    "tensor parallel": ("llama", (), TensorParallel(size=2)),
+}
+ON_FOUR: dict[str, tuple[str, tuple[Technique, ...], Technique]] = {
+    "fsdp2 in copies": ("llama", (), FSDP2(replicas=2)),
+    "shards of pieces": ("llama", (), Hybrid(shard=2, tp=2)),
+}
+
+
+def built(architecture: str) -> nn.Module:
+    """A tiny model; a tied one has a head and an embedding of the same weight."""
+    if architecture != "tied":
+        return tiny_model(architecture)
+    import transformers as hf
+
+    torch.manual_seed(0)
+    config = tiny_config("llama")
+    config.tie_word_embeddings = True
+    model: nn.Module = hf.AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def session_on(
+    world: World,
+    architecture: str,
+    plan: tuple[Technique, ...],
+    layout: Technique,
+    steps: int,
+    folder: Path | None,
+) -> Session:
+    job = language_job(
+        lambda: built(architecture), data=examples(24), batch=4, stop=Stop(steps=steps), lr=1e-3
+    )
+    kept = () if folder is None else (Checkpoints(interval=FIRST),)
+    own = (layout,) if world.size > 1 else ()
+    context = job_context(job, "llama" if architecture == "tied" else architecture, world)
+    session = assemble(prepare(job, Plan((*plan, *kept, *own)), context, folder))
+    if folder is not None:
+        session.setup.checkpoint.resume(session)
+    return session
+
+
+def resumed(world: World, cases: Any) -> dict[str, Any]:
+    """Four steps in one process, beside three and one on either side."""
+    found: dict[str, Any] = {}
+    for name, case in cases.items():
+        straight = trained(session_on(World(), *case, ALL, None)) if world.is_main else None
+        of_ranks, of_one = shared_folder(), shared_folder()
+        trained(session_on(world, *case, FIRST, of_ranks))
+        if world.is_main:
+            trained(session_on(World(), *case, FIRST, of_one))
+        dist.barrier()
+        for source, folder in (("ranks", of_ranks), ("one", of_one)):
+            here = trained(session_on(world, *case, ALL, folder))
+            found[f"{name}: {source} to ranks"] = _beside(here, straight)
+            dist.barrier()  # the folder is free
+        if world.is_main:
+            here = trained(session_on(World(), *case, ALL, of_ranks))
+            found[f"{name}: ranks to one"] = _beside(here, straight)
+        dist.barrier()
+    return found
+
+
+def _beside(here: dict[str, Any], straight: dict[str, Any] | None) -> dict[str, Any]:
+    if straight is None:
+        return {}
+    losses = zip(here["losses"], straight["losses"][FIRST:], strict=True)
+    return {
+        "weights": apart(here["weights"], straight["weights"]),
+        "losses": max(abs(a - b) for a, b in losses),
+    }
+
+
+def refused(world: World) -> list[str]:
+    """What can't be part of such a checkpoint, or can't be gone on from."""
+    said, folder = [], shared_folder()
+    for plan in ((CompactAdamW(),),):
+        try:
+            session_on(world, "llama", plan, FSDP2(), FIRST, folder)
+        except InputError as error:
+            said.append(str(error))
+    if world.is_main:
+        trained(session_on(World(), "llama", (BF16MasterWeights(),), FSDP2(), FIRST, folder))
+    dist.barrier()
+    try:
+        session_on(world, "llama", (BF16MasterWeights(),), FSDP2(), ALL, folder)
+    except InputError as error:
+        said.append(str(error))
+    return said
+
+
+def on_two(world: World) -> dict[str, Any]:
+    return {"resumed": resumed(world, CASES), "refused": refused(world)}
+
+
+def on_four(world: World) -> dict[str, Any]:
+    return {"resumed": resumed(world, ON_FOUR)}
+
 
 WITHIN = 5e-6  # float32, a step of AdamW after three
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks("techniques.layout_state_jobs:on_two", tmp_path_factory.mktemp("pieces"))
+    return on_ranks(on_two, tmp_path_factory.mktemp("pieces"))
 
 
 def check(resumed: dict[str, Any], names: Any) -> None:
@@ -34,7 +162,7 @@ def test_a_run_goes_on_with_pieces_and_without(found: list[Any]) -> None:
 
 @pytest.mark.slow
 def test_a_run_goes_on_in_copies_of_pieces_and_pieces_of_pieces(tmp_path: Path) -> None:
-    check(on_ranks("techniques.layout_state_jobs:on_four", tmp_path, 4)[0]["resumed"], ON_FOUR)
+    check(on_ranks(on_four, tmp_path, 4)[0]["resumed"], ON_FOUR)
 
 
 def test_what_does_not_fit_together_is_refused_on_every_rank(found: list[Any]) -> None:
@@ -42,3 +170,43 @@ def test_what_does_not_fit_together_is_refused_on_every_rank(found: list[Any]) -
         moments, masters = rank["refused"]
         assert moments.startswith("checkpoints: compact_adamw keeps moments in blocks of its own")
         assert "21 master weights and the plan's precision keeps 0" in masters
+
+
+@pytest.fixture(scope="module")
+def of_experts(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return on_ranks(all_checkpoints, tmp_path_factory.mktemp("state"))
+
+
+def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_never_stopped(
+    of_experts: list[Any],
+) -> None:
+    for name in PLANS:
+        case = of_experts[0]["resumed"][f"{name}: ranks to ranks"]
+        assert case == {"steps": ALL - FIRST, "weights": 0.0, "losses": 0.0, "biases": True}, name
+
+
+@pytest.mark.parametrize("way", ["one to ranks", "ranks to one"])
+def test_a_checkpoint_of_ranks_is_one_of_a_single_process(of_experts: list[Any], way: str) -> None:
+    for name in PLANS:
+        case = of_experts[0]["resumed"][f"{name}: {way}"]
+        within = 0.01 if name == "bf16 masters" else 1e-5
+        assert case["steps"] == ALL - FIRST
+        assert case["weights"] < within
+        assert case["losses"] < within
+        assert case["biases"]
+
+
+def test_a_saved_model_has_the_bytes_of_one_that_was_never_shared_out(
+    of_experts: list[Any],
+) -> None:
+    assert of_experts[0]["saved"]["model.safetensors"]
+    assert all(of_experts[0]["saved"].values())
+
+
+def test_what_a_checkpoint_of_parts_cannot_hold_is_said_before_training(
+    of_experts: list[Any],
+) -> None:
+    average, optimizer = of_experts[0]["refused"]
+    assert average.startswith("plan: a checkpoint can't contain a running average of weights")
+    assert optimizer.startswith("checkpoints: compact_adamw keeps moments in blocks of its own")
+    assert of_experts[1]["refused"] == of_experts[0]["refused"]

@@ -3,31 +3,192 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from hasten.core.context import JobContext
 from hasten.core.technique import Technique
+from hasten.errors import InputError
 from hasten.machine.environment import World
+from hasten.parts.data.collate import TokenizedExample, tokenized_example
+from hasten.parts.distributed.vocabulary_parallel import VocabularyParallelHead
+from hasten.parts.nn import losses
+from hasten.parts.nn.losses import IGNORED, LossTerms, whole_cross_entropy
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
+from hasten.techniques.adapter import LoRA
+from hasten.techniques.attention import DocumentAttention
+from hasten.techniques.batch import GradientAccumulation
+from hasten.techniques.collate import Packed
+from hasten.techniques.compile import Compiled
+from hasten.techniques.layers import FusedLayers
 from hasten.techniques.layout.hybrid import Hybrid
 from hasten.techniques.layout.tensor import TensorParallel
+from hasten.techniques.loss import LabelledTokenLoss
 from ranks import on_ranks
 from techniques.sharded_rank_jobs import Case, outcome
-from techniques.tensor_rank_jobs import (
-    CASES,
-    LONG,
-    MESHES,
-    REFUSED,
-    TERMS,
-    cut,
-    meshes,
-    reference,
-    uneven,
+from tiny import COMMON, VOCABULARY, job_context, tiny_model
+
+ONE, TWO = GradientAccumulation(micro_batch_size=1), GradientAccumulation(micro_batch_size=2)
+LABELS = LabelledTokenLoss(chunk=16)
+WHOLE_SEQUENCE = TensorParallel(sequence=False)
+
+
+def tiny_qwen3(dtype: torch.dtype = torch.float64) -> nn.Module:
+    """Norms of each head by itself, few key and value heads."""
+    import transformers as hf
+
+    torch.manual_seed(0)
+    config = hf.Qwen3Config(**COMMON, num_key_value_heads=2, head_dim=8)
+    model = hf.AutoModelForCausalLM.from_config(config)
+    model.set_attn_implementation("sdpa")
+    built: nn.Module = model.to(dtype)
+    return built
+
+
+def dropping() -> nn.Module:
+    """A model whose attention drops out."""
+    model: Any = tiny_model(dtype=torch.float64)
+    model.config.attention_dropout = 0.1
+    found: nn.Module = model
+    return found
+
+
+def even_records() -> list[TokenizedExample]:
+    """Of one even length, so that nothing is filled up and every mask has one process's shape."""
+    draw = np.random.default_rng(0)
+    return [
+        tokenized_example(draw.integers(3, VOCABULARY, 12), np.ones(12, bool)) for _ in range(7)
+    ]
+
+
+SINGLE = torch.float32
+LINEAR = LoRA(rank=4, targets="all-linear")
+FUSED = FusedLayers()
+# Rows of one width: each shape of a micro-batch is another graph to trace, for seconds.
+COMPILED = Compiled(backend="aot_eager", bucket=64, share=1.0)
+PACKED: tuple[Technique, ...] = (Packed(), DocumentAttention(), ActivationCheckpointing())
+CASES: dict[str, Case] = {
+    "whole sequence": Case(WHOLE_SEQUENCE),
+    "whole head": Case(TensorParallel(parallel_loss=False), (TWO,)),
+    "labels, accumulated, tied": Case(TensorParallel(), (TWO, LABELS), tied=True),
+    "packed, recomputed": Case(TensorParallel(), PACKED),
+    "biases": Case(TensorParallel(), (TWO,), "qwen2"),
+    "norms of heads": Case(TensorParallel(), (), "qwen3", model=tiny_qwen3),
+    "latents and experts": Case(TensorParallel(), (TWO,), "deepseek_v3"),
+    "latents, whole sequence": Case(WHOLE_SEQUENCE, (), "deepseek_v2"),
+    "adapters": Case(TensorParallel(), (LINEAR, TWO)),
+    "adapters, whole sequence": Case(WHOLE_SEQUENCE, (LINEAR,)),
+    "adapters of latents": Case(TensorParallel(), (LoRA(rank=4), TWO, LABELS), "deepseek_v3"),
+    "adapters that drop": Case(
+        TensorParallel(), (LoRA(rank=4, targets="all-linear", dropout=0.3),), data=even_records
+    ),
+    "fused": Case(TensorParallel(), (FUSED, TWO), dtype=SINGLE),
+    "fused, whole sequence": Case(WHOLE_SEQUENCE, (FUSED, LINEAR), dtype=SINGLE),
+    "fused norms of heads": Case(
+        TensorParallel(), (FUSED,), "qwen3", SINGLE, model=partial(tiny_qwen3, SINGLE)
+    ),
+    "fused latents": Case(TensorParallel(), (FUSED, LABELS), "deepseek_v3", SINGLE),
+    "fused, packed, recomputed": Case(TensorParallel(), (FUSED, *PACKED), dtype=SINGLE),
+    "compiled": Case(TensorParallel(), (TWO, COMPILED)),
+    "compiled latents": Case(TensorParallel(), (ONE, COMPILED), "deepseek_v3"),
+}
+# Each is made of two others.
+LONG = (
+    *("latents, whole sequence", "adapters, whole sequence", "adapters of latents"),
+    *("fused latents", "fused, whole sequence", "compiled latents"),
 )
-from tiny import job_context
+MESHES: dict[str, Case] = {
+    "shards": Case(Hybrid(shard=2, tp=2), (TWO,), tied=True),
+    "copies": Case(Hybrid(dp=2, tp=2), (TWO, LABELS)),
+    "experts": Case(Hybrid(shard=2, tp=2, whole_gradients=True), (), "deepseek_v3"),
+    "pipelines": Case(Hybrid(dp=2, pp=2)),
+    "experts of copies": Case(Hybrid(dp=4, ep=2), (), "deepseek_v3", torch.float32),
+    "adapters in shards": Case(Hybrid(shard=2, tp=2), (LINEAR, TWO)),
+    "fused in shards": Case(Hybrid(shard=2, tp=2), (FUSED, LABELS), dtype=SINGLE),
+}
+REFUSED: dict[str, Case] = {
+    "directions": Case(TensorParallel(), (LoRA(rank=4, dora=True),)),
+    "few bits": Case(TensorParallel(), (LoRA(rank=4, base="int8"),)),
+    "dropout": Case(TensorParallel(), model=dropping),
+}
+TERMS = (
+    LossTerms(),
+    LossTerms(label_smoothing=0.1, z_loss=1e-2),
+    LossTerms(softcap=3.0, z_loss=1e-3),
+)
+
+
+def cut_long(world: World) -> dict[str, Any]:
+    return {name: outcome(CASES[name].session(world)) for name in LONG}
+
+
+def cut(world: World) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        name: outcome(case.session(world)) for name, case in CASES.items() if name not in LONG
+    }
+    for name, case in REFUSED.items():
+        try:
+            case.session(world)
+        except InputError as error:
+            found[name] = str(error)
+    found["vocabulary"] = [_vocabulary(terms, chunk) for terms in TERMS for chunk in (4, 64)]
+    return found
+
+
+def meshes(world: World) -> dict[str, Any]:
+    return {name: outcome(case.session(world)) for name, case in MESHES.items()}
+
+
+def drawn() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states, a head with a bias of an odd number of rows, and labels, some of them none."""
+    draw = torch.Generator().manual_seed(5)
+    hidden = torch.randn(11, 8, generator=draw, dtype=torch.float64)
+    weight = torch.randn(13, 8, generator=draw, dtype=torch.float64)
+    bias = torch.randn(13, generator=draw, dtype=torch.float64)
+    labels = torch.randint(0, 13, (11,), generator=draw)
+    labels[3] = IGNORED
+    return hidden, weight, bias, labels
+
+
+def reference(terms: LossTerms) -> list[list[float]]:
+    """Loss and gradients through autograd, of logits that are there."""
+    hidden, weight, bias, labels = drawn()
+    leaves = [t.requires_grad_() for t in (hidden, weight, bias)]
+    loss = whole_cross_entropy(torch.nn.functional.linear(hidden, weight, bias), labels, terms)
+    (2 * loss).backward()
+    return [[loss.item()], *(leaf.grad.flatten().tolist() for leaf in leaves)]  # type: ignore[union-attr]
+
+
+def uneven(world: World) -> list[list[float]]:
+    """Chunks as long as each rank finds out for itself: of 13 tokens' logits 7 and 6 lie here."""
+    losses.FEWEST_ROWS, losses.CHUNK_BYTES = 1, 4 * 7 * 6
+    assert [losses.chunk_rows("auto", rows) for rows in (7, 6)] == [6, 7]
+    return _vocabulary(LossTerms(), "auto")
+
+
+def _vocabulary(terms: LossTerms, chunk: int | str) -> list[list[float]]:
+    """The same with the head's rows dealt out."""
+    mesh = init_device_mesh("cpu", (2,))
+    hidden, weight, bias, labels = drawn()
+    hidden.requires_grad_()
+    head = VocabularyParallelHead(
+        nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)])),
+        nn.Parameter(distribute_tensor(bias, mesh, [Shard(0)])),
+        mesh,
+    )
+    loss = head(hidden, labels, chunk, terms)
+    (2 * loss).backward()
+    gradients = [hidden.grad, head.weight.grad.full_tensor(), head.bias.grad.full_tensor()]  # type: ignore[union-attr]
+    return [[loss.item()], *(g.flatten().tolist() for g in gradients)]  # type: ignore[union-attr]
+
 
 # Routers and DeepSeek V2's rotary embedding compute in float32 whatever the model's format is.
 CLOSE, CLOSE_EXPERTS, CLOSE_SINGLE = 1e-12, 1e-5, 1e-4
@@ -35,21 +196,17 @@ CLOSE, CLOSE_EXPERTS, CLOSE_SINGLE = 1e-12, 1e-5, 1e-4
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(
-        f"techniques.tensor_rank_jobs:{cut.__name__}", tmp_path_factory.mktemp("two"), 2
-    )
+    return on_ranks(cut, tmp_path_factory.mktemp("two"), 2)
 
 
 @pytest.fixture(scope="module")
 def two_long(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks("techniques.tensor_rank_jobs:cut_long", tmp_path_factory.mktemp("two_long"), 2)
+    return on_ranks(cut_long, tmp_path_factory.mktemp("two_long"), 2)
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(
-        f"techniques.tensor_rank_jobs:{meshes.__name__}", tmp_path_factory.mktemp("four"), 4
-    )
+    return on_ranks(meshes, tmp_path_factory.mktemp("four"), 4)
 
 
 def same(found: list[Any], case: Case, name: str) -> None:
@@ -104,7 +261,7 @@ def test_cross_entropy_over_a_dealt_out_vocabulary_is_that_of_whole_logits(
 
 
 def test_ranks_with_pieces_of_unequal_size_take_the_same_chunks(tmp_path: Path) -> None:
-    for rank in on_ranks(f"techniques.tensor_rank_jobs:{uneven.__name__}", tmp_path):
+    for rank in on_ranks(uneven, tmp_path):
         for found, expected in zip(rank, reference(TERMS[0]), strict=True):
             assert found == pytest.approx(expected, rel=1e-12, abs=1e-13)
 

@@ -18,15 +18,27 @@ from hasten.core.state import restore, state_of
 from hasten.core.step import training
 from hasten.core.technique import Fidelity, Technique
 from hasten.errors import InputError
+from hasten.machine.environment import World
 from hasten.parts.nn.losses import ObjectiveLoss
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
+from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.objective import MultiTokenPrediction
 from ranks import on_ranks
 from tiny import examples, job_context, language_job, run, session_of
+
+
+def replicated(world: World) -> dict[str, Any]:
+    job = language_job(steps=4)
+    plan = Plan([MultiTokenPrediction(depth=2), DDP()])
+    session = assemble(prepare(job, plan, job_context(job, world=world)))
+    losses = [m.loss for m in run(session)]
+    weights = [float(p.detach().double().sum()) for p in session.loss_module.parameters()]
+    return {"losses": losses, "weights": weights}
+
 
 PLAN: tuple[Technique, ...] = (Packed(), DocumentAttention(), LabelledTokenLoss(chunk=64))
 AHEAD = MultiTokenPrediction(depth=2)
@@ -107,7 +119,7 @@ def test_a_checkpoint_has_the_modules_and_a_resumed_run_goes_on() -> None:
 
 
 def test_two_ranks_have_the_losses_of_one(tmp_path: Path) -> None:
-    one, two = on_ranks("techniques.multi_token_rank_jobs:replicated", tmp_path)
+    one, two = on_ranks(replicated, tmp_path)
     assert one["weights"] == two["weights"]
     assert one["losses"] == pytest.approx(
         losses(session_of(language_job(steps=4), AHEAD)), rel=1e-4

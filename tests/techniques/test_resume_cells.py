@@ -5,15 +5,217 @@ sampler x packing x reading ahead, and streams x workers x packing, on one rank 
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from feed_rank_jobs import with_dropout
+from hasten.core.job import GlobalBatch, Job, Stop, permutation
+from hasten.core.plan import Plan
+from hasten.core.session import Session, assemble
+from hasten.core.setup import prepare
+from hasten.core.step import training
+from hasten.core.technique import Technique
+from hasten.machine import environment
 from hasten.machine.environment import World
+from hasten.parts.data.collate import TokenizedExample, tokenized_example
+from hasten.parts.nn.losses import WholeLogitsLoss
+from hasten.techniques.checkpoint import Checkpoints
+from hasten.techniques.collate import Packed
+from hasten.techniques.feed import Prefetched
+from hasten.techniques.layout.ddp import DDP
+from hasten.techniques.layout.fsdp import FSDP2
+from hasten.techniques.sampler import LengthGrouped, PackedEpoch
 from ranks import on_ranks
-from techniques.resume_cells import AT, CELLS, EPOCHS, NAMES, SAMPLERS, Cell, resumed
+from tiny import VOCABULARY, job_context, language_job
+
+COUNT, EPOCHS, STEP_RECORDS, STEP_TOKENS = 16, 2, 4, 90
+NAMES, WORDS = range(3, 3 + COUNT), 30  # names, and the first token that is none
+AT = 5  # steps that are saved: into the second epoch; one more is done and lost
+SAMPLERS: dict[str, tuple[Technique, ...]] = {
+    "shuffled": (),
+    "token budget": (),
+    "length grouped": (LengthGrouped(window=9),),
+    "packed epoch": (PackedEpoch(row_tokens=44),),
+}
+STREAMS = {"stream": 0, "stream of 2 workers": 2}
+LAYOUTS: dict[str, tuple[Technique, ...]] = {"one": (), "ddp": (DDP(),), "fsdp2": (FSDP2(),)}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One way to get at examples."""
+
+    source: str
+    packed: bool
+    ahead: bool
+    layout: str
+
+    def __str__(self) -> str:
+        words = [self.source, "packed" if self.packed else "padded", *["ahead"] * self.ahead]
+        return ", ".join([*words, self.layout])
+
+
+def _cells() -> Iterator[Cell]:
+    both = (False, True)
+    for source, packed, ahead in itertools.product(SAMPLERS, both, both):
+        yield Cell(source, packed, ahead, "one")
+        if packed == ahead:  # what reads ahead is the same on every rank
+            yield Cell(source, packed, ahead, "ddp")
+    for source, packed, layout in itertools.product(STREAMS, both, ("one", "ddp")):
+        yield Cell(source, packed, False, layout)
+    yield from (Cell("shuffled", packed, True, "fsdp2") for packed in both)
+
+
+CELLS = tuple(_cells())
+
+
+def named_records() -> list[TokenizedExample]:
+    """Examples of uneven lengths; the first token of each is its name."""
+    draw, found = np.random.default_rng(4), []
+    for name in NAMES:
+        length = int(draw.integers(4, 40))
+        ids = np.array([name, *draw.integers(WORDS, VOCABULARY, length - 1)])
+        found.append(tokenized_example(ids, np.ones(length, bool)))
+    return found
+
+
+class NotingLoss(WholeLogitsLoss):
+    """The usual loss; it notes the names that carry loss."""
+
+    seen: list[int]
+
+    def forward(self, **inputs: Any) -> Any:
+        if bool((inputs["labels"] != -100).any()):  # else it fills a rank that has no example
+            ids = inputs["input_ids"]
+            self.seen += ids[(ids >= NAMES.start) & (ids < NAMES.stop)].tolist()
+        return super().forward(**inputs)
+
+
+class Steps(IterableDataset[list[TokenizedExample]]):
+    """A rank's share of each step of a shuffled epoch, dealt out to workers."""
+
+    def __init__(self, data: Sequence[TokenizedExample], epoch: int, world: World) -> None:
+        self.data, self.epoch, self.world = data, epoch, world
+
+    def __iter__(self) -> Iterator[list[TokenizedExample]]:
+        order = permutation(len(self.data), 3, self.epoch)
+        starts, worker = range(0, len(order), STEP_RECORDS), get_worker_info()
+        if worker is not None:
+            starts = starts[worker.id :: worker.num_workers]
+        for start in starts:
+            step = order[start : start + STEP_RECORDS]
+            yield [self.data[i] for i in step[self.world.rank :: self.world.size]]
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def session_of(cell: Cell, world: World, folder: Path, seen: list[int]) -> Session:
+    def loss(model: Any) -> Any:
+        if cell.layout == "fsdp2":  # it knows the usual loss by its class
+            return WholeLogitsLoss(model)
+        found = NotingLoss(model)
+        found.seen = seen
+        return found
+
+    data = named_records()
+    job: Job = language_job(with_dropout, data=data, stop=Stop(epochs=EPOCHS), loss=loss)
+    job = replace(job, batch=GlobalBatch(STEP_RECORDS))
+    if cell.source == "token budget":
+        job = replace(job, batch=GlobalBatch(None, STEP_TOKENS))
+    if cell.source in STREAMS:
+        job = replace(job, examples=(), lengths=(), stream=_stream(data, world, cell.source))
+    plan = Plan(
+        (
+            *SAMPLERS.get(cell.source, ()),
+            *([Packed()] if cell.packed else []),
+            *([Prefetched()] if cell.ahead else []),
+            *(LAYOUTS[cell.layout] if world.size > 1 else ()),
+            Checkpoints(AT, compression=False),
+        )
+    )
+    return assemble(prepare(job, plan, job_context(job, world=world), folder))
+
+
+def _stream(data: Sequence[TokenizedExample], world: World, source: str) -> Any:
+    def stream(epoch: int) -> Iterator[Any]:
+        # A generator of its own: workers' seeds would be drawn from the model's.
+        yield from DataLoader(
+            Steps(data, epoch, world),
+            batch_size=None,
+            num_workers=STREAMS[source],
+            collate_fn=_as_it_is,
+            generator=torch.Generator().manual_seed(epoch),
+        )
+
+    return stream
+
+
+def begun(cell: Cell, world: World, folder: Path) -> dict[str, Any]:
+    """Losses up to a step beyond the checkpoint, and the names up to the checkpoint."""
+    seen: list[int] = []
+    steps = training(session_of(cell, world, folder, seen))
+    losses = [next(steps).loss for _ in range(AT)]
+    names = list(seen)
+    losses.append(next(steps).loss)
+    steps.close()
+    return {"losses": losses, "names": names}
+
+
+def gone_on(cell: Cell, world: World, folder: Path, saved: Path | None) -> dict[str, Any]:
+    """Losses and names from a checkpoint, or from the start, to the end."""
+    seen: list[int] = []
+    session = session_of(cell, world, folder, seen)
+    if saved is not None:
+        session.setup.checkpoint.resume(session, saved / f"step-{AT:08d}")
+    return {"losses": [m.loss for m in training(session)], "names": seen}
+
+
+def resumed(cell: Cell, world: World, folder: Path) -> dict[str, Any]:
+    """A whole run, one that is ended, and what goes on from it in as many ranks."""
+    found = {
+        "whole": gone_on(cell, world, folder / "whole", None),
+        "begun": begun(cell, world, folder / "begun"),
+    }
+    _meet(world)
+    return found | {"rest": gone_on(cell, world, folder / "rest", folder / "begun")}
+
+
+def on_two(world: World) -> dict[str, Any]:
+    """Every cell of two ranks; and what one rank makes of theirs, and they of one rank's."""
+    found, alone = {}, World()
+    place = Path(environment.variable("HASTEN_RENDEZVOUS") or "").parent  # both ranks know it
+    for number, cell in enumerate(CELLS):
+        if cell.layout == "one":
+            continue
+        folder = place / f"cell-{number}"
+        ours = resumed(cell, world, folder)
+        if cell.source in SAMPLERS and cell.layout == "ddp":
+            if world.is_main:
+                ours["to one"] = gone_on(cell, alone, folder / "to-one", folder / "begun")
+                ours["one"] = begun(cell, alone, folder / "one")
+            _meet(world)
+            ours["from one"] = gone_on(cell, world, folder / "from-one", folder / "one")
+        found[str(cell)] = ours
+        _meet(world)
+    return found
+
+
+def _meet(world: World) -> None:
+    if world.size > 1:
+        dist.barrier()
+
 
 ONE = [cell for cell in CELLS if cell.layout == "one"]
 TWO = [cell for cell in CELLS if cell.layout != "one"]
@@ -24,7 +226,7 @@ EACH = Counter(dict.fromkeys(NAMES, EPOCHS))
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What both ranks found of every cell of theirs."""
-    return on_ranks("techniques.resume_cells:on_two", tmp_path_factory.mktemp("ranks"))
+    return on_ranks(on_two, tmp_path_factory.mktemp("ranks"))
 
 
 def check_same_bits(found: dict[str, Any]) -> None:

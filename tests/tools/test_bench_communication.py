@@ -1,25 +1,62 @@
-"""The communication method benchmark's own arithmetic: how minutes are dealt over links, and what
-a table says.
-"""
+"""The arithmetic of the benchmarks of communication, layouts and tunings."""
 
 from __future__ import annotations
 
+import math
+import os
+import random
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hasten.core.plan import Plan
+from hasten.core.step import training
+from hasten.machine.environment import World
+from hasten.measure.ablation import Variant
+from hasten.measure.experiment import Measured
+from hasten.measure.recipe_experiment import ExperimentSubject, prepared
+from hasten.measure.workers import WorkerError, WorkerPool, WorkerSpec
+from hasten.progress import SilentProgress
+from hasten.recipe.schema import recipe_from
+from hasten.recipe.shorthands import catalogue
 from ranks import on_ranks
+from sample_data import STDLIB
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.append(str(BENCHMARKS))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from communication import rank
+from layouts import table, variants
+from tuner import real
+from tuner.problems import PROBLEMS, wide
+
+STEPS = 24
+METHODS = ("ddp", "int4", "stream:2", "diloco:5")
+
+
+def paused(world: World) -> dict[str, Any]:
+    """Of each method: a training at once, and one that pauses and is asked for again."""
+    draw = torch.Generator().manual_seed(5)
+    text = torch.randint(32, 126, (rank.EVAL_DATA + 100_000,), generator=draw, dtype=torch.uint8)
+    found = {}
+    for name in METHODS:
+        place = Path(os.environ["HASTEN_RENDEZVOUS"]).with_name(name.replace(":", "_"))
+        spec = {"method": name, "size": "tiny", "seed": 0, "steps": STEPS, "rate": 1e-3, "rows": 4}
+        spec["paused"] = str(place)
+        whole = rank.loss(spec, world.rank, text)
+        first = rank.loss({**spec, "seconds": 0.0}, world.rank, text)
+        second = rank.loss(spec, world.rank, text)
+        found[name] = {"whole": whole, "first": first, "second": second}
+    return found
+
 
 import bench_communication  # noqa: E402
-from communication import links, rank  # noqa: E402
+from communication import links  # noqa: E402
 
 
 def sitting(link: str, seconds: float = 100.0, at: str = "", **found: Any) -> dict[str, Any]:
@@ -115,7 +152,7 @@ def test_what_the_claim_is_about_is_trained_first_and_seed_by_seed() -> None:
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_training_that_paused_goes_on_to_the_loss_of_a_whole_one(tmp_path: Path) -> None:
-    for found in on_ranks("tools.bench_communication_jobs:paused", tmp_path):
+    for found in on_ranks(paused, tmp_path):
         for method, seen in found.items():
             assert "loss" not in seen["first"]
             assert seen["first"]["step"] == rank.LOOK
@@ -125,3 +162,179 @@ def test_a_training_that_paused_goes_on_to_the_loss_of_a_whole_one(tmp_path: Pat
             # Ranks that train apart meet once more; DDP with a codec begins in full again.
             close = 1e-5 if method == "ddp" else 2e-2
             assert seen["second"]["loss"] == pytest.approx(seen["whole"]["loss"], rel=close)
+
+
+def layouts_sitting(place: str, seconds: float = 100.0, **rates: list[float]) -> dict[str, Any]:
+    rows = {n.replace("_", " "): {"rate": r, "bytes": [2e6] * len(r)} for n, r in rates.items()}
+    models = {name: "llama" for name in rows if " " not in name}
+    return {"place": place, "seconds": seconds, "found": {"variants": rows, "models": models}}
+
+
+def test_a_layout_is_set_beside_one_process_and_beside_as_many_within_a_round() -> None:
+    done = [
+        layouts_sitting(
+            "2", alone_llama=[100.0, 50.0], apart_llama=[160.0, 80.0], ddp=[120.0, 60.0]
+        ),
+        layouts_sitting("4", alone_llama=[1.0], apart_llama=[1.0], ddp=[1.0]),
+    ]
+    rounds, models = table.together(done, "2")
+    text = "\n".join(table.rows(rounds, models, world=2))
+    assert "| ddp | llama | 90 | 0.60 [0.60, 0.60] | 0.75 [0.75, 0.75] | 2.00 | 2 |" in text
+
+
+def test_sittings_with_other_variants_are_not_mixed() -> None:
+    done = [
+        layouts_sitting("2", alone_llama=[1.0], apart_llama=[1.0], fsdp2=[9.0]),
+        layouts_sitting("2", alone_llama=[1.0], apart_llama=[1.0], ddp=[2.0]),
+        layouts_sitting("2", alone_llama=[1.0], apart_llama=[1.0], ddp=[4.0]),
+    ]
+    rounds, models = table.together(done, "2")
+    assert models == {"ddp": "llama"}
+    assert rounds["ddp"]["rate"] == [2.0, 4.0]
+    assert len(rounds["alone llama"]["rate"]) == 2
+
+
+@given(st.floats(0.1, 200), st.integers(1, 4))
+def test_minutes_are_dealt_evenly_and_each_place_gets_a_sitting(minutes: float, count: int) -> None:
+    places = list(table.PLACES)[:count]
+    done: list[dict[str, Any]] = []
+    for name, seconds in table.due(done, places, minutes).items():
+        assert seconds == pytest.approx(max(table.LEAST, 60 * minutes / count))
+        done.append({"place": name, "seconds": seconds})
+    assert [s["place"] for s in done] == places
+    assert table.due(done, places, minutes) == {}
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=2, max_size=12))
+def test_an_interval_lies_around_the_mean_logarithm(ratios: list[float]) -> None:
+    middle, low, high = table.interval(ratios)
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    assert low <= mean * (1 + 1e-9)
+    assert mean <= high * (1 + 1e-9)
+    assert min(ratios) <= middle <= max(ratios)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_variant_is_one_that_its_ranks_allow(world: int) -> None:
+    load = variants.Load("tiny", examples=2, tokens=16)
+    for name, variant in variants.variants(world).items():
+        assert variant.layout is not None
+        known = variants._facts(variant, load, World(size=world), 8)
+        assert variant.layout.unsupported_reasons(known) == (), name
+
+
+@pytest.mark.parametrize("kind", [variants.DENSE, variants.EXPERTS])
+def test_a_process_by_itself_has_the_load_that_was_asked_for(kind: str) -> None:
+    run = training(variants.session(variants.Variant(kind), variants.Load("tiny", 2, 16), World()))
+    assert [next(run).tokens for _ in range(2)] == [32, 32]
+
+
+KINDS = {kind.name(): kind for kind in catalogue()}
+RECIPE = {
+    **STDLIB,
+    "max_steps": 10,
+    "global_batch_size": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory: pytest.TempPathFactory) -> ExperimentSubject:
+    output = str(tmp_path_factory.mktemp("real"))
+    return prepared(recipe_from({**RECIPE, "output": output}, "test"), SilentProgress())
+
+
+def side_by_side(speeds: dict[str, float]) -> Any:
+    def measured(
+        subject: ExperimentSubject, plans: dict[str, Plan], kinds: Any, *_: Any
+    ) -> Measured:
+        variants = []
+        for number, (name, plan) in enumerate(plans.items()):
+            factor = 1.0
+            for technique in plan:
+                factor *= speeds[technique.name()]
+            rounds = [100 * factor * (1 + 0.001 * ((i * (number + 1)) % 3)) for i in range(8)]
+            variant = Variant(name, plan, rounds=rounds, kind=kinds[name])
+            variant.effective = [
+                {"technique": t.name(), "effective": True, "evidence": ""} for t in plan
+            ]
+            variants.append(variant)
+        for variant in variants:
+            variant.baseline_rounds = variants[0].rounds
+        return Measured(variants, {"rounds": 8})
+
+    return measured
+
+
+@pytest.mark.long
+def test_winners_are_paired_and_equal_plans_have_one_variant(
+    subject: ExperimentSubject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    autocast, fused = Plan([KINDS["autocast"]()]), Plan([KINDS["fused_adamw"]()])
+    monkeypatch.setattr(real, "measured", side_by_side({"autocast": 1.5, "fused_adamw": 1.47}))
+    winners = {"winner 1": autocast, "winner 2": fused, "winner 3": autocast, "winner 4": Plan()}
+    found = real._compared(subject, winners, 60.0, real.Told())
+    assert found["variant_of"] == {
+        "winner 1": "winner 1",
+        "winner 2": "winner 2",
+        "winner 3": "winner 1",
+        "winner 4": "baseline",
+    }
+    found = real._apart(subject, winners, 60.0, real.Told())
+    assert found["variant_of"]["winner 3"] == "winner 1"
+    assert found["variant_of"]["winner 4"] == "winner 4"
+    ratios = {tuple(r["variants"]): r["ratio"]["median"] for r in found["pairs"]}
+    assert ratios[("winner 1", "winner 2")] == pytest.approx(1.5 / 1.47, rel=0.01)
+    assert ratios[("winner 1", "winner 4")] == pytest.approx(1.5, rel=0.01)
+    assert len(ratios) == 3
+    (control,) = found["control"]
+    assert control["variants"] == ["baseline again", "winner 1"]
+    assert control["ratio"]["median"] == pytest.approx(1.0, abs=0.01)
+    same = real._apart(subject, {"winner 1": fused, "winner 2": fused}, 60.0, real.Told())
+    assert same["pairs"] == []
+    assert "NOT within 3%" in real._verdict(found["pairs"], 3)
+    assert "within 3%" in real._verdict(found["pairs"][:1], 2)
+    assert "0 pairs of 2 winners" in real._verdict([], 2)
+    assert "one and the same" in real._verdict([], 1)
+
+
+class Speeds:
+    """Workers with the speed of their micro-batch; 8 records fail."""
+
+    def __init__(self, worker: WorkerSpec) -> None:
+        own = [t["micro_batch_size"] for t in worker.arguments["plan"]]
+        self.size = own[0] if own else 8
+
+    def ready(self, timeout: float) -> None:
+        if self.size == 8:
+            raise WorkerError("out of memory")
+
+    def request(self, op: str, timeout: float, count: int) -> dict[str, Any]:
+        speeds = [1.0, 1.0, *[100.0 * {1: 1, 2: 3, 4: 2}[self.size]] * (count - 2)]
+        return {"steps": [{"tokens": s, "step_seconds": 1.0} for s in speeds]}  # 3 to 5 count
+
+    def close(self, kill: bool = False) -> None:
+        pass
+
+
+def test_micro_batches_are_doubled_until_one_fails_and_the_fastest_is_taken(
+    subject: ExperimentSubject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WorkerPool, "start", lambda pool, spec, name: Speeds(spec))
+    found = real._doubled(subject, 60.0, real.Told())
+    assert [r["micro_batch"] for r in found["trials"]] == [1, 2, 4, 8]
+    assert [r["tokens_per_second"] for r in found["trials"]] == [100.0, 300.0, 200.0, None]
+    assert found["micro_batch"] == 2
+    plan = real._cut(subject, found["micro_batch"])
+    assert plan.to_list() == [KINDS["gradient_accumulation"](micro_batch_size=2).to_dict()]
+
+
+def test_the_wide_space_knows_its_best_point() -> None:
+    assert set(PROBLEMS) >= {"grid", "synthetic", "wide"}
+    problem = wide()
+    assert problem.space.size > 20_000_000
+    draw, states = random.Random(0), set()
+    for point in problem.space.points()[:500]:
+        tried = problem.trial(point, draw)
+        states.add(tried.state)
+        assert tried.state != "ok" or problem.truth(point) <= problem.best + 1e-9
+    assert states == {"ok", "out of memory"}

@@ -1,14 +1,190 @@
-"""The release script refuses what isn't ready, before it builds anything."""
+"""What a release needs: versions, pins and hashes, Dockerfiles, and the script's refusals."""
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import shutil
 import subprocess
+import sys
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import transformers
+from packaging.requirements import Requirement
+from packaging.utils import parse_wheel_filename
+from packaging.version import Version
+
+from hasten.errors import InputError
+from hasten.machine import versions
+from hasten.models.source_check import check_native
+from lock_requirements import is_wanted, pinned
 
 ROOT = Path(__file__).parents[2]
+FILES = ("deploy/Dockerfile", "deploy/Dockerfile.cuda")
+GOOD = """\
+FROM python:3.11-slim AS root
+RUN apt-get update && apt-get install -y g++ \\
+    # a remark inside
+    && rm -rf /var/lib/apt/lists/*
+WORKDIR /opt/x
+COPY src ./src
+RUN pip install --no-cache-dir . && useradd x
+HEALTHCHECK --interval=5m CMD python -c 'pass'
+CMD ["x", "--help"]
+
+FROM root
+USER x
+"""
+
+
+def script() -> Any:
+    path = ROOT / "scripts" / "rehearse_dockerfile.py"
+    spec = importlib.util.spec_from_file_location("rehearse_dockerfile", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look it up
+    spec.loader.exec_module(module)
+    return module
+
+
+TOOL = script()
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> Path:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "x.py").write_text("")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / ".dockerignore").write_text("# all\n*\n!src\n**/__pycache__\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_there_is_nothing_to_complain_of(name: str) -> None:
+    assert TOOL.complaints((ROOT / name).read_text(encoding="utf-8"), ROOT) == []
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_its_python_and_its_extras_are_the_project_s(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert "FROM python:3.11-" in text
+    assert 'requires-python = ">=3.11"' in project
+    for extra in text.split("'.[")[1].split("]'")[0].split(","):
+        assert f"\n{extra} = [" in project
+
+
+def test_the_whole_of_a_good_one_passes(context: Path) -> None:
+    assert TOOL.complaints(GOOD, context) == []
+    assert [each.name for each in TOOL.stage(TOOL.instructions(GOOD))] == [
+        *("RUN", "WORKDIR", "COPY", "RUN", "HEALTHCHECK", "CMD", "USER"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("WORKDIR", "WORKDER", "WORKDER is no instruction"),
+        ("python:3.11-slim", "python", "has no tag"),
+        ("COPY src ./src", "COPY missing ./src", "missing isn't in the context"),
+        ("COPY src ./src", "COPY ../src ./src", "isn't in the context"),
+        ("COPY src ./src", "COPY docs ./docs", "left out by .dockerignore"),
+        ("USER x", "USER root", "runs as root"),
+        ("USER x", "USER 0:0", "runs as root"),
+        ("USER x\n", "", "runs as root"),
+        ("HEALTHCHECK --interval=5m CMD python -c 'pass'\n", "", "no HEALTHCHECK"),
+        ("python -c 'pass'", "python -c 'pass", "the shell can't read it"),
+        ('CMD ["x", "--help"]\n', "", "nothing says what the container starts"),
+        ('"--help"]', "--help]", "no list of words"),
+        ("apt-get update && ", "", "apt-get install without update"),
+        (" --no-cache-dir", "", "pip's cache"),
+        ("USER x\n", "USER x\nRUN a \\\n", "the last line is continued"),
+        (GOOD, "", "doesn't begin with FROM"),
+    ],
+)
+def test_what_is_wrong_is_found(old: str, new: str, said: str, context: Path) -> None:
+    assert old in GOOD
+    found = TOOL.complaints(GOOD.replace(old, new), context)
+    assert any(said in line for line in found), found
+
+
+@pytest.mark.parametrize(
+    ("path", "out"),
+    [
+        ("src", False),
+        ("src/hasten/core", False),
+        ("src/hasten/__pycache__", True),
+        ("docs", True),
+        ("docs/reference/techniques/ddp.md", True),
+        ("pyproject.toml", True),
+    ],
+)
+def test_the_last_rule_decides_what_is_left_out(path: str, out: bool) -> None:
+    assert TOOL.ignored(path, "*\n!src\n**/__pycache__\n") is out
+
+
+def test_a_rehearsal_runs_commands_in_order_and_spares_the_machine(
+    context: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = GOOD.replace("pip install --no-cache-dir .", "ls src >seen && python -c 'import sys'")
+    text = text.replace('CMD ["x", "--help"]', 'CMD ["cat", "seen"]')
+    TOOL.rehearse(text, context, tmp_path / "run", None, pip=False)
+    out = capfd.readouterr().out
+    assert "\nx.py\n" in out
+    assert "apt-get install -y g++\nrm -rf /var/lib/apt/lists" in out
+    assert out.rstrip().endswith("useradd x")
+    assert (tmp_path / "run" / "image" / "opt" / "x" / "src" / "x.py").is_file()
+    with pytest.raises(TOOL.subprocess.CalledProcessError):
+        TOOL.rehearse(
+            text.replace("useradd x", "false"), context, tmp_path / "again", None, pip=False
+        )
+
+
+HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
+
+
+def test_the_lock_has_the_versions_of_the_constraints_and_hashes_for_each() -> None:
+    text = (ROOT / "requirements.lock").read_text()
+    entries = [
+        entry.split()
+        for entry in text.replace("\\\n", "").splitlines()
+        if not entry.startswith("#")
+    ]
+    locked = dict(entry[0].split("==") for entry in entries)
+    assert locked == pinned((ROOT / "constraints.txt").read_text())
+    for name, *hashes in entries:
+        assert hashes, name
+        assert all(HASH.fullmatch(each) for each in hashes), name
+        assert len({*hashes}) == len(hashes), name
+
+
+@pytest.mark.parametrize(
+    ("file", "wanted"),
+    [
+        ("click-8.5.1-py3-none-any.whl", True),
+        ("shellingham-1.5.4-py2.py3-none-any.whl", True),
+        ("numpy-2.4.6-cp311-cp311-manylinux_2_27_x86_64.manylinux_2_28_x86_64.whl", True),
+        ("numpy-2.4.6-cp313-cp313-manylinux_2_28_aarch64.whl", True),
+        ("safetensors-0.8.0-cp310-abi3-manylinux_2_17_x86_64.manylinux2014_x86_64.whl", True),
+        ("data_server-0.7.2-py3-none-manylinux_2_31_x86_64.whl", True),
+        ("numpy-2.4.6-cp310-cp310-manylinux_2_28_x86_64.whl", False),
+        ("numpy-2.4.6-cp314-cp314-manylinux_2_28_x86_64.whl", False),
+        ("numpy-2.4.6-cp313-cp313t-manylinux_2_28_x86_64.whl", False),
+        ("x-1-cp314-abi3-manylinux_2_28_x86_64.whl", False),
+        ("numpy-2.4.6-cp312-cp312-musllinux_1_2_x86_64.whl", False),
+        ("numpy-2.4.6-cp312-cp312-win_amd64.whl", False),
+        ("numpy-2.4.6-cp312-cp312-macosx_14_0_arm64.whl", False),
+        ("numpy-2.4.6.tar.gz", False),
+    ],
+)
+def test_wheels_of_linux_and_supported_pythons_are_listed(file: str, wanted: bool) -> None:
+    assert is_wanted(file) is wanted
+    if file.endswith(".whl"):
+        parse_wheel_filename(file)  # the names are real ones
 
 
 @pytest.fixture
@@ -69,3 +245,73 @@ def test_a_changelog_without_a_date_and_a_tag_that_is_there_are_refused(reposito
     (repository / "CHANGELOG.md").write_text("## 1.2.3 (not released)\n")
     subprocess.run(["git", "update-index", "--assume-unchanged", "CHANGELOG.md"], cwd=repository)
     assert "has no heading" in released(repository, "1.2.3")[1]
+
+
+RANGES = versions.tested()["ranges"]
+
+
+def test_the_pins_allow_both_ends_and_the_constraints_lie_inside() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    every = project["dependencies"] + project["optional-dependencies"]["hosts"]
+    pins = {r.name: r.specifier for r in map(Requirement, every)}
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
+    for name, (oldest, newest) in RANGES.items():
+        assert {oldest, newest} <= set(pins[name].filter([oldest, newest])), name
+        least = next(s.version for s in pins[name] if s.operator == ">=")
+        assert Version(oldest).release[:2] == Version(least).release[:2], name
+        if name in pinned:
+            assert Version(oldest) <= Version(pinned[name]) <= Version(newest), name
+
+
+def test_releases_inside_the_range_need_no_word() -> None:
+    assert versions.untested({name: ends[0] for name, ends in RANGES.items()}) is None
+    assert versions.untested({name: ends[1] for name, ends in RANGES.items()}) is None
+    assert versions.untested({"torch": f"{RANGES['torch'][1]}+cpu", "numpy": "9.9"}) is None
+    newest = Version(RANGES["transformers"][1])
+    assert versions.untested({"transformers": f"{newest.major}.{newest.minor}.99"}) is None
+
+
+def test_a_release_outside_is_named_with_the_range() -> None:
+    newest = Version(RANGES["transformers"][1])
+    later = f"{newest.major}.{newest.minor + 1}.0"
+    said = versions.untested({"transformers": later, "torch": RANGES["torch"][0], "peft": "0.1"})
+    assert said is not None
+    assert said.startswith(f"hasten wasn't tested with transformers {later} (tested: ")
+    assert "peft 0.1 (tested:" in said
+    assert "torch" not in said
+
+
+def test_this_environment_is_asked_without_arguments() -> None:
+    found = versions.untested()
+    assert found is None or "hasten wasn't tested with" in found
+
+
+@pytest.mark.parametrize(
+    ("model_type", "advice"),
+    [
+        ("deepseek_v33", "no release up to .* has it either, so choose another model, or correct"),
+        ("qqqq", "no release up to .* has it either, so choose another model$"),
+    ],
+)
+def test_a_model_type_that_no_release_knows_is_called_so(model_type: str, advice: str) -> None:
+    with pytest.raises(InputError, match=advice):
+        check_native("a/b", {"model_type": model_type}, needs_weights=False)
+
+
+def test_a_model_type_of_a_later_release_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, since = next(iter(versions.tested()["model_types"].items()))
+    monkeypatch.setattr(transformers, "CONFIG_MAPPING", {"llama": None})
+    with pytest.raises(InputError, match=f"install {since} or newer"):
+        check_native("a/b", {"model_type": name}, needs_weights=False)
+
+
+def test_the_table_and_the_range_are_of_one_run() -> None:
+    """``make test-versions`` writes both."""
+    page = (ROOT / "docs" / "reference" / "models.md").read_text()
+    table = page.partition("<!-- table of make test-versions -->")[2].partition("<!-- end")[0]
+    rows = {line.split("|")[1].strip(): line for line in table.splitlines() if line.startswith("|")}
+    if not rows:
+        pytest.skip("no complete run of make test-versions since the ranges changed last")
+    for place, end in enumerate(("oldest", "newest")):
+        for name, ends in RANGES.items():
+            assert ends[place] in rows[end], (end, name)

@@ -1,19 +1,40 @@
-"""What a verification says of a job on several ranks, from answers that are made up."""
+"""Verification over processes: shared starts, two real ranks, made-up answers of several."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hasten.core.plan import Plan
-from hasten.measure.quality.runner import CheckRequest
+from hasten.core.technique import Technique
+from hasten.machine import environment
+from hasten.machine.environment import World
+from hasten.measure.quality.gradients import reference
+from hasten.measure.quality.requirements import COMMUNICATION, FLOAT32, LEAK_FLOAT32
+from hasten.measure.quality.runner import CheckRequest, QualityRunner
 from hasten.measure.quality.verification import VerificationDesign, verification_report
+from hasten.measure.worker import QualityJob
+from hasten.measure.workers import merge_replies
+from hasten.techniques.activation_checkpointing import ActivationCheckpointing
+from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
 from hasten.techniques.communication.compress import Half
+from hasten.techniques.communication.local import LocalSteps
 from hasten.techniques.layout.ddp import DDP
+from hasten.techniques.layout.fsdp import FSDP2
+from hasten.techniques.layout.pipeline import Pipeline
+from hasten.techniques.layout.tensor import TensorParallel
+from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import FusedAdamW
+from hasten.techniques.threads import Threads
+from measure.quality.verify_plants import Louder, Unscaled, bench
+from ranks import on_ranks
+from simulation import IMPORTS
 
 PLAN = Plan([Packed(), DDP(), Half(), FusedAdamW()])
 ANSWERS: dict[str, dict[str, Any]] = {
@@ -121,3 +142,214 @@ def test_with_one_process_layout_wire_and_split_are_not_tested() -> None:
         assert found[name]["verdict"] == "not tested"
         assert "nproc" in found[name]["text"]
     assert found["packed"]["verdict"] == "equal"
+
+
+JOB = "simulate_job:checks"
+
+
+@pytest.fixture
+def performs(tmp_path: Path) -> Any:
+    def environ(plan: Plan) -> dict[str, str]:
+        return {"X": "threads" if "threads" in str(plan) else "plain"}
+
+    def perform(
+        *requests: CheckRequest, timeout: float = 30.0, ranks: int = 1, variable: str | None = None
+    ) -> list[dict[str, Any]]:
+        def wanted(plan: Plan) -> dict[str, str]:
+            return {**IMPORTS, **(environ(plan) if variable is None else {"X": variable})}
+
+        recipe, folder = tmp_path / "recipe.yaml", tmp_path / "verification"
+        return QualityRunner(recipe, folder, wanted, timeout, ranks, JOB)(requests)
+
+    return perform
+
+
+def order(do: str = "go", *techniques: Any, alone: bool = False, **details: Any) -> CheckRequest:
+    return CheckRequest(do, Plan(), Plan(techniques), details, alone)
+
+
+def test_plans_that_differ_in_what_a_process_keeps_have_processes_of_their_own(
+    performs: Any,
+) -> None:
+    plain, loss, threads, more = performs(
+        order(),
+        order("go", LabelledTokenLoss()),
+        order("go", Threads()),
+        order("go", ActivationCheckpointing()),
+    )
+    assert plain["pid"] == loss["pid"] == more["pid"] != threads["pid"]
+    assert (plain["variable"], threads["variable"]) == ("plain", "threads")
+
+
+@pytest.mark.parametrize(
+    ("do", "why"),
+    [("die", "code 7: last words"), ("killed", "memory"), ("raise", "no such gradient")],
+)
+def test_an_order_that_ends_the_process_is_told_from_the_others(
+    performs: Any, do: str, why: str
+) -> None:
+    before, dead, after = performs(order(), order(do), order())
+    assert why in dead["failed"]
+    assert "pid" in before
+    assert "pid" in after
+    assert before["pid"] != after["pid"]
+
+
+def test_a_process_that_hangs_is_ended(performs: Any) -> None:
+    (found,) = performs(order("hang"), timeout=0.5)
+    assert "hangs" in found["failed"]
+
+
+def test_what_a_budget_has_no_time_for_is_answered_so(tmp_path: Path) -> None:
+    path, began = tmp_path / "r.yaml", time.monotonic()
+    perform = QualityRunner(path, tmp_path, lambda plan: IMPORTS, job=JOB, budget_seconds=3)
+    found = perform([order("hang"), order()])
+    assert [answer["failed"] for answer in found] == ["no time: the budget of 3 s is used up"] * 2
+    assert perform.broken
+    assert time.monotonic() - began < 10  # and nobody waits for the process
+
+
+def test_it_is_known_whether_a_process_died_on_the_way(tmp_path: Path) -> None:
+    def after(do: str) -> bool:
+        path = tmp_path / "r.yaml"
+        perform = QualityRunner(path, tmp_path, lambda plan: IMPORTS, job=JOB)
+        perform([order(), order(do)])
+        return perform.broken
+
+    assert [after(do) for do in ("go", "refuse", "die")] == [False, False, True]
+
+
+def test_an_order_that_is_refused_costs_no_process(performs: Any) -> None:
+    before, refused, after = performs(order(), order("refuse"), order())
+    assert refused == {"failed": "not with this plan"}
+    assert before["pid"] == after["pid"]
+
+
+def test_processes_that_never_get_ready_answer_every_order_with_the_reason(performs: Any) -> None:
+    found = performs(order(), order(), variable="never ready")
+    assert [answer["failed"] for answer in found] == [
+        "the process ended with code 1: no such data"
+    ] * 2
+
+
+def test_ranks_are_given_the_same_orders_and_some_are_one_process_s(performs: Any) -> None:
+    alone, shared, again = performs(order(alone=True), order(), order(alone=True), ranks=2)
+    assert alone["rank"] == again["rank"] == ""
+    assert alone["pid"] == again["pid"]
+    assert (shared["rank"], shared["error"]) == ("1", 0.5)  # the rank that is furthest off
+
+
+@pytest.mark.parametrize("do", ["die", "killed"])
+def test_a_rank_that_ends_is_named_and_the_rest_goes_on_in_fresh_ranks(
+    performs: Any, do: str
+) -> None:
+    before, dead, after = performs(order(), order(do, on="1"), order(), ranks=2)
+    assert dead["failed"].startswith("rank 1: the process ended with code ")
+    assert before["pid"] != after["pid"]
+
+
+def test_what_one_rank_refuses_is_refused() -> None:
+    assert merge_replies([{"error": 0.0}, {"refused": "why"}]) == {"failed": "why"}
+
+
+def test_weights_of_all_ranks_count_and_a_part_has_no_error_of_its_own() -> None:
+    first = {"losses": ["0x1p+0"], "weights": "aa"}
+    assert merge_replies([first, {**first, "weights": "ab"}])["weights"] == ["aa", "ab"]
+    whole = {"error": 0.2, "worst": 0.3, "loss_error": 0.0, "ranks": 2}
+    assert merge_replies([whole, {"ranks": 2}]) == whole
+
+
+def test_an_error_that_is_not_a_number_is_the_furthest_off() -> None:
+    assert math.isnan(merge_replies([{"error": 9.0}, {"error": math.nan}])["error"])
+    assert merge_replies([{"change": 0.0}, {"change": 1.0, "document": 3}])["document"] == 3
+
+
+HONEST = (Packed(), GradientAccumulation(micro_batch_size=3), LabelledTokenLoss())
+GRADIENTS: dict[str, tuple[tuple[Technique, ...], str, bool]] = {  # plan, cut, padded
+    "planned": (HONEST, "planned", False),
+    "whole": (HONEST, "whole", False),
+    "single": (HONEST, "single", False),
+    "padded": (HONEST, "whole", True),
+    "sharded": ((Packed(), FSDP2()), "planned", False),
+    "cut layers": ((Packed(), TensorParallel()), "planned", False),
+    "stages": ((Packed(), Pipeline()), "planned", False),
+    "rounded": ((Packed(), Half(minimum=0)), "planned", False),
+    "unscaled": ((Packed(), Unscaled()), "planned", False),
+    "louder": ((Packed(), Louder()), "planned", False),
+}
+
+
+def proofs(world: World) -> dict[str, Any]:
+    """Every kind of order; the reference lies in the folder already."""
+    place = environment.variable("HASTEN_RENDEZVOUS")
+    assert place is not None
+    job = QualityJob(bench(Path(place).parent, world=world), alone=False)
+
+    def asked(do: str, *techniques: Technique, **details: Any) -> dict[str, Any]:
+        details.setdefault("step", 3 if do == "gradient" else 1)
+        return job.handle(do, {"plan": Plan(techniques).to_list(), **details})
+
+    found = {
+        name: asked("gradient", *plan, cut=cut, padded=padded)
+        for name, (plan, cut, padded) in GRADIENTS.items()
+    }
+    found["leak"] = asked("leak", Packed())
+    found["losses"] = asked("losses", Packed(), steps=2)
+    found["again"] = asked("losses", Packed(), steps=2)
+    found["train"] = asked("train", Packed(), seed=1, tokens=600)
+    found["apart"] = asked("train", Packed(), LocalSteps(every=2), seed=1, tokens=600)
+    return found
+
+
+Found = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    folder = tmp_path_factory.mktemp("proofs")
+    reference(bench(folder), Plan())
+    return on_ranks(proofs, folder)
+
+
+@pytest.fixture(scope="module")
+def found(ranks: list[Found]) -> Found:
+    return {name: merge_replies([rank[name] for rank in ranks]) for name in ranks[0]}
+
+
+@pytest.mark.parametrize(
+    "way", ["planned", "whole", "single", "padded", "sharded", "cut layers", "stages"]
+)
+def test_records_dealt_to_ranks_have_the_gradient_of_one_process(found: Found, way: str) -> None:
+    assert found[way]["ranks"] == 2
+    assert found[way]["error"] < FLOAT32 / 10
+    assert found[way]["loss_error"] < 1e-6
+
+
+def test_every_replica_is_looked_at_and_of_parts_the_whole(ranks: list[Found]) -> None:
+    assert all("error" in rank["planned"] for rank in ranks)
+    assert ["error" in rank["sharded"] for rank in ranks] == [True, False]
+
+
+def test_numbers_that_travel_in_sixteen_bits_round_and_no_more(found: Found) -> None:
+    assert FLOAT32 < found["rounded"]["error"] < COMMUNICATION
+
+
+def test_a_mean_taken_for_a_sum_and_a_wire_that_adds_are_seen(found: Found) -> None:
+    assert found["unscaled"]["error"] == pytest.approx(0.5, rel=1e-3)
+    assert found["louder"]["error"] == pytest.approx(0.02, rel=1e-2)
+    assert found["louder"]["error"] > COMMUNICATION
+
+
+def test_documents_keep_their_losses_and_two_runs_their_bits(found: Found) -> None:
+    assert found["leak"]["change"] < LEAK_FLOAT32
+    assert found["losses"] == found["again"]
+    assert len(set(found["losses"]["weights"])) == 1  # replicas
+
+
+def test_a_training_ends_at_its_tokens_and_ranks_apart_near_them(found: Found) -> None:
+    assert found["train"]["tokens"] == 600
+    assert found["train"]["eval_loss"] > 0
+    apart = found["apart"]
+    assert "failed" not in apart, apart
+    assert apart["eval_loss"] > 0
+    assert 0.5 * 600 < apart["tokens"] < 2 * 600

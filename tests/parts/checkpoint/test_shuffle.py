@@ -1,13 +1,18 @@
-"""Packing: every tensor comes back bit for bit, and is packed only where that pays."""
+"""Packed tensors come back bit for bit; other libraries read the written files."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import safetensors
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hasten.parts import checkpoint
+from hasten.parts.checkpoint import STATE
 from hasten.parts.checkpoint.delta import (
     DIFFERENCE,
     PLAIN,
@@ -107,3 +112,17 @@ def test_packed_bytes_that_were_cut_are_an_error(cut: int) -> None:
     stored, coded = encode(weights())
     with pytest.raises((ValueError, OSError)):
         decode(stored["w"][:cut], coded["w"], None)
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES), ids=str)
+def test_the_library_reads_what_was_written_in_every_format(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    draw = torch.Generator().manual_seed(1)
+    raw = torch.randint(0, 2, (6, 16), generator=draw, dtype=torch.uint8)
+    values = raw.view(dtype) if dtype != torch.complex64 else torch.randn(6, 2, dtype=dtype)
+    path = checkpoint.save(tmp_path, 1, {"x": values, "odd": torch.ones(3, dtype=torch.uint8)}, {})
+    with safetensors.safe_open(path / STATE, "pt") as file:
+        read = file.get_tensor("x")
+    assert read.dtype == dtype
+    assert bytes(bytes_of(read)) == bytes(bytes_of(values))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from checkpoint_rank_jobs import plain_loop
 from hasten import SmartCheckpointer
 from hasten.parts.checkpoint import checkpoints, load
 from hasten.parts.checkpoint.format import json_without_tensors
@@ -218,7 +219,7 @@ def test_two_ranks_save_the_same_steps_and_each_gets_its_own_random_state_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    first, second = on_ranks("checkpoint_rank_jobs:plain_loop", tmp_path)
+    first, second = on_ranks(plain_loop, tmp_path)
     assert first["saved"] == second["saved"] != []
     for rank in (first, second):
         assert rank["restored"]

@@ -27,7 +27,7 @@ from parts.comm.compression_kit import (
 )
 
 
-def four(world: World) -> dict[str, Any]:
+def troubled_four(world: World) -> dict[str, Any]:
     """What may depend on how many ranks there are."""
     return {
         "infinite": {m: _infinite(m, world) for m in LEARNT},
@@ -40,9 +40,9 @@ def four(world: World) -> dict[str, Any]:
     }
 
 
-def trouble(world: World) -> dict[str, Any]:
+def troubled_two(world: World) -> dict[str, Any]:
     return {
-        **four(world),
+        **troubled_four(world),
         "hand": {m: _by_hand(m, world) for m in METHODS},
         "drifted": _error(lambda: _drifted(world)),
         "disagreeing": _error(lambda: _disagreeing(world)),

@@ -15,7 +15,7 @@ import torch
 from hasten.launch.ranks import rank_environment
 from hasten.parts.comm.collectives import TopoAwareCollective
 from hasten.parts.comm.methods import ErrorMemory
-from parts.comm.topology_rank_jobs import LIMIT
+from parts.comm.topology_rank_jobs import LIMIT, disagreeing, everything, unequal
 from ranks import on_ranks
 
 pytestmark = pytest.mark.waits
@@ -29,7 +29,7 @@ BOUNDS = {"half": 1e-3, "bf16": 6e-3, "int8": 0.02, "int4": 0.3}
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: Any) -> Any:
-    found = on_ranks("parts.comm.topology_rank_jobs:everything", tmp_path_factory.mktemp("four"), 4)
+    found = on_ranks(everything, tmp_path_factory.mktemp("four"), 4)
     return lambda job: [rank[job] for rank in found]
 
 
@@ -109,7 +109,7 @@ def test_a_memory_that_was_read_on_the_host_goes_to_the_gradients_device() -> No
 
 
 def test_hosts_of_unequal_size_go_by_a_ring_and_refuse_codecs(tmp_path: Path) -> None:
-    for rank, found in enumerate(on_ranks("parts.comm.topology_rank_jobs:unequal", tmp_path, 3)):
+    for rank, found in enumerate(on_ranks(unequal, tmp_path, 3)):
         assert found["sum"] == [3.0] * 10
         assert found["piece"] == [3 * (2.0 * rank), 3 * (2.0 * rank + 1)]
         assert found["gathered"] == [0.0, 1.0, 2.0]
@@ -118,7 +118,7 @@ def test_hosts_of_unequal_size_go_by_a_ring_and_refuse_codecs(tmp_path: Path) ->
 
 
 def test_ranks_that_disagree_get_the_same_error(tmp_path: Path) -> None:
-    found = on_ranks("parts.comm.topology_rank_jobs:disagreeing", tmp_path, 2)
+    found = on_ranks(disagreeing, tmp_path, 2)
     assert found[0] == found[1]
     assert "rank 1 has topology='pcie', rank 0 topology='ethernet'" in found[0]
 

@@ -7,25 +7,215 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from hasten import GradientCompressor
+from hasten.machine.environment import World
+from hasten.parts.comm import exchange
 from hasten.parts.comm.weight_methods import PATIENCE
-from parts.comm.compression_kit import LEARNT, METHODS
+from parts.comm.compression_kit import (
+    LEARNT,
+    METHODS,
+    Small,
+    averaged,
+    compressor,
+    inputs,
+    loss_of,
+    memory,
+    replicas,
+    same_everywhere,
+)
 from ranks import on_ranks
+
+STEPS = 8
+
+
+def between_hosts(world: World) -> dict[str, Any]:
+    """Two hosts of two ranks, dealt: ranks 0 and 2 share one."""
+    exchange.host_name = lambda: f"host-{world.rank % 2}"
+    return {
+        "methods": {m: _scoped(m, world) for m in METHODS},
+        "loop": _loop(world),
+        "infinite": _infinite(world),
+        "resumed": _resumed(world),
+    }
+
+
+def _scoped(method: str, world: World) -> dict[str, Any]:
+    """DDP for some steps: what is conserved, sent, and the same."""
+    ddp, c = replicas(Small(), find_unused_parameters=True), compressor(method, scope="hosts")
+    c.attach(ddp)
+    given: dict[str, Tensor] = {}
+    applied: dict[str, Tensor] = {}
+    for step in range(STEPS):
+        before, alone = c.sent_bytes, Small()
+        x = inputs(world.rank, step)
+        loss_of(alone, x).backward()
+        loss_of(ddp, x).backward()
+        pairs = zip(ddp.module.named_parameters(), alone.parameters(), strict=True)
+        for (name, p), q in pairs:
+            if step >= 2 and p.grad is not None and q.grad is not None:
+                given[name] = given.get(name, torch.zeros(())) + q.grad.double()
+                applied[name] = applied.get(name, torch.zeros(())) + p.grad.double()
+        sent = c.sent_bytes - before
+        same = same_everywhere([p.grad for p in ddp.parameters() if p.grad is not None])
+        ddp.zero_grad()
+    left = memory(c)
+    return {
+        "same": same,
+        "error": max(_owed(given[n], applied[n], left.get(n)) for n in given),
+        "sent": _added(sent),
+        "predicted": c.predicted(ddp.module),
+        "remembers": sorted(left),
+    }
+
+
+def _owed(given: Tensor, applied: Tensor, left: Tensor | None) -> float:
+    """Of all that was given = what was applied + what hosts owe. One rank of a host remembers."""
+    mine = torch.zeros_like(given) if left is None else left.double().view_as(given)
+    expected, owed = averaged(given), averaged(mine) * 2  # two hosts, four ranks
+    return float((applied + owed - expected).norm() / expected.norm())
+
+
+def _added(count: int) -> int:
+    total = torch.tensor(count)
+    dist.all_reduce(total)
+    return int(total) // 2  # of each of two hosts
+
+
+def _loop(world: World) -> dict[str, Any]:
+    """Without DDP; and an average by hand is refused."""
+    model, c = Small(), compressor("int8", scope="hosts")
+    loss_of(model, inputs(world.rank, 0)).backward()
+    exact = [averaged(p.grad) for p in model.parameters() if p.grad is not None]
+    named = [p for p in model.parameters() if p.grad is not None]
+    try:
+        c.compress(torch.ones(300))
+        said = ""
+    except ValueError as error:
+        said = str(error)
+    c.synchronize_gradients(named)
+    off = sum(float((p.grad - e).square().sum()) for p, e in zip(named, exact, strict=True))  # type: ignore[operator]
+    return {"error": (off / sum(float(e.square().sum()) for e in exact)) ** 0.5, "said": said}
+
+
+def _infinite(world: World) -> dict[str, Any]:
+    ddp, c = replicas(Small(), find_unused_parameters=True), compressor("int4", scope="hosts")
+    c.attach(ddp)
+    finite = []
+    for step in range(5):
+        before = memory(c)
+        x = inputs(world.rank, step)
+        if step == 3 and world.rank == 3:
+            x[0, 0] = torch.inf
+        loss_of(ddp, x).backward()
+        grads = [p.grad for p in ddp.parameters() if p.grad is not None]
+        finite.append(all(bool(g.isfinite().all()) for g in grads))
+        if step == 3:
+            after = memory(c)
+            stays = all(torch.equal(before[k], after[k]) for k in before)
+        ddp.zero_grad()
+    return {"finite": finite, "stays": stays}
+
+
+def _resumed(world: World) -> bool:
+    """A loop goes on with the same bits from its state."""
+    found: list[Tensor] = []
+    for stop in (False, True):
+        model, c = Small(), compressor("int4", scope="hosts")
+        for step in range(5):
+            if step == 3 and stop:
+                state = c.state_dict()
+                c = compressor("int4", scope="hosts")
+                c.load_state_dict(state)
+            model.zero_grad()
+            loss_of(model, inputs(world.rank, step)).backward()
+            c.synchronize_gradients(model)
+        found.append(
+            torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        )
+    return torch.equal(found[0], found[1])
+
+
+def whole_models(world: World) -> dict[str, Any]:
+    """diloco and stream, attached once to a model in the usual loop."""
+    return {m: _attached(m, world) for m in ("diloco", "stream")} | {"one host": _one_host(world)}
+
+
+def _attached(method: str, world: World) -> dict[str, Any]:
+    model = Small()
+    with torch.no_grad():
+        model.first.bias += world.rank  # what differs at the start becomes rank 0's
+    c = GradientCompressor(sparsity_method=method, communication_backend="gloo", every=4)
+    c.attach(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    bystander = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    losses = []
+    for step in range(24):
+        loss = loss_of(model, inputs(world.rank, step % 4))
+        loss.backward()
+        optimizer.step()
+        bystander.step()  # another model's optimizer counts for nothing
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    c.synchronize()
+    c.check(model.parameters())
+    state = c.state_dict()
+    again = GradientCompressor(sparsity_method=method, communication_backend="gloo", every=4)
+    again.attach(Small())
+    again.load_state_dict(state)
+    return {
+        "first": losses[0],
+        "last": losses[-1],
+        "steps": [c.steps, again.steps],
+        "sent": c.sent_bytes,
+        "acts": c.compresses,
+        "same": same_everywhere(list(model.parameters())),
+        "refused": [_said(c.compress, torch.ones(9)), _said(c.synchronize_gradients, model)],
+        "wrong module": _said(
+            GradientCompressor(sparsity_method=method, communication_backend="gloo").attach,
+            replicas(Small()),
+        ),
+    }
+
+
+def _one_host(world: World) -> dict[str, Any]:
+    """All ranks on one host: nothing is between hosts, so nothing is compressed."""
+    ddp, c = replicas(Small(), find_unused_parameters=True), compressor("int4", scope="hosts")
+    c.attach(ddp)
+    exact = Small()
+    loss_of(exact, inputs(world.rank, 0)).backward()
+    for _ in range(4):
+        ddp.zero_grad()
+        loss_of(ddp, inputs(world.rank, 0)).backward()
+    found = [p.grad for p in ddp.parameters() if p.grad is not None]
+    wanted = [averaged(p.grad) for p in exact.parameters() if p.grad is not None]
+    error = max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=False))
+    return {
+        "error": error,
+        "compresses": c.compresses,
+        "memory": len(memory(c)),
+        "hosts": c.hosts,
+    }
+
+
+def _said(action: Any, given: Any) -> str:
+    try:
+        action(given)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(
-        "parts.comm.compression_scope_jobs:between_hosts", tmp_path_factory.mktemp("four"), 4
-    )
+    return on_ranks(between_hosts, tmp_path_factory.mktemp("four"), 4)
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(
-        "parts.comm.compression_scope_jobs:whole_models", tmp_path_factory.mktemp("two")
-    )
+    return on_ranks(whole_models, tmp_path_factory.mktemp("two"))
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -20,7 +20,17 @@ from hasten.parts.comm.local_sgd import HEADER, Drift, DriftError, LocalSteps, r
 from hasten.parts.comm.streaming_local_sgd import MOST, TIMED_STEPS, Stream, needed
 from hasten.parts.kernels import codec as compiled
 from hasten.parts.kernels.build import LoadedLibrary
-from parts.comm.local_rank_jobs import COARSE, NUMBERS, RATE, STEPS, gradient, tokens_of
+from parts.comm.local_rank_jobs import (
+    COARSE,
+    NUMBERS,
+    RATE,
+    STEPS,
+    all_parts,
+    formats,
+    gradient,
+    stopping,
+    tokens_of,
+)
 from ranks import on_ranks
 
 WORLD = 3
@@ -30,7 +40,7 @@ EDGES = {1: [(0, NUMBERS)], 2: [(0, 256), (256, NUMBERS)]}
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks("parts.comm.local_rank_jobs:all_parts", tmp_path_factory.mktemp("parts"), WORLD)
+    return on_ranks(all_parts, tmp_path_factory.mktemp("parts"), WORLD)
 
 
 def sent(kind: Any, delta: Tensor) -> Tensor:
@@ -182,7 +192,7 @@ def test_auto_finds_a_number_of_fragments_and_exchanges(found: list[Any]) -> Non
 
 
 def test_signs_travel_where_four_bits_would_take_many_fragments(tmp_path: Path) -> None:
-    one, other = on_ranks("parts.comm.local_rank_jobs:formats", tmp_path)
+    one, other = on_ranks(formats, tmp_path)
     assert one == other
     fast, slow, counted, named = one
     assert fast == ["int4", 1, "int4", 1]
@@ -192,7 +202,7 @@ def test_signs_travel_where_four_bits_would_take_many_fragments(tmp_path: Path) 
 
 
 def test_a_wish_to_stop_reaches_all_ranks_after_the_same_step(tmp_path: Path) -> None:
-    one, other = on_ranks("parts.comm.local_rank_jobs:stopping", tmp_path)
+    one, other = on_ranks(stopping, tmp_path)
     assert one == other == [[10, 11, 12], [10, 11, 12], [7, 8, 9, 10, 11, 12]]
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from parts.comm.local_rank_jobs import a_rank_is_silent, a_rank_leaves, no_numbers, running_sums
 from ranks import on_ranks
 
 pytestmark = pytest.mark.waits
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.waits
 def test_weights_that_are_no_numbers_are_named_on_every_rank_and_taken_over_by_none(
     tmp_path: Path,
 ) -> None:
-    one, other = on_ranks("parts.comm.local_rank_jobs:no_numbers", tmp_path)
+    one, other = on_ranks(no_numbers, tmp_path)
     for here, there in zip(one, other, strict=True):
         assert here.startswith("the weights of rank 1 are not finite")
         assert here.endswith("finite True")
@@ -23,14 +24,14 @@ def test_weights_that_are_no_numbers_are_named_on_every_rank_and_taken_over_by_n
 
 
 def test_running_sums_become_their_mean_and_constants_stay(tmp_path: Path) -> None:
-    for rank in on_ranks("parts.comm.local_rank_jobs:running_sums", tmp_path):
+    for rank in on_ranks(running_sums, tmp_path):
         assert rank["started"] == [0.0, 0.0, 0.0, 0.0]  # those of rank 0
         assert rank["constant"] == [0.0, 0.0]
         assert rank["mean"] == pytest.approx([0.475] * 3)  # 0.1 x 9.5, and rank 0's zero
 
 
 def test_a_rank_that_never_answers_is_named_within_the_limit(tmp_path: Path) -> None:
-    said = on_ranks("parts.comm.local_rank_jobs:a_rank_is_silent", tmp_path)[0]
+    said = on_ranks(a_rank_is_silent, tmp_path)[0]
     assert said.startswith("bringing weights together failed on rank 0 (")
     assert "rank 1 (" in said
     assert "did not answer" in said
@@ -38,7 +39,7 @@ def test_a_rank_that_never_answers_is_named_within_the_limit(tmp_path: Path) -> 
 
 
 def test_a_rank_that_leaves_is_named(tmp_path: Path) -> None:
-    said = on_ranks("parts.comm.local_rank_jobs:a_rank_leaves", tmp_path)[0]
+    said = on_ranks(a_rank_leaves, tmp_path)[0]
     assert said.startswith("bringing weights together failed on rank 0 (")
     assert "rank 1 (" in said
     assert "did not answer" in said

@@ -1,8 +1,9 @@
-"""Collators: padded and packed ask for exactly what a plain loop over the examples asks for."""
+"""Collators and cuts: exactly what a plain loop over the examples asks for."""
 
 from __future__ import annotations
 
 from collections import Counter
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
@@ -14,6 +15,9 @@ from hasten.parts.data.collate import (
     IGNORED,
     TokenizedExample,
     aligned_labels,
+    by_count,
+    by_positions,
+    by_tokens,
     collate_fn,
     packed,
     padded,
@@ -153,3 +157,87 @@ def test_the_articles_records_are_padded_behind_each() -> None:
         collate_fn([rows[0], {"text": "a"}])
     with pytest.raises(ValueError, match="no examples"):
         collate_fn([])
+
+
+def test_every_token_carries_loss_unless_told_otherwise() -> None:
+    example = tokenized_example([5, 6, 7])
+    assert example.trained.tolist() == [True, True, True]
+    assert (example.input_ids.dtype, example.trained.dtype) == (np.int32, np.bool_)
+
+
+def test_the_first_token_is_never_counted_as_trained() -> None:
+    assert tokenized_example([5, 6, 7], [1, 0, 1]).trained_tokens == 1
+    assert tokenized_example([5], [1]).trained_tokens == 0
+
+
+def test_length_counts_every_token() -> None:
+    assert tokenized_example(range(11), [0] * 11).length == 11
+
+
+@pytest.mark.parametrize(
+    ("ids", "trained"),
+    [([1, 2, 3], [True, False]), ([[1, 2], [3, 4]], None), ([[1, 2]], [[True, True]])],
+)
+def test_rows_of_another_shape_are_refused(ids: list[int], trained: list[bool] | None) -> None:
+    with pytest.raises(ValueError, match="two equal-length rows"):
+        tokenized_example(ids, trained)
+
+
+LENGTHS = st.lists(st.integers(0, 60), max_size=40)
+
+
+@given(examples=st.lists(st.integers()), size=st.integers(1, 50))
+def test_by_count_keeps_every_record_in_its_order(examples: list[int], size: int) -> None:
+    pieces = by_count(examples, size)
+    assert [r for piece in pieces for r in piece] == examples
+    assert all(len(piece) == size for piece in pieces[:-1])
+    assert all(1 <= len(piece) <= size for piece in pieces)
+    assert pieces == by_count(examples, size)
+
+
+@given(lengths=LENGTHS, limit=st.integers(1, 80))
+def test_by_tokens_keeps_every_record_once(lengths: list[int], limit: int) -> None:
+    pieces = by_tokens(range(len(lengths)), lengths, limit)
+    assert sorted(r for piece in pieces for r in piece) == list(range(len(lengths)))
+    assert all(pieces)
+
+
+@given(lengths=LENGTHS, limit=st.integers(1, 80))
+def test_only_a_single_record_exceeds_the_limit(lengths: list[int], limit: int) -> None:
+    for piece in by_tokens(range(len(lengths)), lengths, limit):
+        assert sum(lengths[i] for i in piece) <= limit or len(piece) == 1
+
+
+@given(lengths=LENGTHS, limit=st.integers(1, 80))
+def test_by_tokens_is_deterministic(lengths: list[int], limit: int) -> None:
+    names = [f"example {i}" for i in range(len(lengths))]
+    assert by_tokens(names, lengths, limit) == by_tokens(tuple(names), tuple(lengths), limit)
+
+
+@given(lengths=LENGTHS, limit=st.integers(1, 80))
+def test_no_two_pieces_could_have_been_one(lengths: list[int], limit: int) -> None:
+    sums = [sum(lengths[i] for i in p) for p in by_tokens(range(len(lengths)), lengths, limit)]
+    assert all(left + right > limit for left, right in combinations(sums, 2))
+
+
+def test_a_record_goes_into_the_fullest_piece_that_holds_it() -> None:
+    assert by_tokens("abc", [6, 5, 4], 10) == [["a", "c"], ["b"]]
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_size_that_would_lose_records_is_refused(size: int) -> None:
+    with pytest.raises(ValueError, match=f"size is {size}"):
+        by_count([1, 2, 3], size)
+
+
+@given(lengths=st.lists(st.integers(1, 60), max_size=40), limit=st.integers(1, 200))
+def test_by_slots_keeps_the_order_and_its_rows_within_the_limit(
+    lengths: list[int], limit: int
+) -> None:
+    pieces = by_positions(range(len(lengths)), lengths, limit)
+    assert [r for piece in pieces for r in piece] == list(range(len(lengths)))
+    for piece in pieces:
+        assert max(lengths[i] for i in piece) * len(piece) <= limit or len(piece) == 1
+    for left, right in pairwise(pieces):
+        longer = [lengths[i] for i in [*left, right[0]]]
+        assert max(longer) * len(longer) > limit

@@ -2,15 +2,262 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from hasten.parts.distributed.expert_parallel import expert_layers, holds_part, layer_of
-from parts.distributed.expert_rank_jobs import DRAWS, MICRO_BATCHES, STEPS, Experts, block, drawn
+from hasten.machine.environment import World
+from hasten.parts.distributed.expert_parallel import (
+    ExpertGradients,
+    expert_groups,
+    expert_layers,
+    holds_part,
+    layer_of,
+    replicated,
+    share_experts,
+)
+from hasten.parts.kernels import rowwise
+from hasten.parts.nn.fused_experts import fuse_experts
+from host_waits import HostWaits
 from ranks import on_ranks
+from tiny import tiny_config
+
+DRAWS = 24
+WIDTH, INNER = 8, 5
+MICRO_BATCHES, STEPS = 3, 5
+
+
+class Experts(nn.Module):
+    """Stacked experts in a plain loop: every pair of a token and an expert by itself."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.num_experts = count
+        draw = torch.Generator().manual_seed(count)
+        normal = {"generator": draw, "dtype": torch.float64}
+        self.gate_up_proj = nn.Parameter(torch.randn(count, 2 * INNER, WIDTH, **normal))
+        self.down_proj = nn.Parameter(torch.randn(count, WIDTH, INNER, **normal))
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        found = []
+        for token, experts, shares in zip(x, index, weights, strict=True):
+            total = torch.zeros_like(token)
+            for expert, share in zip(experts.tolist(), shares, strict=True):
+                gate, up = (self.gate_up_proj[expert] @ token).chunk(2)
+                total = total + share * (self.down_proj[expert] @ (gate.sigmoid() * up))
+            found.append(total)
+        return torch.stack(found) if found else x * weights.sum()
+
+
+class Weighted(Experts):
+    """Reads no number of its inputs, unlike a loop over experts."""
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return x * weights.sum(1, keepdim=True) * self.down_proj.sum()
+
+
+def waits(world: World) -> list[str]:
+    """Where the host would wait for a device, in a pass there and back."""
+    group, _ = expert_groups(world.size)
+    module = Weighted(2 * world.size)
+    share_experts(module, group)
+    x = torch.randn(5, WIDTH, dtype=torch.float64, requires_grad=True)
+    index = torch.arange(10).view(5, 2) % module.num_experts
+    weights = torch.rand(5, 2, dtype=torch.float64, requires_grad=True)
+    with HostWaits([x, index, weights, *module.parameters()]) as found:
+        module(x, index, weights).sum().backward()
+    return found.places
+
+
+def drawn(seed: int, world: int) -> tuple[int, list[tuple[Tensor, Tensor, Tensor]]]:
+    """Experts in all, and (tokens, choices, weights) of every rank; of seed 0 none has a token."""
+    draw = np.random.default_rng(seed)
+    experts = world * int(draw.integers(1, 4))
+    top_k = int(draw.integers(1, experts + 1))
+    # Only some experts are ever chosen: the others, and perhaps whole ranks, get no token.
+    popular = draw.permutation(experts)[: int(draw.integers(top_k, experts + 1))]
+    data = []
+    for _ in range(world):
+        tokens = int(draw.choice([0, 1, 2, 7])) if seed else 0
+        index = [draw.permutation(popular)[:top_k] for _ in range(tokens)]
+        data.append(
+            (
+                torch.tensor(draw.normal(size=(tokens, WIDTH))),
+                torch.tensor(np.array(index, dtype=np.int64).reshape(tokens, top_k)),
+                torch.tensor(draw.random((tokens, top_k))),
+            )
+        )
+    return experts, data
+
+
+def journeys(world: World) -> list[dict[str, float]]:
+    """Largest differences of results and gradients from one process, for each draw."""
+    group, _ = expert_groups(world.size)
+    return [_one_draw(seed, world, group) for seed in range(DRAWS)]
+
+
+def _one_draw(seed: int, world: World, group: Any) -> dict[str, float]:
+    count, data = drawn(seed, world.size)
+    alone, together = Experts(count), Experts(count)
+    shared = share_experts(together, group)
+    outputs, mine = {}, [t.clone() for t in data[world.rank]]
+    everything = [torch.cat(column) for column in zip(*data, strict=True)]
+    for name, module, given in (("alone", alone, everything), ("here", together, mine)):
+        x, index, weights = given[0].requires_grad_(), given[1], given[2].requires_grad_()
+        found = module(x, index, weights)
+        (found.sin().sum()).backward()
+        outputs[name] = (found.detach(), x.grad, weights.grad)
+    starts = np.cumsum([0, *(len(m[0]) for m in data)])
+    mine_of = slice(starts[world.rank], starts[world.rank + 1])
+    (layer,) = shared.layers.values()
+    differences = {
+        part: _apart(here, whole[mine_of])
+        for part, here, whole in zip(
+            ("results", "tokens", "weights"), outputs["here"], outputs["alone"], strict=True
+        )
+    }
+    for (name, here), whole in zip(shared.named(), alone.parameters(), strict=True):
+        assert here.grad is not None  # also where no token came
+        differences[name] = _apart(here.grad, layer.local_shard(_or_zeros(whole)))
+    differences["rows"] = layer.traffic.rows - _rows_expected(data, count, world)
+    return differences
+
+
+def _rows_expected(data: list[Any], count: int, world: World) -> int:
+    """Different ranks, other than its own, among the experts of each token, counted one by one."""
+    here, total = count // world.size, 0
+    for experts in data[world.rank][1].tolist():
+        total += len({expert // here for expert in experts} - {world.rank})
+    return total
+
+
+def _or_zeros(weight: Tensor) -> Tensor:
+    return torch.zeros_like(weight) if weight.grad is None else weight.grad
+
+
+def _apart(one: Tensor, other: Tensor) -> float:
+    one, other = one.detach(), other.detach()
+    return float((one - other).abs().max() / other.abs().max().clamp_min(1)) if one.numel() else 0.0
+
+
+def block(architecture: str, dtype: torch.dtype) -> Any:
+    """The experts and the router of a Transformers model, and its shared experts."""
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+
+    torch.manual_seed(5)
+    config = tiny_config(architecture)
+    config._experts_implementation = "eager"
+    made: Any = (DeepseekV2Moe if architecture == "deepseek_v2" else DeepseekV3MoE)(config)
+    for weight in made.parameters():
+        nn.init.normal_(weight, std=0.1)
+    return made.to(dtype)
+
+
+def blocks(world: World) -> dict[str, Any]:
+    """A bare block in a plain loop, in groups of two and of all, by each code there is."""
+    found: dict[str, Any] = {}
+    for size in sorted({2, world.size}):
+        groups = expert_groups(size)
+        for architecture in ("deepseek_v2", "deepseek_v3"):
+            name = f"{architecture}, groups of {size}"
+            found[f"{name}, float64"] = _trained(world, architecture, groups, torch.float64)
+        for kind in ("eager", "grouped_mm", "batched_mm", "fused"):
+            if kind == "fused" and rowwise.library().reason:
+                continue  # no compiler here
+            found[f"{kind}, groups of {size}"] = _trained(
+                world, "deepseek_v3", groups, torch.float32, kind
+            )
+    return found
+
+
+def _trained(
+    world: World, architecture: str, groups: Any, dtype: torch.dtype, kind: str = "eager"
+) -> dict[str, Any]:
+    """Some steps of SGD on all ranks, and on one process with all the tokens."""
+    alone = block(architecture, dtype)
+    together = copy.deepcopy(alone)
+    if kind == "fused":
+        fuse_experts(together)
+    together.config._experts_implementation = "eager" if kind == "fused" else kind
+    shared = share_experts(together, groups[0])
+    ddp: Any = replicated(together, shared)
+    gradients = ExpertGradients(shared.parameters(), groups[1], world.size)
+    data = torch.randn(
+        STEPS, MICRO_BATCHES, world.size, 9, 32, generator=torch.Generator().manual_seed(1)
+    )
+    for step in data.to(dtype):
+        _plain_step(alone, step.flatten(0, 1))
+        _shared_step(ddp, gradients, step[:, world.rank], world.size)
+    with shared.gathered() as whole:
+        differences = [
+            _apart(one, other)
+            for one, other in zip(together.parameters(), alone.parameters(), strict=True)
+            if whole
+        ]
+        given = data[0, 0].to(dtype)
+        lone = _apart(together(given), alone(given)) if whole else 0.0
+    return {
+        "apart": max(differences, default=0.0),
+        "lone": lone,
+        "held": sum(w.numel() for w in shared.parameters()),
+        "of": sum(w.numel() for m in expert_layers(alone).values() for w in m.parameters()),
+        "traffic": asdict(shared.traffic),
+    }
+
+
+def _plain_step(module: nn.Module, parts: Tensor) -> None:
+    module.zero_grad()
+    (sum(module(part).sin().sum() for part in parts)).backward()
+    _move(module)
+
+
+def _shared_step(ddp: Any, gradients: ExpertGradients, parts: Tensor, ranks: int) -> None:
+    ddp.zero_grad()
+    for number, part in enumerate(parts, start=1):
+        gradients.reduces = ddp.require_backward_grad_sync = number == len(parts)
+        (ddp(part).sin().sum() * ranks).backward()  # gradients are averaged; one process sums
+    _move(ddp)
+
+
+@torch.no_grad()
+def _move(module: nn.Module) -> None:
+    for weight in module.parameters():
+        weight -= 0.0003 * weight.grad
+
+
+def refusals(world: World) -> list[str]:
+    """What is said where experts can't be shared out."""
+    group, _ = expert_groups(world.size)
+    made = [Experts(world.size + 1), nn.Linear(3, 3)]
+    said = []
+    for module in made:
+        try:
+            share_experts(module, group)
+        except ValueError as error:
+            said.append(str(error))
+    try:
+        expert_groups(world.size + 1)
+    except ValueError as error:
+        said.append(str(error))
+    dist.barrier()
+    return said
+
+
+def all_parts(world: World) -> dict[str, Any]:
+    return {
+        "journeys": journeys(world),
+        "blocks": blocks(world),
+        "refusals": refusals(world),
+        "waits": waits(world),
+    }
+
 
 WORLD = 4
 ROW, INDEX = 32, 4  # numbers of a row, bytes of an expert's number on its way
@@ -19,9 +266,7 @@ TOP_K = 2
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(
-        "parts.distributed.expert_rank_jobs:all_parts", tmp_path_factory.mktemp("experts"), WORLD
-    )
+    return on_ranks(all_parts, tmp_path_factory.mktemp("experts"), WORLD)
 
 
 @pytest.mark.slow

@@ -28,7 +28,15 @@ from hasten.parts.distributed.pipeline.runtime import (
 from hasten.parts.distributed.pipeline.schedules import SCHEDULES, SPLIT, stages_per_rank
 from hasten.parts.distributed.pipeline.stages import Layers
 from hasten.parts.distributed.pipeline.timetable import StageEvent
-from pipeline_rank_jobs import language_batch, language_model, largest_error, plain_loss
+from pipeline_rank_jobs import (
+    bubbles,
+    language_batch,
+    language_model,
+    largest_error,
+    plain_loss,
+    schedules,
+    updates,
+)
 from ranks import on_ranks
 from tiny import ARCHITECTURES, examples
 
@@ -201,7 +209,7 @@ def test_inputs_whose_filler_is_not_known_are_refused() -> None:
 
 
 def test_over_ranks_every_schedule_gives_loss_and_gradients_of_one_process(tmp_path: Path) -> None:
-    over_ranks = on_ranks("pipeline_rank_jobs:schedules", tmp_path)
+    over_ranks = on_ranks(schedules, tmp_path)
     for found in over_ranks:
         for case, values in found.items():
             tolerance = 1e-7 if "deepseek" in case else 1e-13
@@ -216,7 +224,7 @@ def test_over_ranks_every_schedule_gives_loss_and_gradients_of_one_process(tmp_p
 def test_over_ranks_the_pipeline_s_own_optimizer_moves_all_weights_as_one_would(
     tmp_path: Path,
 ) -> None:
-    first, second = on_ranks("pipeline_rank_jobs:updates", tmp_path)
+    first, second = on_ranks(updates, tmp_path)
     assert first["tied"] == second["tied"]
     assert max(first["error"], second["error"]) < 1e-7
     assert first["left"]  # a rank was asked for its parameters: all leave theirs
@@ -224,7 +232,7 @@ def test_over_ranks_the_pipeline_s_own_optimizer_moves_all_weights_as_one_would(
 
 
 def test_over_ranks_recorded_passes_are_all_there_and_in_order(tmp_path: Path) -> None:
-    first, second = on_ranks("pipeline_rank_jobs:bubbles", tmp_path)
+    first, second = on_ranks(bubbles, tmp_path)
     for schedule, found in first.items():
         events = [StageEvent(*values) for values in found["events"]]
         in_order(events)

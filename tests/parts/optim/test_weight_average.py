@@ -1,4 +1,4 @@
-"""The running mean of the weights against a float64 loop; swapping; state."""
+"""The running mean of the weights against a float64 loop; groups of parameters."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from hasten.parts.optim import weight_average
-from hasten.parts.optim.weight_average import WeightAverage
+from hasten.parts.optim.weight_average import WeightAverage, decayed_groups
+from tiny import ARCHITECTURES, tiny_model
 
 
 def weights(step: int) -> list[Tensor]:
@@ -123,3 +124,36 @@ def test_what_makes_no_sense_is_refused() -> None:
         pass
     with pytest.raises(ValueError, match="always in the same order"):
         averaged(1).after_update(weights(0)[:1])
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_weight_is_in_one_group(architecture: str) -> None:
+    model = tiny_model(architecture)
+    grouped = [p for g in decayed_groups(model.named_parameters(), 0.1) for p in g["params"]]
+    assert sorted(map(id, grouped)) == sorted(map(id, model.parameters()))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_norms_and_biases_do_not_decay(architecture: str) -> None:
+    model = tiny_model(architecture)
+    names = {id(p): n for n, p in model.named_parameters()}
+    for group in decayed_groups(model.named_parameters(), 0.1):
+        for parameter in group["params"]:
+            spared = "norm" in names[id(parameter)] or names[id(parameter)].endswith(".bias")
+            assert group["weight_decay"] == (0.0 if spared else 0.1), names[id(parameter)]
+
+
+def test_an_optimizer_step_shrinks_matrices_and_nothing_else() -> None:
+    layer = nn.Linear(3, 3)
+    before = {n: p.detach().clone() for n, p in layer.named_parameters()}
+    optimizer = torch.optim.AdamW(decayed_groups(layer.named_parameters(), 0.5), lr=0.1)
+    for parameter in layer.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    torch.testing.assert_close(layer.weight.detach(), before["weight"] * (1 - 0.1 * 0.5))
+    assert torch.equal(layer.bias, before["bias"])
+
+
+def test_a_group_without_members_is_left_out() -> None:
+    layer = nn.Linear(2, 2, bias=False)
+    assert len(decayed_groups(layer.named_parameters(), 0.1)) == 1
