@@ -195,6 +195,15 @@ def test_a_missing_shard_is_named(damaged: Path) -> None:
     assert "two.safetensors" in refusal(damaged)
 
 
+def test_two_sets_of_weights_are_refused(damaged: Path) -> None:
+    index = damaged / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": WEIGHTS}}))
+    load_model(str(damaged))  # the index names a file that is gone
+    shutil.copy(damaged / WEIGHTS, damaged / "one.safetensors")
+    assert "two sets of weights" in refusal(damaged)
+    assert "one.safetensors" in refusal(damaged)
+
+
 def test_a_truncated_file_is_refused_by_name(damaged: Path) -> None:
     whole = (damaged / WEIGHTS).read_bytes()
     (damaged / WEIGHTS).write_bytes(whole[: len(whole) // 2])

@@ -203,6 +203,18 @@ def test_what_is_no_configuration_is_refused_in_a_sentence(
     assert "\n" not in str(refused.value)
 
 
+def test_a_folder_is_refused_with_the_configurations_in_it(tmp_path: Path) -> None:
+    (tmp_path / "sft.yaml").write_text("stage: sft\nfinetuning_type: full\ncutoff_len: 64\n")
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 8}')
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 8}')
+    (tmp_path / "broken.yml").write_text("a: [")
+    with pytest.raises(InputError, match=r"give one of its .* files \(ds\.json, sft\.yaml\)$"):
+        read(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=r"holds no configuration of .*DeepSpeed: give one"):
+        read(tmp_path / "empty")
+
+
 plain: Any = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 5) | st.floats(0, 5) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),

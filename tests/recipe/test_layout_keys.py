@@ -64,7 +64,10 @@ def test_numbers_of_the_file_become_keys(file: Path) -> None:
             "type": "Adam",
             "params": {"lr": 1e-4, "weight_decay": 0.1, "betas": [0.8, 0.999]},
         },
-        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 7}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {"warmup_num_steps": 7, "warmup_max_lr": 1e-4},
+        },
         "bf16": {"enabled": True},
         "activation_checkpointing": {"partition_activations": True},
         "zero_optimization": {"stage": 2},

@@ -195,6 +195,25 @@ def test_the_seed_decides_which_records_are_drawn(folder: Path) -> None:
     assert len({tuple(drawn(seed)) for seed in range(4)}) > 1
 
 
+@pytest.mark.parametrize(
+    ("example", "mark"),
+    [
+        ({"question": "<image>\nWho is it?", "answer": "Ann"}, "<image>"),
+        ({"text": "USER: <|image_pad|> Who? ASSISTANT: Ann"}, "<|image_pad|>"),
+        ({"question": "How is a picture drawn?", "answer": "Write <image> there"}, ""),
+    ],
+)
+def test_a_placeholder_of_a_picture_is_named(
+    tmp_path: Path, example: dict[str, str], mark: str
+) -> None:
+    (tmp_path / "a.jsonl").write_text((json.dumps(example) + "\n") * 3)
+    told: list[str] = []
+    read_source(recipe(tmp_path, dataset=str(tmp_path / "a.jsonl")), told.append)
+    warnings = [line for line in told if line.startswith("warning")]
+    expected = f"a.jsonl: 3 examples have {mark} in a question or text: it is trained as plain text"
+    assert [expected in line for line in warnings] == [True] * bool(mark)
+
+
 def test_columns_that_are_not_read_are_named_once(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "q", "at": 3}, {"role": "assistant", "content": "a"}]
     examples = [{"messages": turns, "source": "x", "note": ""}] * 3

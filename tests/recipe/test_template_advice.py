@@ -77,6 +77,30 @@ def test_nothing_is_said_where_answers_end_with_a_token(tmp_path: Path) -> None:
     assert data.note.stop_token == data.tokenizer.convert_tokens_to_ids("<|im_end|>")
 
 
+@pytest.mark.parametrize(("answer", "is_told"), [("2", True), ("hm\n</think>\n\n2", False)])
+def test_answers_without_the_thought_that_a_prompt_opens_are_counted(
+    tmp_path: Path, answer: str, is_told: bool
+) -> None:
+    opening = CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
+    found = recipe(tmp_path, opening, ("<|im_start|>", "<|im_end|>"))
+    thought = f"<think>\n{answer}" if "</think>" in answer else answer
+    turns = [{"role": "user", "content": "two?"}, {"role": "assistant", "content": thought}]
+    (tmp_path / "data.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 3)
+    expected = "a prompt ends with <think> under this chat template, and 3 answers have no thought"
+    assert [expected in sentence for sentence in advice(found)] == [True] * is_told
+
+
+def test_texts_of_a_tokenizer_without_an_end_token_are_told(tmp_path: Path) -> None:
+    found = recipe(tmp_path, CHATML, ("<|im_start|>", "<|im_end|>"))
+    (tmp_path / "data.jsonl").write_text('{"text": "one two"}\n' * 3)
+    settings = tmp_path / "tokenizer" / "tokenizer_config.json"
+    fields = json.loads(settings.read_text())
+    del fields["eos_token"]
+    settings.write_text(json.dumps(fields))
+    (said,) = advice(found)
+    assert said.startswith("the tokenizer has no end token")
+
+
 def test_an_adapter_s_base_that_stops_elsewhere_is_told(tmp_path: Path) -> None:
     base = tmp_path / "base"
     save_model(load_model("deepseek-llm-tiny", vocab_size=400), None, base)
@@ -92,7 +116,7 @@ def test_an_adapter_s_base_that_stops_elsewhere_is_told(tmp_path: Path) -> None:
 def test_thoughts_that_are_left_out_are_counted_also_by_a_later_start(tmp_path: Path) -> None:
     found = recipe(tmp_path, NO_END, chat_template="deepseek-r1")
     for _ in range(2):
-        *_, said = advice(found)
+        *_, said, _ = advice(found)
         assert said.startswith("4 answers are trained without their thoughts")
 
 

@@ -140,7 +140,7 @@ def convert(
     ] = 0.001,
 ) -> None:
     """Write examples of any supported format as JSONL messages."""
-    from hasten.data.readers import read_examples, unread_words
+    from hasten.data.readers import placeholder_words, read_examples, unread_words
     from hasten.machine.files import replacing
 
     if output.exists():
@@ -156,6 +156,8 @@ def convert(
     for file_name, shape in reading.shapes.items():
         unread = unread_words(reading.unread.get(file_name, ()))
         print(shown(f"{file_name}: {shape} examples{unread}"))
+        if sentence := placeholder_words(reading.placeholders.get(file_name, {})):
+            print(shown(f"warning: {file_name}: {sentence}"))
     for rejected in reading.rejected:
         print(shown(f"left out {rejected.file}:{rejected.line}: {rejected.reason}"))
     print(f"{len(reading.conversations):,} examples: {output}")

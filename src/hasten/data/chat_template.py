@@ -126,6 +126,7 @@ _STAND_IN, _EARLIER = "\ue000answer\ue000", "\ue000earlier answer\ue000"
 _PLAIN = ("system", "user", "assistant")
 _THOUGHT = re.compile(r"(?:<think>\s*)?</think>\s*\Z|<think>\s*\Z")  # opened or left empty
 _NO_THOUGHT = re.compile(r"<think>\s*</think>\s*\Z")
+_OPENED = re.compile(r"<think>\s*\Z")
 _NO_LAST = "the chat template drops or rewrites the last answer"
 _Render = Callable[..., str]  # of messages, with prompt=True up to where an answer begins
 
@@ -137,6 +138,7 @@ class Encoded(NamedTuple):
     reason: str | None
     long: bool = False  # the whole is longer than cutoff_len
     thoughts: int = 0  # of answers, which the template leaves out of the text
+    unopened: int = 0  # last answers without the thought that a prompt opens
 
 
 class _Rendered(NamedTuple):
@@ -144,6 +146,7 @@ class _Rendered(NamedTuple):
     trained: list[tuple[int, int]] | None  # character spans, end exclusive; None: plain text
     reason: str = _NO_LAST  # where there are no spans
     thoughts: int = 0
+    unopened: int = 0
 
 
 def encode(
@@ -210,7 +213,7 @@ def _fitted(
         pieces = [part for part in pieces if part.trained_tokens]
         if not pieces:
             return Encoded((), f"{_NONE_LEFT} within cutoff_len={cutoff_len}", long)
-    return Encoded(tuple(pieces), None, long, drawn.thoughts)
+    return Encoded(tuple(pieces), None, long, drawn.thoughts, drawn.unopened)
 
 
 def _pieces(example: TokenizedExample, cutoff_len: int) -> list[TokenizedExample]:
@@ -296,7 +299,20 @@ def _draw_dialogues(
     loss_on: LossOn,
 ) -> list[_Rendered]:
     written = _answer_end(template, ends)
-    return [_draw(template, _unbordered(each, written), ends, loss_on) for each in dialogues]
+    opened = written.opened if written else ""
+    drawn = [_draw(template, _unbordered(each, written), ends, loss_on) for each in dialogues]
+    return [
+        each._replace(unopened=1) if opened and _is_unopened(each, opened) else each
+        for each in drawn
+    ]
+
+
+def _is_unopened(drawn: _Rendered, opened: str) -> bool:
+    """True if the last answer doesn't begin as a prompt would make it, with a thought."""
+    if not drawn.trained:
+        return False
+    first, last = drawn.trained[-1]
+    return opened.strip() not in drawn.text[max(first - len(opened), 0) : last]
 
 
 def _draw(
@@ -331,6 +347,7 @@ class AnswerEnd(NamedTuple):
     text: str
     token: str = ""  # empty: ordinary text, or nothing
     bos: str = ""  # what it writes before the dialogue, if that is the bos token
+    opened: str = ""  # the begin of a thought that it writes at the end of a prompt
 
 
 def answer_end(tokenizer: PreTrainedTokenizerBase) -> AnswerEnd | None:
@@ -343,6 +360,7 @@ def _answer_end(template: ChatTemplate, ends: tuple[str, ...]) -> AnswerEnd | No
     turns = (Message("user", "?"), Message("assistant", _STAND_IN))
     try:
         text = render_turns(template, turns, False, "a question with an answer")
+        prompt = render_turns(template, turns[:1], True, "a question")
     except (InputError, UnrenderedError):
         return None
     before, _, after = text.partition(_STAND_IN)
@@ -351,7 +369,9 @@ def _answer_end(template: ChatTemplate, ends: tuple[str, ...]) -> AnswerEnd | No
     bos = str(template.special_tokens.get("bos_token") or "")
     # The longest, as a tokenizer takes it.
     token = max((end for end in ends if after.lstrip().startswith(end)), key=len, default="")
-    return AnswerEnd(after, token, bos if bos and before.startswith(bos) else "")
+    opened = _OPENED.search(prompt)
+    first = bos if bos and before.startswith(bos) else ""
+    return AnswerEnd(after, token, first, opened[0] if opened else "")
 
 
 def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:

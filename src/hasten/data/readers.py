@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -29,7 +29,7 @@ from hasten.data.conversation import (
 from hasten.data.json_reader import JsonValue, examples_of, scan_json, scan_lines, scan_texts
 from hasten.data.sources import FILE, Source, hub_files, hub_name, saved_files
 from hasten.data.spool import ConversationSink
-from hasten.data.stages import advice, refuse_other_stage
+from hasten.data.stages import advice, placeholder_in, refuse_other_stage
 from hasten.data.table_reader import scan_csv, scan_table
 from hasten.data.turns import Message, NoConversationError
 from hasten.errors import InputError
@@ -41,6 +41,7 @@ __all__ = [
     "Rejected",
     "check_rejected",
     "other_splits",
+    "placeholder_words",
     "read_examples",
     "read_sources",
     "unread_words",
@@ -69,6 +70,8 @@ class ReadExamples:
     shapes: dict[str, str]  # file -> name of its shape
     containers: dict[str, str] = field(default_factory=dict)  # file -> its container
     unread: dict[str, set[str]] = field(default_factory=dict)  # file -> columns that aren't read
+    # file -> placeholder of a picture, sound or film -> examples with one in a question or text
+    placeholders: dict[str, Counter[str]] = field(default_factory=dict)
 
 
 def read_examples(paths: Sequence[Path], max_rejected: float = 0.001) -> ReadExamples:
@@ -85,6 +88,7 @@ def read_examples(paths: Sequence[Path], max_rejected: float = 0.001) -> ReadExa
         combined.shapes.update(reading.shapes)
         combined.containers.update(reading.containers)
         combined.unread.update(reading.unread)
+        combined.placeholders.update(reading.placeholders)
     return combined
 
 
@@ -148,6 +152,17 @@ def unread_words(names: Collection[str]) -> str:
     shown = sorted(names)[:_SHOWN]
     more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
     return f"; not read: {', '.join(shown)}{more}"
+
+
+def placeholder_words(placeholders: Mapping[str, int]) -> str:
+    """A sentence on examples whose pictures, sounds or films are missing; empty without any."""
+    if not placeholders:
+        return ""
+    marks = " or ".join(placeholders)
+    return (
+        f"{sum(placeholders.values()):,} examples have {marks} in a question or text: it is "
+        "trained as plain text. If a picture, sound or film belongs there, leave these examples out"
+    )
 
 
 _OTHER_SPLIT = re.compile(r"(test|dev|val|valid|validation|eval|evaluation)(?![a-z])")
@@ -229,6 +244,7 @@ def _read_file(path: Path, columns: ColumnNames, reading: ReadExamples) -> None:
         *takes,
     }
     unknown = reading.unread.setdefault(str(path), set())
+    placeholders = reading.placeholders.setdefault(str(path), Counter())
     for json_value in chain(head, examples):
         if json_value.lost:
             raise InputError(
@@ -250,6 +266,15 @@ def _read_file(path: Path, columns: ColumnNames, reading: ReadExamples) -> None:
             reading.rejected.append(Rejected(str(path), json_value.line, str(unfit)))
         else:
             reading.conversations.append(made)
+            if mark := _placeholder(made):
+                placeholders[mark] += 1
+
+
+def _placeholder(example: Conversation) -> str:
+    """A medium's placeholder in an example; an answer may well write one."""
+    asked = (turn.content for turn in example.messages if turn.role != "assistant")
+    texts = asked if example.text is None else (example.text,)
+    return next((mark for text in texts if (mark := placeholder_in(text))), "")
 
 
 def _rows(path: Path, value: Any, columns: ColumnNames) -> list[Any] | None:

@@ -15,6 +15,11 @@ from typing import Any
 from hasten.errors import InputError
 
 MEDIA = ("image", "images", "image_url", "audio", "audios", "video", "videos")
+# What others replace by a picture, a sound or a film (LLaVA, LLaMA-Factory, ms-swift; Qwen).
+PLACEHOLDERS = (
+    *("<image>", "<video>", "<audio>"),
+    *("<|image_pad|>", "<|video_pad|>", "<|audio_pad|>", "<|image|>"),
+)
 PAIR = ("chosen", "rejected")
 # Of TRL, LLaMA-Factory's v1 (chosen_messages), ms-swift (rejected_response) and OpenAI.
 PREFERENCES = ("chosen_", "rejected_", "preferred_", "non_preferred_")
@@ -159,6 +164,11 @@ def _unused(example: Mapping[str, Any], filled: set[str]) -> str | None:
             "out"
         )
     return None
+
+
+def placeholder_in(text: str) -> str:
+    """The first placeholder of a medium in a text; empty without one."""
+    return next((mark for mark in PLACEHOLDERS if mark in text), "") if "<" in text else ""
 
 
 def _is_ranked(value: Any) -> bool:

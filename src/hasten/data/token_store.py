@@ -65,6 +65,7 @@ class TokenStore:
         self.long: int = summary.get("long", 0)  # conversations longer than cutoff_len
         # Thoughts of answers, which the chat template leaves out.
         self.thoughts: int = summary.get("thoughts", 0)
+        self.unopened: int = summary.get("unopened", 0)
         sizes = (len(batch.starts) - 1 for batch in self._batches)
         self._firsts = np.asarray([0, *accumulate(sizes)], np.int64)  # (batches + 1,)
         lengths = [np.diff(batch.starts) for batch in self._batches]

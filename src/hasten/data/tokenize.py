@@ -262,6 +262,7 @@ def _summary(parts: list[Any]) -> dict[str, Any]:
         "rejected": [row for part in parts for row in part["rejected"]],
         "long": sum(part["long"] for part in parts),
         "thoughts": sum(part["thoughts"] for part in parts),
+        "unopened": sum(part["unopened"] for part in parts),
     }
 
 

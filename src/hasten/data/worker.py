@@ -49,13 +49,14 @@ def write_part(work: TokenizeWork, chunk: ExampleChunk) -> None:
     """Tokenises a chunk into its file, which is complete or absent.
 
     Its summary holds the rejected examples as (file, line, reason). It also counts
-    conversations longer than cutoff_len, and thoughts that the chat template left out.
+    conversations longer than cutoff_len, thoughts that the chat template left out, and answers
+    without the thought that a prompt opens.
     """
     rejected: list[tuple[str, int, str]] = []
-    long = thoughts = 0
+    long = thoughts = unopened = 0
 
     def examples() -> Iterator[TokenizedExample]:
-        nonlocal long, thoughts
+        nonlocal long, thoughts, unopened
         conversations = [unpack(data) for data in chunk.packed]
         encoded = encode_all(
             work.tokenizer, conversations, work.cutoff_len, work.too_long, work.loss_on
@@ -66,10 +67,11 @@ def write_part(work: TokenizeWork, chunk: ExampleChunk) -> None:
                 rejected.append((file, int(line) if line.isdecimal() else 0, item.reason))
             long += item.long
             thoughts += item.thoughts
+            unopened += item.unopened
             yield from item.examples
 
     def summary() -> dict[str, Any]:
-        return {"rejected": rejected, "long": long, "thoughts": thoughts}
+        return {"rejected": rejected, "long": long, "thoughts": thoughts, "unopened": unopened}
 
     arrow_file.write(chunk.path, examples(), summary, durable=False)
 

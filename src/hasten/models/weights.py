@@ -21,6 +21,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -170,10 +171,12 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that the folder's weights are made of.
 
     Raises:
-        InputError: there are none, or one that the index names is missing, damaged or cut off.
+        InputError: there are none, or two sets of them. Or one that the index names is missing,
+            damaged or cut off.
     """
     if (folder / WEIGHTS).is_file():
         files = [folder / WEIGHTS]
+        _refuse_second_set(folder)
     elif (folder / INDEX).is_file():
         files = _indexed_files(folder)
         missing = [file.name for file in files if not file.is_file()]
@@ -195,6 +198,23 @@ def weight_files(folder: Path) -> list[Path]:
     for file in files:
         _open(file)
     return files
+
+
+def _refuse_second_set(folder: Path) -> None:
+    """Raises InputError if the index names other files beside the single one.
+
+    A model that is saved again in more or fewer files leaves the former ones in its folder.
+    """
+    files: list[Path] = []
+    with suppress(InputError):  # an index that nothing reads
+        files = _indexed_files(folder) if (folder / INDEX).is_file() else []
+    others = [file.name for file in files if file.name != WEIGHTS and file.is_file()]
+    if others:
+        raise InputError(
+            f"{folder} has two sets of weights: {WEIGHTS}, and {len(others)} files that {INDEX} "
+            f"names, the first is {others[0]}. Remove the older set; the index belongs to the "
+            "second one"
+        )
 
 
 def _indexed_files(folder: Path) -> list[Path]:

@@ -99,6 +99,7 @@ class PreparedDataIndex:
     containers: dict[str, str] = field(default_factory=dict)
     long: int = 0  # training examples that are longer than cutoff_len
     thoughts: int = 0  # of answers, which the chat template leaves out
+    unopened: int = 0  # last answers without the thought that a prompt opens
     end_text: str | None = None  # what the chat template writes after an answer; None: no dialogues
     stop_token: int | None = None  # the end token that it begins with
 
@@ -190,6 +191,7 @@ def _prepared(
         containers=source.containers,
         long=train.long,
         thoughts=train.thoughts,
+        unopened=train.unopened,
         end_text=end.text if end else None,
         stop_token=stop_token(tokenizer, end),
     )
@@ -397,6 +399,18 @@ def template_advice(recipe: Recipe, data: PreparedData) -> list[str]:
         advice.append(
             f"{data.note.thoughts:,} answers are trained without their thoughts, which the chat "
             "template leaves out of the text"
+        )
+    if data.note.unopened:
+        advice.append(
+            f"a prompt ends with <think> under this chat template, and {data.note.unopened:,} "
+            "answers have no thought: generation begins in a way that they don't. Write thoughts "
+            "into the answers, or choose a chat_template such as deepseek-r1-thoughts, which gives "
+            "them an empty one"
+        )
+    if "text" in data.note.shapes.values() and data.tokenizer.eos_token is None:
+        advice.append(
+            "the tokenizer has no end token, so texts have none: the model doesn't learn to stop; "
+            "set eos_token in its tokenizer_config.json"
         )
     return advice
 

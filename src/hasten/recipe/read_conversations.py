@@ -21,7 +21,13 @@ import numpy as np
 
 from hasten.data.conversation import Conversation, columns_of
 from hasten.data.corpus import stdlib_corpus
-from hasten.data.readers import ReadExamples, other_splits, read_sources, unread_words
+from hasten.data.readers import (
+    ReadExamples,
+    other_splits,
+    placeholder_words,
+    read_sources,
+    unread_words,
+)
 from hasten.data.sources import source_of, weighted
 from hasten.data.spool import ConversationSink, IndexedConversations, Selection
 from hasten.data.token_store import split
@@ -46,6 +52,7 @@ class Conversations:
     rejected: list[list[Any]] = field(default_factory=list)
     containers: dict[str, str] = field(default_factory=dict)
     unread: dict[str, set[str]] = field(default_factory=dict)
+    placeholders: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 def read_source(
@@ -69,6 +76,8 @@ def read_source(
     for file, shape in source.shapes.items():
         unread = unread_words(source.unread.get(file, set()))
         tell(f"{file} ({source.containers[file]}): {shape} examples{unread}")
+        if sentence := placeholder_words(source.placeholders.get(file, {})):
+            tell(f"warning: {file}: {sentence}")
     for entry in recipe.datasets:
         if names := other_splits(Path(entry.path), source.shapes):
             tell(
@@ -122,6 +131,7 @@ def _files(recipe: Recipe, tell: Tell, gathered: Callable[[], ConversationSink])
         rejected=[[*row] for reading in readings for row in reading.rejected],
         containers=_merged(readings, "containers"),
         unread=_merged(readings, "unread"),
+        placeholders=_merged(readings, "placeholders"),
     )
 
 

@@ -143,7 +143,7 @@ NAMES = {
     "batch": "global_batch_size",
     **{n: n for n in ("learning_rate", "weight_decay", "lr_schedule", "warmup_steps")},
     "betas": "adam_betas",
-    "max_grad_norm": "max_grad_norm",
+    **{name: name for name in ("max_grad_norm", "min_lr_ratio")},
 }
 
 

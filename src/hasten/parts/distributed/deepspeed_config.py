@@ -269,6 +269,9 @@ def _autos(section: Mapping[str, Any], above: tuple[str, ...] = ()) -> list[tupl
 ADAMW = frozenset({"adamw", "fusedadam", "deepspeedcpuadam"})
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 EPS = 1e-8
+# Of DeepSpeed's runtime/lr_schedules.py: schedules that set the rate themselves, and defaults.
+SETS_RATE = ("WarmupLR", "WarmupDecayLR")
+WARMUP_MAX_LR, WARMUP_STEPS = 1e-3, 1000
 
 
 @dataclass(frozen=True)
@@ -303,7 +306,7 @@ def read_settings(config: Mapping[str, Any], trainer_settings: TrainerSettings) 
     """Read a configuration as settings.
 
     Raises:
-        ValueError: an unknown key, or sizes that contradict each other.
+        ValueError: an unknown key, or sizes or rates that contradict each other.
     """
     check_keys(config)
     sizes = batch_sizes(config, trainer_settings)
@@ -327,7 +330,10 @@ def read_settings(config: Mapping[str, Any], trainer_settings: TrainerSettings) 
         ),
         micro_batch=micro,
         settings={key: value for key, value in settings.items() if value is not None},
-        rows=tuple(_rows(config)),
+        rows=(
+            *_rows(config),
+            *(DeepSpeedKey(key, IGNORED, why) for key, why in schedule_differences(config)),
+        ),
     )
 
 
@@ -368,20 +374,59 @@ def _given(config: Mapping[str, Any]) -> dict[str, Any]:
     optimizer = _section(_section(config, "optimizer"), "params")
     scheduler = _section(config, "scheduler")
     timing = _section(scheduler, "params")
-    rate = _number(optimizer, "lr")
+    kind = str(scheduler.get("type"))
     steps = _number(timing, "warmup_num_steps")
+    if kind in SCHEDULES and "warmup_num_steps" not in timing:
+        steps = WARMUP_STEPS
     clipping = _number(config, "gradient_clipping")
     passes = explicit(config.get("gradient_accumulation_steps"))
     return {
         "micro": explicit(config.get("train_micro_batch_size_per_gpu")) or passes,
-        "learning_rate": rate if rate is not None else _number(timing, "warmup_max_lr"),
+        "learning_rate": _peak_rate(optimizer, timing, kind),
         "weight_decay": _number(optimizer, "weight_decay"),
         "betas": explicit(optimizer.get("betas")),
-        "lr_schedule": SCHEDULES.get(str(scheduler.get("type"))),
+        "lr_schedule": SCHEDULES.get(kind),
+        "min_lr_ratio": _number(timing, "cos_min_ratio") if kind == "WarmupCosineLR" else None,
         "warmup_steps": None if steps is None else int(steps),
         "max_grad_norm": clipping or None,  # 0 is no clipping
         "no_clipping": True if clipping == 0 else None,
     }
+
+
+def _peak_rate(optimizer: Mapping[str, Any], timing: Mapping[str, Any], kind: str) -> float | None:
+    """The rate after the warm-up, which most of DeepSpeed's schedules set over the optimizer's.
+
+    Raises:
+        ValueError: the two rates differ.
+    """
+    rate = _number(optimizer, "lr")
+    if kind not in SETS_RATE:
+        return rate
+    is_left_out = "warmup_max_lr" not in timing
+    peak = WARMUP_MAX_LR if is_left_out else _number(timing, "warmup_max_lr")
+    if rate is not None and peak is not None and rate != peak:
+        origin = "is left out, so DeepSpeed takes" if is_left_out else "is"
+        raise ValueError(
+            f"optimizer.params.lr is {rate:g}, but DeepSpeed trains with scheduler.params."
+            f"warmup_max_lr, which {origin} {peak:g}; write the rate that you want into both"
+        )
+    return rate if peak is None else peak
+
+
+def schedule_differences(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Keys of the schedule that hasten's schedule doesn't follow, and how the two differ."""
+    scheduler = _section(config, "scheduler")
+    timing = _section(scheduler, "params")
+    if str(scheduler.get("type")) not in SCHEDULES:
+        return
+    if timing.get("warmup_type") != "linear" and explicit(timing.get("warmup_num_steps")) != 0:
+        explanation = "the warm-up is linear; DeepSpeed's is logarithmic unless this is linear"
+        yield "scheduler.params.warmup_type", explanation
+    if explicit(timing.get("warmup_min_lr")) or timing.get("warmup_min_ratio"):
+        yield "scheduler.params.warmup_min_lr", "the warm-up begins near zero"
+    if explicit(timing.get("total_num_steps")) is not None:
+        explanation = "the schedule ends with the last step of the run"
+        yield "scheduler.params.total_num_steps", explanation
 
 
 def _rows(config: Mapping[str, Any]) -> Iterator[DeepSpeedKey]:

@@ -10,6 +10,7 @@ marks of any format is refused.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +27,7 @@ from hasten.parts.distributed.deepspeed_config import (
     MappedConfig,
     is_comment,
     read_config,
+    schedule_differences,
     section_enabled,
 )
 from hasten.recipe.importers import (
@@ -58,6 +60,7 @@ FORMATS: tuple[ModuleType, ...] = (
 )
 DEEPSPEED = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size")
 MOST_KEYS, DEEPEST = 2000, 12
+MOST_FILES, SHOWN_FILES = 100, 5  # of a folder that is given in place of a file
 # Share of keys, from which on a file is another tool's: marks of the second kind are common words.
 UNKNOWN_SHARE = 0.5
 UNKNOWN_SHARES = {training_arguments: 0.2, ms_swift: 0.2}
@@ -125,9 +128,11 @@ def read(path: Path, ranks: int = 1) -> ImportedRecipe:
         ranks: processes that train, for formats that count their batch by device.
 
     Raises:
-        InputError: no such file, too large or too deep, of no known format, or of a training
-            that isn't supervised fine-tuning or continued pretraining.
+        InputError: a folder, no such file, too large or too deep, or of no known format. Also a
+            training that isn't supervised fine-tuning or continued pretraining.
     """
+    if path.is_dir():
+        raise InputError(_folder_advice(path))
     content = _content(path)
     if not isinstance(content, dict) or not content:
         raise InputError(f"{path} holds no keys: give a configuration file of another trainer")
@@ -143,6 +148,30 @@ def read(path: Path, ranks: int = 1) -> ImportedRecipe:
     _check_columns(draft)
     _beside_deepspeed(draft, ranks)
     return _finished(draft.tool, draft, ranks)
+
+
+def _folder_advice(folder: Path) -> str:
+    """Returns the refusal of a folder, with the configuration files that it holds."""
+    files = sorted(f for f in folder.iterdir() if f.suffix in (".yaml", ".yml", ".json"))
+    names = [file.name for file in files[:MOST_FILES] if file.is_file() and _is_known(file)]
+    if not names:
+        tools = ", ".join(form.NAME for form in FORMATS)
+        return f"{folder} is a folder, and holds no configuration of {tools} or DeepSpeed: give one"
+    more = f" and {len(names) - SHOWN_FILES} more" if len(names) > SHOWN_FILES else ""
+    shown = ", ".join(names[:SHOWN_FILES])
+    return f"{folder} is a folder: give one of its configuration files ({shown}{more})"
+
+
+def _is_known(path: Path) -> bool:
+    """Returns True if a file is a configuration of a supported tool."""
+    try:
+        content = _content(path)
+        if not isinstance(content, dict) or not content:
+            return False
+        source = {str(key): value for key, value in content.items()}
+        return _is_deepspeed(source) or bool(_format(path, source))
+    except InputError:
+        return False
 
 
 def _content(path: Path) -> Any:
@@ -238,13 +267,29 @@ def _beside_deepspeed(draft: RecipeDraft, ranks: int) -> None:
     draft.plan = [e for e in draft.plan if (e if isinstance(e, str) else next(iter(e))) not in drop]
     if mapped_config.stage:
         draft.withdraw("layout", f"in {name}")
-    for setting in settings_of(mapped_config):
+    decided = settings_of(mapped_config)
+    for setting in decided:
         if ": " in draft.why.get(setting, "") or setting == "adam_betas":
             draft.withdraw(setting, f"in {name}")
+        elif (
+            setting == "lr_schedule"
+            and draft.values.get(setting) != mapped_config.settings[setting]
+        ):
+            explanation = f"the scheduler of {name} is used, as in Trainer"
+            draft.withdraw(setting, explanation, "contradicts")
+    _schedule_rows(draft, settings)
     number_format = next(
         (f for f in ("fp16", "bf16") if section_enabled(settings, f) is True), None
     )
     _one_format(draft, number_format, name, key)
+
+
+def _schedule_rows(draft: RecipeDraft, settings: Mapping[str, Any]) -> None:
+    """Adds a row for each key of a DeepSpeed schedule that isn't followed."""
+    timing = (settings.get("scheduler") or {}).get("params") or {}
+    for key, explanation in schedule_differences(settings):
+        value = timing.get(key.rpartition(".")[2], "left out")
+        draft.row(key, value, "unmapped", explanation)
 
 
 def _one_format(draft: RecipeDraft, number_format: str | None, name: str, key: str) -> None:
@@ -304,6 +349,7 @@ def _deepspeed(path: Path, source: dict[str, Any]) -> ImportedRecipe:
         else:
             explanation = f"DeepSpeed doesn't know this key{did_you_mean(key, TOP)}"
             draft.note(key, "unmapped", explanation)
+    _schedule_rows(draft, recognised)
     return _finished("DeepSpeed", draft, 1)
 
 

@@ -163,7 +163,7 @@ def drafted(
             f"{key} is {str(source.get(key, 'of another kind'))[:SHOWN]!r}, which it can't be: "
             f"{str(error).splitlines()[0][:SHOWN] if str(error) else type(error).__name__}"
         ) from error
-    listed = {row.key for row in draft.rows}
+    listed = {row.key.partition(".")[0] for row in draft.rows}
     for name in [name for name in source if name not in listed and name in handlers]:
         draft.note(name, "needless", "it is off")
     return draft

@@ -61,7 +61,7 @@ def _other_training(source: Mapping[str, Any]) -> tuple[str, str] | None:  # noq
     config = source.get("peft_config")
     name = config.get("name") if isinstance(config, Mapping) else None
     if isinstance(config, Mapping) and config.get("export_dir"):
-        return "peft_config", "merging and exporting a model, which `hasten merge` does"
+        return "peft_config", "merging and exporting a model, which `hasten export` does"
     if name is not None and str(name) not in TUNERS:
         return "peft_config", STAGES.get(str(name), "another way of training")
     loss = source.get("loss_type")

@@ -37,6 +37,7 @@ INT8 = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit")
 WRITERS = ("tensorboard", "wandb", "mlflow")
 BETAS = [0.9, 0.999]  # what the other trainers take where the file says nothing
 EPSILON = 1e-8
+LOGGING_STEPS = 500
 # What a TrainingArguments of the other tools does where a key is left out.
 DEFAULTS: dict[str, Any] = {
     "adam_beta1|adam_beta2": BETAS[0],
@@ -71,6 +72,12 @@ def schedule(draft: RecipeDraft, key: str, value: Any) -> None:
         draft.note(key, "unmapped", f"there is no schedule {value!r}; hasten has {available}")
     else:
         draft.say(key, "lr_schedule", schedule_name)
+        if schedule_name == "wsd":
+            explanation = (
+                "wsd falls linearly over the last tenth of all steps; there by a cosine, over "
+                "num_decay_steps (LLaMA-Factory: two thirds of the steps)"
+            )
+            draft.note(key, "unmapped", explanation)
 
 
 def schedule_settings(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -280,8 +287,12 @@ def evaluated(draft: RecipeDraft, key: str, value: Any) -> None:
 
 
 def eval_strategy(draft: RecipeDraft, key: str, value: Any) -> None:
+    """Without ``eval_steps``, ``steps`` means each ``logging_steps``, as in Trainer."""
     if value == "epoch":
         evaluations(draft, key, float(draft.setting("num_train_epochs", 3)))
+    elif value == "steps" and not float(draft.source.get("eval_steps") or 0):
+        number = float(draft.setting("logging_steps", LOGGING_STEPS))
+        draft.say(key, "eval_every", number if number < 1 else whole_number(number))
     else:
         draft.note(key, "needless", "eval_every decides")
 
