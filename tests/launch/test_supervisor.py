@@ -18,7 +18,6 @@ import psutil
 import pytest
 
 from hasten.launch.supervisor import (
-    LEFT,
     WORN_OUT,
     Attempt,
     RankTimeouts,
@@ -28,6 +27,7 @@ from hasten.launch.supervisor import (
     supervise,
 )
 from hasten.machine.processes import BEAT, Heartbeat
+from hasten.machine.signals import StopSignal
 from offspring import children
 
 pytestmark = pytest.mark.waits
@@ -241,7 +241,7 @@ def test_who_asks_the_supervisor_to_leave_asks_the_ranks(
         "beat(1); time.sleep(60)\n"
     )
     timer = _when_both_beat(tmp_path, lambda: os.kill(os.getpid(), number))
-    assert run(code) == LEFT
+    assert run(code) == 75
     timer.join()
     assert noted(tmp_path) == []
 
@@ -250,7 +250,8 @@ def test_asked_to_leave_before_there_is_anything_to_save_nothing_is_restarted(
     run: Any, tmp_path: Path
 ) -> None:
     timer = _when_both_beat(tmp_path, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    assert run("beat(0); time.sleep(60)") == LEFT
+    with pytest.raises(StopSignal, match="SIGTERM"):
+        run("beat(0); time.sleep(60)")
     timer.join()
 
 
