@@ -303,8 +303,8 @@ def changed_tokenizer(**changes: Any) -> Any:
     ("changes", "sentence"),
     [
         ({"normalizer": {"type": "Lowercase"}}, "changes text by Lowercase"),
-        ({"token": {"lstrip": True}}, "takes spaces around it"),
-        ({"token": {"single_word": True}}, "stands for whole words alone"),
+        ({"token": {"lstrip": True}}, "includes spaces around it"),
+        ({"token": {"single_word": True}}, "is for whole words alone"),
     ],
 )
 def test_a_text_that_llama_cpp_would_take_for_another_is_refused(

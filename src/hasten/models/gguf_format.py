@@ -150,9 +150,9 @@ _ROTARY: Final = {"partial_rotary_factor": 1, "beta_fast": 32, "beta_slow": 1, "
 
 
 def _rotary_differences(rope: Mapping[str, Any], is_latent: bool) -> Iterator[str]:
-    for key, value in _ROTARY.items():
-        if rope.get(key) not in (None, value):
-            yield f"{key} is {rope[key]}, and supported is {value}"
+    for key, supported in _ROTARY.items():
+        if rope.get(key) not in (None, supported):
+            yield f"{key} is {rope[key]}, and supported is {supported}"
     if is_latent and rope.get("rope_type") == "yarn":
         # Its scores are multiplied by a factor of mscale_all_dim, its sines and cosines by 1.
         scales = rope.get("mscale"), rope.get("mscale_all_dim")
@@ -539,8 +539,8 @@ def normalizers(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     for token in content["added_tokens"]:
         if any(token.get(flag) for flag in ("lstrip", "rstrip", "single_word")):
             raise InputError(
-                f"the added token {token['content']!r} takes spaces around it or stands for whole "
-                "words alone, which llama.cpp doesn't know: export without --to gguf"
+                f"the added token {token['content']!r} includes spaces around it or is for whole "
+                "words alone, which llama.cpp doesn't support: export without --to gguf"
             )
     return kinds
 
