@@ -1,22 +1,21 @@
-"""The command ``hasten``: an interrupt ends it without a traceback, even while it is imported.
+"""The command ``hasten``: a signal ends it with a sentence, even while it is imported.
 
 ``python -m hasten`` is the same.
 """
 
 from __future__ import annotations
 
-import signal
+from functools import partial
+
+from hasten.machine.signals import end_at_once, raise_in_command
 
 
 def main() -> None:
     """Imports the command line and runs the command of ``sys.argv``."""
-    # Imports take a second. Until `run` can catch KeyboardInterrupt, the signal itself ends it.
-    interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if interruptible:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    interruptible = end_at_once()  # the next import takes a second
     from hasten.cli.main import run
 
-    run(interruptible)
+    run(partial(raise_in_command, interruptible))
 
 
 if __name__ == "__main__":

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from hasten.machine.signals import HASTE, StopSignal, raise_in_command
 from sample_data import small
 
 Hasten = Callable[..., tuple[int, str, str]]
@@ -51,28 +54,145 @@ def until(condition: object, seconds: float = 120) -> None:
 
 
 @pytest.mark.cold
-def test_an_interrupt_while_the_command_line_is_imported_ends_it_without_a_traceback(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("number", "code", "words"),
+    [
+        (signal.SIGINT, 130, "hasten: interrupted\n"),
+        (signal.SIGTERM, 75, "hasten: ended by SIGTERM\n"),
+    ],
+)
+def test_a_signal_while_the_command_line_is_imported_ends_it_with_a_sentence(
+    tmp_path: Path, number: signal.Signals, code: int, words: str
 ) -> None:
     mark = tmp_path / "importing"
     process = subprocess.Popen(
         [sys.executable, "-c", SLOW_TYPER, str(mark)], stderr=subprocess.PIPE, text=True
     )
     until(mark.exists)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, err = process.communicate(timeout=60)
-    assert process.returncode in (130, -signal.SIGINT)
-    assert err == ""
+    assert (process.returncode, err) == (code, words)
 
 
-def test_an_interrupt_at_any_place_of_a_command_is_said_in_one_line(
-    tmp_path: Path, hasten: Hasten, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """The handlers of a command, in this process."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *HASTE)}
+    raise_in_command(interruptible=True)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def sends(number: signal.Signals, where: str, patch: pytest.MonkeyPatch) -> None:
+    """From now on the function ``where`` sends the signal before it does its work."""
+    module, _, name = where.rpartition(".")
+    function = getattr(importlib.import_module(module), name)
+
+    def replaced(*words: Any, **named: Any) -> Any:
+        os.kill(os.getpid(), number)
+        return function(*words, **named)
+
+    patch.setattr(where, replaced)
+
+
+def files_of(folder: Path) -> dict[Path, bytes]:
+    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("place", "number"),
+    [
+        ("hasten.recipe.schema.load_recipe", signal.SIGTERM),
+        ("hasten.recipe.prepared_data.tokenize", signal.SIGTERM),
+        ("hasten.training.run.prepare", signal.SIGTERM),
+        ("hasten.training.run.assemble", signal.SIGINT),
+        ("hasten.training.run.tell_what_trains", signal.SIGTERM),
+    ],
+)
+def test_a_signal_before_the_first_step_says_that_nothing_was_trained(
+    place: str,
+    number: signal.Signals,
+    tmp_path: Path,
+    handlers: None,
+    hasten: Hasten,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def interrupts(places: object) -> None:
-        raise KeyboardInterrupt
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(small(tmp_path, max_steps=1)))
+    sends(number, place, monkeypatch)
+    code, _, err = hasten("train", path)
+    by_user = number == signal.SIGINT
+    assert code == (130 if by_user else 75), err
+    words = "hasten: interrupted" if by_user else "hasten: ended by SIGTERM"
+    assert err.splitlines()[-1] == f"{words} before the first step: nothing was trained"
+    assert "Traceback" not in err
 
-    monkeypatch.setattr("hasten.monitor.watching.check_places", interrupts)
-    assert hasten("monitor", tmp_path) == (130, "", "hasten: interrupted\n")
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_a_trained_model_is_saved_changes_nothing(
+    number: signal.Signals,
+    tmp_path: Path,
+    handlers: None,
+    hasten: Hasten,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(small(tmp_path, max_steps=1)))
+    sends(number, "hasten.training.folder.save_model", monkeypatch)
+    code, _, err = hasten("train", path)
+    assert code == 0, err
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+    assert ("a second Ctrl-C ends that" in err) == (number == signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [
+        (("export", "RUN", "-o", "OUT"), "hasten.release.export.load_model"),
+        (("export", "RUN", "-o", "OUT"), "hasten.release.export.save_model"),
+        (("export", "RUN", "-o", "OUT"), "hasten.release.export.write_card"),
+        (("eval", "RUN", "-o", "OUT"), "hasten.release.evaluation.score"),
+        (("chat", "RUN"), "hasten.release.trained_model.load_model"),
+        (("serve", "RUN", "--port", "0"), "hasten.release.trained_model.load_model"),
+        (("monitor", "RUN"), "hasten.monitor.watching.check_places"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else value,
+)
+def test_a_signal_in_another_command_is_one_sentence_and_leaves_no_file(
+    words: tuple[str, ...],
+    place: str,
+    full_run: Path,
+    tmp_path: Path,
+    handlers: None,
+    hasten: Hasten,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = files_of(full_run)
+    sends(signal.SIGTERM, place, monkeypatch)
+    names = {"RUN": full_run, "OUT": tmp_path / "out"}
+    code, _, err = hasten(*(names.get(word, word) for word in words))
+    assert (code, err) == (75, "hasten: ended by SIGTERM\n")
+    assert before.items() <= files_of(full_run).items()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_signal_that_a_scheduler_repeats_does_not_disturb_the_way_out(handlers: None) -> None:
+    with pytest.raises(StopSignal, match="SIGTERM"):
+        os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(StopSignal, match="SIGINT"):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_forked_process_ends_by_the_signal_itself(handlers: None) -> None:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -53,17 +53,17 @@ def test_a_second_interrupt_ends_at_once(session: Session) -> None:
         fit(session, EvaluationSchedule(on_step=twice))
 
 
-def test_a_run_that_leaves_is_not_disturbed_and_one_that_does_not_is_as_before(
+def test_a_trained_run_is_not_disturbed_and_before_signals_act_as_they_did(
     session: Session,
 ) -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     try:
         with defer_signals(lambda: session):
-            session.preempted = True
+            session.is_trained = True
             os.kill(os.getpid(), signal.SIGTERM)
             assert heard == []
-            session.preempted = False
+            session.is_trained = False
             os.kill(os.getpid(), signal.SIGTERM)
             assert heard == [signal.SIGTERM]
     finally:

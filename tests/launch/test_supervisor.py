@@ -20,7 +20,6 @@ import pytest
 
 from hasten.launch.ranks import LinkError, naming_ranks
 from hasten.launch.supervisor import (
-    LEFT,
     WORN_OUT,
     Attempt,
     RankTimeouts,
@@ -31,6 +30,7 @@ from hasten.launch.supervisor import (
 )
 from hasten.machine.environment import World
 from hasten.machine.processes import BEAT, Heartbeat
+from hasten.machine.signals import StopSignal
 from offspring import children
 from ranks import on_ranks
 from verify_rank_jobs import waits_for_one_that_hangs
@@ -246,7 +246,7 @@ def test_who_asks_the_supervisor_to_leave_asks_the_ranks(
         "beat(1); time.sleep(60)\n"
     )
     timer = _when_both_beat(tmp_path, lambda: os.kill(os.getpid(), number))
-    assert run(code) == LEFT
+    assert run(code) == 75
     timer.join()
     assert noted(tmp_path) == []
 
@@ -255,7 +255,8 @@ def test_asked_to_leave_before_there_is_anything_to_save_nothing_is_restarted(
     run: Any, tmp_path: Path
 ) -> None:
     timer = _when_both_beat(tmp_path, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    assert run("beat(0); time.sleep(60)") == LEFT
+    with pytest.raises(StopSignal, match="SIGTERM"):
+        run("beat(0); time.sleep(60)")
     timer.join()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from hasten.data.tokenize import train_bpe
 from hasten.errors import InputError
 from hasten.models.gguf_format import (
     check_convertible,
+    normalizers,
     pre_tokenizer,
     read_gguf,
     tensor_rules,
@@ -221,6 +223,11 @@ def test_a_tied_head_is_the_embedding_alone(tokenizer: Any, tmp_path: Path) -> N
         ({"mlp_bias": True}, "mlp_bias is true"),
         ({"rope_interleave": False}, "rope_interleave is false"),
         ({"num_hidden_layers": 27}, "a model of 27 layers has none there"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_type is 'linear'"),
+        ({"rope_parameters": {"beta_fast": 16}}, "beta_fast is 16, and supported is 32"),
+        ({"rope_parameters": {"truncate": False}}, "truncate is False"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "equal mscale and mscale_all_dim alone"),
     ],
 )
 def test_what_llama_cpp_would_compute_otherwise_is_refused(
@@ -282,6 +289,35 @@ def test_the_rules_of_splitting_are_recognised(tokenizer: Any, name: str) -> Non
 def test_unrecognised_rules_of_splitting_are_refused(tokenizer: Any) -> None:
     with pytest.raises(InputError, match="rules that aren't recognised for GGUF"):
         pre_tokenizer(tokenizer)
+
+
+def changed_tokenizer(**changes: Any) -> Any:
+    """A tokenizer with fields of its tokenizer.json changed."""
+    content = json.loads(train_bpe(["how many apples"], 320).backend_tokenizer.to_str())
+    content["added_tokens"][0] |= changes.pop("token", {})
+    raw = Tokenizer.from_str(json.dumps(content | changes))
+    return PreTrainedTokenizerFast(tokenizer_object=raw)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"normalizer": {"type": "Lowercase"}}, "changes text by Lowercase"),
+        ({"token": {"lstrip": True}}, "includes spaces around it"),
+        ({"token": {"single_word": True}}, "is for whole words alone"),
+    ],
+)
+def test_a_text_that_llama_cpp_would_take_for_another_is_refused(
+    changes: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(InputError, match=sentence):
+        normalizers(changed_tokenizer(**changes))
+
+
+def test_composed_accents_are_a_warning() -> None:
+    model = load_model("r1-distill-qwen-tiny", vocab_size=320, skeleton=True)
+    [warning] = check_convertible(model, changed_tokenizer(normalizer={"type": "NFC"}))
+    assert "text with accents as characters of their own has other tokens there" in warning
 
 
 def test_a_weight_beyond_float16_is_refused(tokenizer: Any, tmp_path: Path) -> None:

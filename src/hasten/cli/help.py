@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
+import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import typer.core
 
-from hasten.errors import INTERRUPTED
+from hasten.machine.signals import interrupt_behind, report_stop
 
 GROUPS = ("Start", "Train", "Measure", "Look", "Cluster")
 
@@ -271,18 +272,30 @@ HELP: dict[str, CommandHelp] = {
 }
 
 
+@contextlib.contextmanager
+def _reported() -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        interrupt = interrupt_behind(error)
+        if interrupt is None:
+            raise
+        raise typer.Exit(report_stop(interrupt)) from None
+
+
 class CommandGroup(typer.core.TyperGroup):
     """A group of commands that lists them by their help groups, with whole summaries.
 
-    If Ctrl-C ends a command before it can save, one line is printed: typer itself prints nothing.
+    If a signal ends a command before it can save, one line is printed: typer itself prints nothing.
     """
 
+    def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
+        with _reported():
+            return super().make_context(info_name, args, parent, **extra)
+
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with _reported():
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            print("hasten: interrupted", file=sys.stderr)
-            raise typer.Exit(INTERRUPTED) from None
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}

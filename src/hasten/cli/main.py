@@ -9,7 +9,6 @@ Exit codes are listed in docs/reference/metrics.md.
 from __future__ import annotations
 
 import io
-import signal
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -39,9 +38,10 @@ from hasten.cli.speedup import speedup
 from hasten.cli.train import train
 from hasten.cli.tune import tune
 from hasten.cli.verify import verify
-from hasten.errors import INTERRUPTED, InputError, SameOnAllRanksError, StoppedError
+from hasten.errors import InputError, SameOnAllRanksError, StoppedError
 from hasten.formatting import shown
 from hasten.machine.environment import use_defaults, world
+from hasten.machine.signals import report_stop
 
 
 def _leave(code: int | None, **_: Any) -> None:
@@ -117,11 +117,11 @@ for name, group in {"checkpoint": checkpoint, "data": data}.items():
         subcommand.epilog = HELP[f"{name} {subcommand.name}"].epilog
 
 
-def run(interruptible: bool = False) -> None:
+def run(take_signals: Callable[[], None] = lambda: None) -> None:
     """Runs the command and turns an error in the user's input into a sentence and exit code 2.
 
     Args:
-        interruptible: an interrupt ends the process so far; in here it becomes exit code 130.
+        take_signals: called first, where an exception that it causes ends with its sentence.
     """
     use_defaults()
     for stream in (sys.stdout, sys.stderr):
@@ -129,16 +129,14 @@ def run(interruptible: bool = False) -> None:
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", None):
             stream.reconfigure(errors="backslashreplace")
     try:
-        if interruptible:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        take_signals()
         _refuse_other_flags(sys.argv[1:])
         app()
     except InputError as error:
         _say(error)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("hasten: interrupted", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+    except KeyboardInterrupt as interrupt:
+        sys.exit(report_stop(interrupt))
     except StoppedError as error:
         _say(error)
         sys.exit(error.code)

@@ -19,6 +19,7 @@ from hasten.core.slot import Slot
 from hasten.errors import FAILED, INTERRUPTED, LEFT, UNSAVED, InputError
 from hasten.formatting import duration, size, span
 from hasten.machine.environment import World
+from hasten.machine.signals import interrupt_behind
 
 if TYPE_CHECKING:
     from hasten.core.session import Session
@@ -40,6 +41,20 @@ def train(
     fresh: Fresh = False,
 ) -> int:
     """Train with a recipe."""
+    sessions: list[Session] = []
+    try:
+        return _train(path, list(overrides or []), choose_only, fresh, sessions)
+    except BaseException as error:
+        interrupt = interrupt_behind(error)
+        if interrupt is not None and not sessions and not hasattr(interrupt, "__notes__"):
+            interrupt.add_note("before the first step: nothing was trained")
+        raise
+
+
+def _train(
+    path: Path, changes: list[str], choose_only: bool, fresh: bool, sessions: list[Session]
+) -> int:
+    """Trains; the session is appended to ``sessions`` before the first step."""
     from hasten.core.loop import defer_signals, ignore_stop_signals
     from hasten.launch.ranks import restart_with
     from hasten.machine import environment
@@ -52,7 +67,6 @@ def train(
 
     import_seconds = time.perf_counter() - STARTED
     exit_with_parent()
-    changes = list(overrides or [])
     recipe = load_recipe(path, changes)
     if recipe.auto_plan is None and (choose_only or fresh):
         option = "--choose-only" if choose_only else "--fresh"
@@ -92,13 +106,12 @@ def train(
             import_seconds=import_seconds,
             tell=(lambda text: None) if silent else display.tell,
             on_tokens=None if silent else line.tokenising,
-            on_start=line.start,
+            on_start=call_both(sessions.append, line.start),
             on_step=line.step if watched is None else call_both(watched.note, line.step),
             on_evaluation=lambda e: display.tell(_evaluation(e.step, e.eval_loss, e.metrics)),
         )
-        if line.session is not None and line.session.preempted:
-            signals.pop_all()
-            ignore_stop_signals()  # what follows ends with the exit code
+        signals.pop_all()
+        ignore_stop_signals()  # what follows ends with the exit code
     if summary:
         _conclude(summary)
         idle = warn_of_idle(summary["effective"])

@@ -24,6 +24,7 @@ from hasten.core.setup import Setup
 from hasten.core.step import training, without_loss
 from hasten.core.timing import StepMetrics, data_stall, seconds_by_part, step_stability
 from hasten.machine import processes
+from hasten.machine.signals import HASTE
 
 # Eval loss over every trained token of the eval examples, and the user's own metrics.
 
@@ -128,7 +129,6 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
 # by the second SIGTERM and must not wait for an evaluation. SIGUSR1 is what Slurm sends ahead of
 # time (``--signal=USR1@120``). A cloud announces the end of a spot machine where a command can ask.
 
-HASTE = tuple(getattr(signal, n) for n in ("SIGTERM", "SIGUSR1") if hasattr(signal, n))
 COMMAND_SECONDS = 30.0  # a command of a notice that takes longer says nothing
 
 
@@ -167,19 +167,25 @@ def interruptible(session: Session) -> Iterator[None]:
 
 @contextlib.contextmanager
 def defer_signals(session: Callable[[], Session | None]) -> Iterator[None]:
-    """Around a whole run: while one leaves and saves, a scheduler's signals change nothing.
+    """Around a whole run: once its last step is done, it saves, and signals change nothing.
 
-    Before its first step and after a run that wasn't asked, they act as they did.
+    Ctrl-C ends the saving, too, if it is the second one. Before the first step, signals act as
+    they did.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {s: signal.getsignal(s) for s in HASTE}
+    before = {s: signal.getsignal(s) for s in (signal.SIGINT, *HASTE)}
 
     def hear(number: int, frame: object) -> None:
         active_session = session()
-        if active_session is not None and active_session.preempted:
-            return
+        if active_session is not None and active_session.is_trained:
+            if number != signal.SIGINT:
+                return
+            if not active_session.stop_requested:
+                active_session.stop_requested = True
+                os.write(2, b"hasten: saving the model; a second Ctrl-C ends that\n")
+                return
         signal.signal(number, before[signal.Signals(number)])
         signal.raise_signal(number)
 
@@ -392,6 +398,7 @@ def fit(session: Session, watch: EvaluationSchedule | None = None) -> Outcome:
                 ):
                     outcome.stopped = "early stop"
                     break
+        session.is_trained = True
     stopped, in_haste = stop_flags(session)
     if stopped:
         outcome.stopped = "left" if in_haste else session.stop_reason

@@ -69,6 +69,7 @@ class Session:
     stop_requested: bool = False
     stop_reason: str = "interrupted"  # of such a request, for the run's summary
     preempted: bool = False  # this machine goes away: what can wait is left out
+    is_trained: bool = False  # no further step follows
     meter: Meter = field(default_factory=Meter)
     changes: list[str] = field(default_factory=list)  # since the checkpoint that it goes on from
 

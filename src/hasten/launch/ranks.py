@@ -25,12 +25,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from hasten.core.loop import HASTE, ignore_stop_signals
-from hasten.errors import LEFT, InputError, SameOnAllRanksError, StoppedError
+from hasten.core.loop import ignore_stop_signals
+from hasten.errors import InputError, SameOnAllRanksError, StoppedError
 from hasten.machine import environment
 from hasten.machine import environment as environment_
 from hasten.machine.environment import World
-from hasten.machine.processes import PARENT, attempt_number, ended_by
+from hasten.machine.processes import attempt_number, ended_by
+from hasten.machine.signals import HASTE, StopSignal
 
 # An exchange that failed, told with the rank that it failed for.
 #
@@ -295,6 +296,9 @@ def start_ranks(
     is stored in the run's folder. When one fails, the others are ended and the last lines
     of its output are shown. Cores are shared between the ranks. ``environ`` returns the
     variables that a rank's plan needs before it starts.
+
+    Raises:
+        StopSignal: a signal was passed on, and ended the ranks before they could save.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".ranks-") as scratch:
@@ -306,7 +310,7 @@ def start_ranks(
                 {
                     **rank_environment(rank, count, Path(scratch), max(1, cores // count)),
                     **environ(rank),
-                    PARENT: str(os.getpid()),  # a rank doesn't outlive this process
+                    environment_.PARENT: str(os.getpid()),  # a rank doesn't outlive this process
                     environment_.STARTED_FOR_PLAN: "1",
                 },
                 logs[rank],
@@ -318,8 +322,8 @@ def start_ranks(
         if failed is None:
             return 0
         code = processes[failed].returncode
-        if code < 0 and -code in received:
-            return LEFT  # the signal was passed on before there was anything to save
+        if code < 0 and received:  # the signal was passed on before there was anything to save
+            raise StopSignal(received[0])
         if code < 0:
             print(f"rank {failed} failed: {ended_by(code)}", file=sys.stderr)
         elif failed:
@@ -400,16 +404,16 @@ def _signal(processes: Sequence[subprocess.Popen[bytes]], number: signal.Signals
 
 
 @contextlib.contextmanager
-def _forwarding(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[set[int]]:
-    """Passes signals on to the ranks, and collects them.
+def _forwarding(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[str]]:
+    """Passes signals on to the ranks as SIGTERM, and collects their names.
 
     A terminal sends Ctrl-C to the ranks itself; SIGTERM reaches this process alone. Once one was
     passed on, this process ends with its ranks, and further ones are ignored until then.
     """
-    received: set[int] = set()
+    received: list[str] = []
 
     def forward(number: int, frame: object) -> None:
-        received.add(signal.SIGTERM)
+        received.append(signal.Signals(number).name)
         _signal(processes, signal.SIGTERM)
 
     before = [

@@ -28,18 +28,18 @@ from typing import Any, Protocol
 import psutil
 
 from hasten.core.health import append_line
-from hasten.core.loop import HASTE, ignore_stop_signals
+from hasten.core.loop import ignore_stop_signals
 from hasten.launch.ranks import rank_environment
 from hasten.machine import environment as environment_
 from hasten.machine.processes import (
     ATTEMPT,
     FOLDER,
-    PARENT,
     HeartbeatState,
     ended_by,
     read_heartbeat,
     read_words,
 )
+from hasten.machine.signals import HASTE, StopSignal
 
 # Spares: processes that have imported everything and wait, one for each rank, to take its place.
 #
@@ -337,7 +337,6 @@ def _is_stopped(pid: int) -> bool:
 # The supervisor.
 
 FINAL = {0, 2, 3, 4, 5, 6, 75, 130}  # not restarted (docs/reference/metrics.md)
-LEFT = 75  # EX_TEMPFAIL of sysexits.h: saved, go on later
 WORN_OUT = 7
 LONGEST_PAUSE = 30.0  # seconds before a restart, where attempts end before their first step
 SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1")
@@ -385,7 +384,11 @@ class SupervisedRanks:
 def supervise(
     ranks: SupervisedRanks, supervision: Supervision, folder: Path, log: Path | None = None
 ) -> int:
-    """Run until the run is over; the exit code."""
+    """Run until the run is over; the exit code.
+
+    Raises:
+        StopSignal: a signal came when no rank had anything to save.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".ranks-") as scratch:
         return _Supervisor(ranks, supervision, Path(scratch), log).run()
@@ -413,7 +416,7 @@ class _Supervisor:
                 ending = self._attempt(number)
                 self._trained |= ending.trained
                 if self._asked is not None and ending.code not in FINAL:
-                    return LEFT  # asked to leave, before there was anything to save
+                    raise self._stopped(self._asked)
                 if ending.code in FINAL:
                     self._tell_final(ending)
                     return ending.code
@@ -430,8 +433,15 @@ class _Supervisor:
                 )
                 self._pause(ending)
                 if self._asked is not None:
-                    return LEFT
+                    raise self._stopped(self._asked)
                 number += 1
+
+    def _stopped(self, number: signal.Signals) -> StopSignal:
+        """The exception for a signal that came when no rank had anything to save."""
+        error = StopSignal(number.name)
+        if self._trained:
+            error.add_note("between two attempts: continue with resume=auto")
+        return error
 
     def _attempt(self, number: int) -> AttemptResult:
         folder = self._place / f"attempt-{number}"
@@ -470,7 +480,7 @@ class _Supervisor:
             "LOCAL_RANK": str(self._seats[rank]),
             FOLDER: str(folder),
             ATTEMPT: str(number),
-            PARENT: str(os.getpid()),
+            environment_.PARENT: str(os.getpid()),
             environment_.STARTED_FOR_PLAN: "1",
         }
 

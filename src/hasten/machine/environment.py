@@ -168,6 +168,7 @@ def first_node(nodes: str) -> str:
 # The variables of this process and of those it starts.
 
 STARTED_FOR_PLAN = "HASTEN_STARTED_FOR_PLAN"  # set in a process that began again for its plan
+PARENT = "HASTEN_SUPERVISOR"  # the process that started a rank and waits for it
 
 
 @dataclass(frozen=True)
@@ -237,6 +238,11 @@ def with_variables(variables: Mapping[str, str]) -> Iterator[None]:
 def variable(name: str) -> str | None:
     """A variable of this process's environment, for a technique that adds to it."""
     return os.environ.get(name)
+
+
+def started_by_hasten() -> bool:
+    """Returns True if this is a rank that hasten's own process started and waits for."""
+    return variable(PARENT) is not None
 
 
 def positive_number(name: str, advice: str) -> int | None:

@@ -192,7 +192,7 @@ class LoadMeter:
 # All lie in the folder of one attempt, which ``HASTEN_ATTEMPT_FOLDER`` names. Liveness isn't
 # enough: a rank that hangs is alive; so what counts is that the heartbeat goes on.
 
-FOLDER, ATTEMPT, PARENT = "HASTEN_ATTEMPT_FOLDER", "HASTEN_ATTEMPT", "HASTEN_SUPERVISOR"
+FOLDER, ATTEMPT = "HASTEN_ATTEMPT_FOLDER", "HASTEN_ATTEMPT"
 _UNSET = "hasten sets it for the ranks that it starts, so unset it"
 BEAT = struct.Struct("<qqq")
 
@@ -268,11 +268,6 @@ def attempt_folder() -> Path | None:
     return Path(folder) if folder else None
 
 
-def started_by_hasten() -> bool:
-    """Returns True if this is a rank that hasten's own process started and waits for."""
-    return environment.variable(PARENT) is not None
-
-
 def attempt_number() -> int:
     """1, or how many times this run was started by its supervisor."""
     return environment.positive_number(ATTEMPT, _UNSET) or 1
@@ -320,7 +315,7 @@ def exit_with_parent() -> None:
 
     The kernel sends SIGKILL, which a stopped process can't ignore either (prctl(2)).
     """
-    parent = environment.positive_number(PARENT, _UNSET)
+    parent = environment.positive_number(environment.PARENT, _UNSET)
     if parent is None or not sys.platform.startswith("linux"):
         return
     with contextlib.suppress(OSError, AttributeError):

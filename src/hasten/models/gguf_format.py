@@ -77,8 +77,10 @@ class TensorRule:
     is_exact: bool = False  # stored in float32: vectors, routers
 
 
-def check_convertible(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_convertible(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Refuses a model or tokenizer that a GGUF file can't hold.
+
+    Returns a sentence for each difference that remains.
 
     Raises:
         InputError: the ``gguf`` package is missing, or llama.cpp computes the architecture, its
@@ -108,20 +110,26 @@ def check_convertible(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
             f"the model has the weight {strange[0]}, which has no place in a GGUF file of a "
             f"{kind} model: export it without --to gguf"
         )
+    if "NFC" not in normalizers(tokenizer):
+        return []
+    return [
+        "the tokenizer composes accents (NFC) and llama.cpp doesn't: text with accents as "
+        "characters of their own has other tokens there"
+    ]
 
 
 def _differences(config: PreTrainedConfig) -> Iterator[str]:
     """Features of a config that llama.cpp's graph of the architecture doesn't have."""
     rope = dict(getattr(config, "rope_parameters", None) or {})
     scaling = rope.get("rope_type", "default")
-    supported = ("default", "linear", "yarn") + (
-        ("llama3",) if config.model_type == "llama" else ()
-    )
-    if scaling not in supported:
-        yield f"rope_type is {scaling!r}, and supported are {', '.join(supported)}"
+    is_latent = ARCHITECTURES[config.model_type] == "deepseek2"
+    supported = {"llama": ("linear", "yarn", "llama3"), "qwen2": ("linear", "yarn")}
+    kinds = ("default", *supported.get(config.model_type, ("yarn",)))
+    if scaling not in kinds:
+        yield f"rope_type is {scaling!r}, and supported are {', '.join(kinds)}"
+    yield from _rotary_differences(rope, is_latent)
     if config.hidden_act != "silu":
         yield f"hidden_act is {config.hidden_act!r}, and supported is silu"
-    is_latent = ARCHITECTURES[config.model_type] == "deepseek2"
     required = {"mlp_bias": False, "use_sliding_window": False}
     if is_latent:
         required |= {"attention_bias": False, "rope_interleave": True}
@@ -135,6 +143,21 @@ def _differences(config: PreTrainedConfig) -> Iterator[str]:
     in_groups = getattr(config, "topk_method", None) == "group_limited_greedy"
     if config.model_type == "deepseek_v2" and in_groups and (config.n_group or 1) > 1:
         yield f"topk_method is {config.topk_method!r}, and supported is greedy"
+
+
+# The graphs of llama.cpp have these values; a file can't set others.
+_ROTARY: Final = {"partial_rotary_factor": 1, "beta_fast": 32, "beta_slow": 1, "truncate": True}
+
+
+def _rotary_differences(rope: Mapping[str, Any], is_latent: bool) -> Iterator[str]:
+    for key, supported in _ROTARY.items():
+        if rope.get(key) not in (None, supported):
+            yield f"{key} is {rope[key]}, and supported is {supported}"
+    if is_latent and rope.get("rope_type") == "yarn":
+        # Its scores are multiplied by a factor of mscale_all_dim, its sines and cosines by 1.
+        scales = rope.get("mscale"), rope.get("mscale_all_dim")
+        if scales[0] != scales[1] or not scales[0] or rope.get("attention_factor") is not None:
+            yield "yarn is supported with equal mscale and mscale_all_dim alone"
 
 
 def tensor_rules(config: PreTrainedConfig) -> list[TensorRule]:
@@ -430,9 +453,20 @@ def _add_rope(writer: Any, config: PreTrainedConfig) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(float(rope["factor"]))
         writer.add_rope_scaling_orig_ctx_len(int(first))
-        if scale := rope.get("mscale_all_dim"):
+        if ARCHITECTURES[config.model_type] == "deepseek2":
             # llama.cpp's loader of deepseek2 divides by 0.1 again (TAG_DEEPSEEK2_YARN_LOG_MUL_FIX).
-            writer.add_rope_scaling_yarn_log_mul(0.1 * float(scale))
+            writer.add_rope_scaling_yarn_log_mul(0.1 * float(rope["mscale_all_dim"]))
+        else:
+            # llama.cpp multiplies this by the factor of the paper (arXiv 2309.00071, section 3.4).
+            usual = 0.1 * math.log(float(rope["factor"])) + 1
+            writer.add_rope_scaling_attn_factors(_yarn_attention_factor(config) / usual)
+
+
+def _yarn_attention_factor(config: PreTrainedConfig) -> float:
+    """The factor of sines and cosines, by the rules of transformers."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    return float(ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))[1])
 
 
 def _llama3_factors(config: PreTrainedConfig) -> Tensor | None:
@@ -488,6 +522,29 @@ def pre_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     )
 
 
+def normalizers(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """How the tokenizer changes a text before it is split: nothing, or NFC.
+
+    Raises:
+        InputError: it changes it in another way, or an added token takes spaces around it.
+    """
+    content = _content(tokenizer)
+    step = content.get("normalizer") or {"type": "Sequence", "normalizers": []}
+    kinds = [one["type"] for one in step.get("normalizers", [step])]
+    if strange := sorted(set(kinds) - {"NFC"}):
+        raise InputError(
+            f"the tokenizer changes text by {strange[0]}, which llama.cpp doesn't: export without "
+            "--to gguf"
+        )
+    for token in content["added_tokens"]:
+        if any(token.get(flag) for flag in ("lstrip", "rstrip", "single_word")):
+            raise InputError(
+                f"the added token {token['content']!r} includes spaces around it or is for whole "
+                "words alone, which llama.cpp doesn't support: export without --to gguf"
+            )
+    return kinds
+
+
 def _content(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     content: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
     return content
@@ -515,9 +572,9 @@ def _add_tokenizer(
     writer.add_token_list(texts)
     writer.add_token_types(types)
     writer.add_token_merges(merges)
-    first = tokenizer("a")["input_ids"][:1]
-    writer.add_add_bos_token(first == [tokenizer.bos_token_id])
-    writer.add_add_eos_token(False)
+    ids = tokenizer("a")["input_ids"]
+    writer.add_add_bos_token(ids[0] == tokenizer.bos_token_id)
+    writer.add_add_eos_token(ids[-1] == tokenizer.eos_token_id)
     if tokenizer.bos_token_id is not None:
         writer.add_bos_token_id(tokenizer.bos_token_id)
     if tokenizer.eos_token_id is not None:

@@ -41,7 +41,6 @@ from hasten.launch.supervisor import RankTimeouts, Supervision
 from hasten.machine import environment
 from hasten.machine.environment import World
 from hasten.machine.locks import only_run_in
-from hasten.machine.processes import started_by_hasten
 from hasten.models.load import (
     check_rows,
     load_model,
@@ -453,13 +452,13 @@ def prepare_run(
     plan = plan_of(recipe, replace(first_look, world=world))
     if recipe.loss_spike is not None and Slot.CHECKPOINT not in plan:
         raise InputError(NEEDS_CHECKPOINTS)
-    if not started_by_hasten():  # or who started this rank has looked
+    if not environment.started_by_hasten():  # or who started this rank has looked
         for note in weight_notes(recipe):
             tell(note)
     check_writers(recipe.log_to)
     check_folder(output)
     if exit_stack is not None:
-        if not started_by_hasten():  # or who started this rank has the folder for it
+        if not environment.started_by_hasten():  # or who started this rank has the folder for it
             start = environment.meeting()[1] if first_look.world.size > 1 else ""
             exit_stack.enter_context(only_run_in(output, start, first_look.world.is_main))
         check_resumable(recipe, plan)

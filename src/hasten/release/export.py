@@ -198,7 +198,8 @@ def export(request: Export, tell: Tell = print) -> Exported:
     trained = _trained_of(request)
     skeleton = trained.base(skeleton=True)
     if request.form == "gguf":
-        check_convertible(skeleton, trained.tokenizer)
+        for difference in check_convertible(skeleton, trained.tokenizer):
+            tell(f"warning: {difference}")
     _check_room(request, skeleton, trained)
     formats = trained.formats()
     is_full_model = trained.lora is None and not trained.is_checkpoint  # and needs no base

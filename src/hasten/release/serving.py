@@ -329,7 +329,9 @@ def run_vllm(
                 raise InputError(f"vllm did not answer at {url} within {STARTING_SECONDS:.0f} s")
             time.sleep(0.2)
         on_ready()
-        return child.wait()
+        with contextlib.suppress(KeyboardInterrupt):  # a signal is how a server ends
+            return child.wait()
+        return 0
     finally:
         if child.poll() is None:
             child.terminate()

@@ -1,0 +1,114 @@
+"""Signals that stop a command: one sentence and a documented exit code, wherever they arrive.
+
+(1) While the command line is imported nothing has to be put away: the handler ends the process.
+(2) In a command the handler raises an exception, so that files and processes are put away.
+(3) A training takes the signals over from its first step to its end (`hasten.core.loop`).
+
+Ranks that hasten starts keep the default action for (1) and (2): their parent prints the sentence.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from types import FrameType
+from typing import Final, NoReturn
+
+from hasten.errors import INTERRUPTED, LEFT
+from hasten.machine.environment import started_by_hasten, world
+
+# What schedulers send before they take a machine away; Slurm sends SIGUSR1 if it is asked to.
+HASTE: Final = tuple(getattr(signal, n) for n in ("SIGTERM", "SIGUSR1") if hasattr(signal, n))
+INTERRUPT: Final = signal.SIGINT.name
+REPEAT_SECONDS = 5.0  # schedulers repeat a signal at once; a later one counts again
+
+
+class StopSignal(KeyboardInterrupt):
+    """Raised where the signal of this name arrives.
+
+    Ctrl-C raises it, too. A plain KeyboardInterrupt that has left an `exec` of a text, as in
+    dataclasses, makes Python end by SIGINT. The exit code is lost (seen in Python 3.11).
+    """
+
+
+def stop_words(name: str) -> str:
+    """The sentence for a command that the signal ended."""
+    return "hasten: interrupted" if name == INTERRUPT else f"hasten: ended by {name}"
+
+
+def interrupt_behind(error: BaseException) -> KeyboardInterrupt | None:
+    """The interrupt that caused the exception: libraries turn one into an error of an import."""
+    link: BaseException | None = error
+    while link is not None and not isinstance(link, KeyboardInterrupt):
+        link = link.__cause__ if link.__suppress_context__ else link.__context__
+    return link
+
+
+def report_stop(error: KeyboardInterrupt) -> int:
+    """Prints the sentence of a command that the exception ended; returns its exit code.
+
+    The exception's notes are part of the sentence: they name the phase of the command. Of several
+    ranks the first one prints.
+    """
+    name = str(error) if isinstance(error, StopSignal) else INTERRUPT
+    if world().is_main:
+        notes = getattr(error, "__notes__", ())
+        print(" ".join([stop_words(name), *notes]), file=sys.stderr)
+    return _code(name)
+
+
+def _code(name: str) -> int:
+    return INTERRUPTED if name == INTERRUPT else LEFT
+
+
+def end_at_once() -> bool:
+    """From now on a signal prints its sentence and ends this process.
+
+    Signals that the process was started to ignore stay ignored; False if Ctrl-C is among them.
+    """
+    interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        name = signal.Signals(number).name
+        os.write(2, f"{stop_words(name)}\n".encode())
+        os._exit(_code(name))
+
+    if interruptible:
+        signal.signal(signal.SIGINT, end)
+    if not started_by_hasten():
+        for number in HASTE:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, end)
+    return interruptible
+
+
+def raise_in_command(interruptible: bool) -> None:
+    """From now on a signal raises `StopSignal`.
+
+    A scheduler's signal that is repeated at once raises nothing.
+
+    Args:
+        interruptible: returned by `end_at_once`.
+    """
+    arrived: dict[int, float] = {}
+    process = os.getpid()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if os.getpid() != process:  # forked: its parent ends it, and prints what is to be printed
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        now = time.monotonic()
+        is_repeated = now - arrived.get(number, -REPEAT_SECONDS) < REPEAT_SECONDS
+        if name == INTERRUPT or not is_repeated:
+            arrived[number] = now
+            raise StopSignal(name)
+
+    if interruptible:
+        signal.signal(signal.SIGINT, stop)
+    if not started_by_hasten():
+        for number in HASTE:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, stop)
