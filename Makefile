@@ -8,6 +8,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 CODE := src tests tools benchmarks scripts examples notebooks
 MINUTES ?= 600
 JOBS ?= 1
+PART ?= 1
 
 .PHONY: help install demo test test-data test-long test-versions quick lint format calibrate campaign docs clean
 help:
@@ -20,7 +21,7 @@ help:
 	@echo "make lint     set up, then check style and types"
 	@echo "make install  set up only"
 	@echo "make calibrate  fit the planner to benchmarks/planner/measurements.json"
-	@echo "make campaign thousands of faults on a training run; MINUTES=600, JOBS=1, PEERS=a Python with Lightning"
+	@echo "make campaign thousands of faults on a training run; MINUTES=600, JOBS=1, PART=0.1 of it, PEERS=a Python with Lightning"
 	@echo "make docs     build the documentation site into build/site"
 	@echo "make clean    remove the environment and caches (runs/ stays)"
 
@@ -68,7 +69,7 @@ calibrate: install
 	$(PY) benchmarks/planner/calibrate.py
 
 campaign: install
-	$(PY) benchmarks/campaign/run.py --minutes $(MINUTES) --jobs $(JOBS) $(if $(PEERS),--peers '$(PEERS)')
+	$(PY) benchmarks/campaign/run.py --minutes $(MINUTES) --jobs $(JOBS) --part $(PART) $(if $(PEERS),--peers '$(PEERS)')
 	HASTEN_FUZZ=2000 $(PY) -m pytest -q tests/faults/test_fuzz.py
 
 docs: install

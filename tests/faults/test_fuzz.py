@@ -1,7 +1,8 @@
-"""Any bytes in the place of a foreign file are read or refused in one sentence, in bounded time.
+"""Any foreign file is read or refused in one sentence, in bounded time.
 
-Each harness starts from a sound file and damages it; what was found once is in ``FOUND`` and is
-tried first. ``make campaign`` runs the same with more examples (HASTEN_FUZZ).
+A harness starts from a sound file. It damages its bytes; what was found once is in ``FOUND`` and is
+tried first. Or it puts any value in the place of one of its values. ``make campaign`` runs the same
+with more examples (HASTEN_FUZZ).
 """
 
 from __future__ import annotations
@@ -240,3 +241,101 @@ def test_an_http_request(monitor: MonitorServer) -> None:
 
     answers()
     assert get(monitor.port, "/metrics")[0] == 200
+
+
+# Files that are what they should be, with any value under a key that is known.
+
+LEAVES = (
+    *(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=6)),
+    st.sampled_from(("../../x", "/dev/zero", "a\nb: c", "1e999", "[1]", "{}", "auto", "\x1b[2J")),
+)
+ANY = st.recursive(
+    st.one_of(LEAVES),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=4,
+)
+
+
+def values_of(keys: Iterable[str]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.dictionaries(st.sampled_from(sorted(keys)), ANY, min_size=1, max_size=4)
+
+
+def replaced(content: Any) -> st.SearchStrategy[Any]:
+    """A JSON value in which one value is another."""
+
+    @st.composite
+    def one_other(draw: st.DrawFn) -> Any:
+        changed = json.loads(json.dumps(content))
+        *path, last = draw(st.sampled_from([*paths(changed)]))
+        functools.reduce(lambda part, key: part[key], path, changed)[last] = draw(ANY)
+        return changed
+
+    return one_other()
+
+
+def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every part of a JSON value."""
+    if path:
+        yield path
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from paths(inner, (*path, key))
+
+
+FUZZED = settings(max_examples=EXAMPLES, deadline=None)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: str(form.NAME))
+def test_a_key_of_another_trainer_with_any_value(form: Any) -> None:
+    @FUZZED
+    @given(values=values_of(form.KEYS))
+    def reads(values: dict[str, Any]) -> None:
+        marks = dict.fromkeys(form.MARKS, "a")
+        with file_of("x.json", json.dumps(marks | values).encode()) as path:
+            refused_in_a_sentence(lambda: read_import(path).to_yaml("x.json"))
+
+    reads()
+
+
+@FUZZED
+@given(values=values_of(Recipe.model_fields))
+def test_a_key_of_a_recipe_with_any_value(values: dict[str, Any]) -> None:
+    good = {"model": "deepseek-llm-tiny", "dataset": "stdlib", "max_steps": 3}
+    refused_in_a_sentence(lambda: requested_plan(recipe_from(good | values, "x.yaml")))
+
+
+@FUZZED
+@given(data=st.data(), technique=st.sampled_from(CATALOGUE))
+def test_a_setting_of_a_technique_with_any_value(data: Any, technique: type[Technique]) -> None:
+    entry = {technique.name(): data.draw(ANY)}
+    if names := [field.name for field in dataclasses.fields(technique)]:
+        entry = {technique.name(): data.draw(values_of(names))}
+    good = {"model": "deepseek-llm-tiny", "dataset": "stdlib", "max_steps": 3, "plan": [entry]}
+    refused_in_a_sentence(lambda: requested_plan(recipe_from(good, "x.yaml")))
+
+
+@FUZZED
+@given(data=st.data())
+def test_a_key_of_deepspeed_with_any_value(data: Any) -> None:
+    config: dict[str, Any] = {"train_batch_size": 8, "zero_optimization": {"stage": 1}}
+    if section := data.draw(st.sampled_from([None, *INSIDE])):
+        config[section] = data.draw(values_of(INSIDE[section]))
+    else:
+        config |= data.draw(values_of(TOP))
+    refused_in_a_sentence(lambda: meaning_of(config, {"nproc": 2}, []))
+
+
+@FUZZED
+@given(values=values_of((*PRESET_CONFIG, "rope_scaling", "layer_types", "auto_map", "dtype")))
+def test_a_key_of_a_model_s_config_with_any_value(values: dict[str, Any]) -> None:
+    with file_of("config.json", json.dumps(PRESET_CONFIG | values).encode()) as path:
+        refused_in_a_sentence(lambda: count_parameters(read_config(str(path.parent))))
+        refused_in_a_sentence(lambda: Architecture.from_config(path.parent))
+
+
+DEVICE = {"name": "x", "peak16": 1e14, "memory_bytes": 8e10, "memory_rate": 2e12, "link": 1e11}
+RATES = {
+    "kind": "hasten machine rates",
+    "products": [{"dtype": "bf16", "best": 1e12}],
+    "copies": [{"way": "memory", "best": 1e10}],
+}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -11,6 +10,7 @@ import typer
 
 from hasten.cli.arguments import AsJson
 from hasten.errors import FAILED, UNSAVED, InputError
+from hasten.foreign_files import read_json_object
 from hasten.formatting import aligned
 
 
@@ -106,10 +106,7 @@ def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
 def _report(path: Path | None) -> dict[str, Any] | None:
     if path is None:
         return None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"--report {path} can't be read: {error}") from error
-    if not isinstance(content, dict) or not isinstance(content.get("variants"), list):
+    content = read_json_object(path, "report.json of an experiment")
+    if not isinstance(content.get("variants"), list):
         raise InputError(f"--report {path} is not the report.json of an experiment")
     return content

@@ -17,6 +17,7 @@ from hasten.cli.arguments import STARTED, Fresh, Overrides, RecipePath
 from hasten.core.plan import name_of
 from hasten.core.slot import Slot
 from hasten.errors import FAILED, INTERRUPTED, LEFT, UNSAVED, InputError
+from hasten.foreign_files import read_json_object
 from hasten.formatting import duration, size, span
 from hasten.machine.environment import World
 
@@ -134,10 +135,10 @@ def measured_to_hurt(recipe: Recipe) -> list[str]:
 
     path = Path(recipe.output) / "report.json"
     try:
-        report = read_report(json.loads(path.read_text()))
+        report = read_report(read_json_object(path, "report"))
         planned = {name_of(entry) for entry in recipe.plan}
         rows = [*unpaid(report)]
-    except (OSError, ValueError, InputError):
+    except ValueError:
         return []
     hurts = {
         row["name"].removeprefix("+ ").partition("(")[0]: row["why"]

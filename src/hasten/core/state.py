@@ -254,6 +254,20 @@ def restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any]) 
         InputError: the state belongs to another model, or to another way of filling a slot.
             Nothing was changed.
     """
+    try:
+        _restore(session, tensors, meta)
+    except InputError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise InputError(
+            f"the saved data is not the state of a run ({type(error).__name__}: "
+            f"{str(error)[:100]}); continue with the program that wrote it, or choose another "
+            "folder"
+        ) from error
+
+
+def _restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+    progress = _progress_of(meta)
     tensors, numbers = own_part(session, tensors, meta["optimizer"])
     tensors = _dealt(session, tensors, gather=False)
     saved = {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")}
@@ -271,10 +285,35 @@ def restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any]) 
     groups = session.optimizer.state_dict()["param_groups"]
     session.optimizer.load_state_dict({"state": state, "param_groups": groups})
     for component, state in slots:
-        component.load_state_dict(tensors_from_json(state, tensors))
+        try:
+            component.load_state_dict(tensors_from_json(state, tensors))
+        except Exception as error:  # of a slot, for whatever a file holds
+            reason = str(error).split("\n")[0] or type(error).__name__
+            raise InputError(
+                f"the checkpoint holds no state of {type(component).__name__} ({reason}); resume "
+                "from an earlier checkpoint"
+            ) from error
     if rank < len(ranks):  # one that the saved run didn't have keeps the beginning it was given
         set_random_state(ranks[rank])
-    session.progress = Progress(**meta["progress"])
+    session.progress = progress
+
+
+def _progress_of(meta: Mapping[str, Any]) -> Progress:
+    """How far the saved run was.
+
+    Raises:
+        InputError: its numbers are no counts.
+    """
+    counts = meta["progress"]
+    if not isinstance(counts, dict) or {*counts} != {field.name for field in fields(Progress)}:
+        raise InputError("the checkpoint is damaged: its progress is no object of counts")
+    for name, count in counts.items():
+        if type(count) is not int or not 0 <= count < 1 << 63:
+            raise InputError(
+                f"the checkpoint is damaged: its progress has {name} {str(count)[:40]!r}, which "
+                "is no count; resume from an earlier checkpoint"
+            )
+    return Progress(**counts)
 
 
 def _slots_that_fit(
@@ -369,7 +408,12 @@ def _unshared(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _check_same_model(session: Session, saved: dict[str, Tensor]) -> None:
     weights = session.loss_module.state_dict(keep_vars=True)
-    strange = [n for n, t in saved.items() if n not in weights or weights[n].shape != t.shape]
+    strange = [
+        name
+        for name, tensor in saved.items()
+        if name not in weights
+        or (weights[name].shape, weights[name].dtype) != (tensor.shape, tensor.dtype)
+    ]
     missing = set(_unshared("", dict(weights))) - {f"/{name}" for name in saved}
     if strange or missing:
         names = sorted(strange) or sorted(n.removeprefix("/") for n in missing)
@@ -394,13 +438,19 @@ def _check_same_update(
             f"{new_kind}; "
             "resume with the plan that wrote it, or choose another folder"
         )
-    wanted = len(own_masters(session))
-    saved_masters = sum(name.startswith("master/") for name in tensors)
-    if wanted != saved_masters:
+    masters = {f"master/{i}": (m.shape, m.dtype) for i, m in enumerate(own_masters(session))}
+    saved_masters = {n: (t.shape, t.dtype) for n, t in tensors.items() if n.startswith("master/")}
+    if len(masters) != len(saved_masters):
         raise InputError(
-            f"the checkpoint holds {saved_masters} master weights and the plan's precision keeps "
-            f"{wanted}; "
+            f"the checkpoint holds {len(saved_masters)} master weights and the plan's precision "
+            f"keeps {len(masters)}; "
             "resume with the plan that wrote it, or choose another folder"
+        )
+    if masters != saved_masters:
+        name = next(n for n in masters if masters[n] != saved_masters.get(n))
+        raise InputError(
+            f"the checkpoint is damaged: {name} isn't the plan's master weight; resume from an "
+            "earlier checkpoint"
         )
 
     weights = [p for group in session.optimizer.param_groups for p in group["params"]]

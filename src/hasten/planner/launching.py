@@ -11,6 +11,7 @@ from typing import Any
 from hasten.core.job import share_of
 from hasten.core.plan import name_of
 from hasten.errors import InputError
+from hasten.foreign_files import read_json_object
 from hasten.launch.cluster import CloudConfig
 from hasten.launch.targets.job import MARK
 from hasten.launch.targets.megatron import arguments
@@ -102,15 +103,14 @@ def scaled_rate(cloud: CloudConfig, gpu: str) -> float | None:
 
 
 def _from_file(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    stored_plan = read_json_object(path, "file that hasten estimate --json writes")
     try:
-        stored_plan = json.loads(path.read_text(encoding="utf-8"))
         layout, job = stored_plan["best"][0]["layout"], stored_plan["job"]
         if not isinstance(layout, dict) or not isinstance(job, dict):
             raise ValueError("its layout is no object")
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        why = getattr(error, "strerror", None) or error
+    except (ValueError, LookupError, TypeError) as error:
         raise InputError(
-            f"--estimate: {path} isn't what hasten estimate --json writes ({why})"
+            f"--estimate: {path} isn't what hasten estimate --json writes ({error})"
         ) from error
     return layout, job
 
