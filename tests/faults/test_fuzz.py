@@ -8,6 +8,7 @@ with more examples (HASTEN_FUZZ).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import io
 import json
@@ -15,7 +16,7 @@ import os
 import re
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +28,27 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save as packed
 
+from hasten.core.technique import Technique
 from hasten.data.json_reader import scan_json, scan_lines
 from hasten.data.readers import read_examples
 from hasten.data.template_sandbox import UnrenderedError, render
 from hasten.errors import InputError
 from hasten.foreign_files import read_json_object
+from hasten.models.architecture import Architecture
+from hasten.models.load import count_parameters, read_config
+from hasten.models.presets import PRESETS, build_config
 from hasten.models.weights import INDEX, weight_files
 from hasten.monitor.run import Run
 from hasten.monitor.server import MonitorServer
 from hasten.parts import checkpoint
+from hasten.parts.distributed.deepspeed_config import INSIDE, TOP
+from hasten.recipe.build import requested_plan
+from hasten.recipe.importers import FORMATS
 from hasten.recipe.importers import read as read_import
-from hasten.recipe.schema import load_recipe
+from hasten.recipe.schema import Recipe, load_recipe, recipe_from
+from hasten.recipe.shorthands import meaning_of
 from hasten.report.runs import read_runs
+from hasten.techniques import CATALOGUE
 from watched import TOKEN, get, serving, write_run
 
 EXAMPLES = int(os.environ.get("HASTEN_FUZZ", "25"))
@@ -325,10 +335,13 @@ def test_a_key_of_deepspeed_with_any_value(data: Any) -> None:
     refused_in_a_sentence(lambda: meaning_of(config, {"nproc": 2}, []))
 
 
+CONFIG: dict[str, Any] = build_config(PRESETS["v3-tiny"]).to_dict()
+
+
 @FUZZED
-@given(values=values_of((*PRESET_CONFIG, "rope_scaling", "layer_types", "auto_map", "dtype")))
+@given(values=values_of((*CONFIG, "rope_scaling", "layer_types", "auto_map", "dtype")))
 def test_a_key_of_a_model_s_config_with_any_value(values: dict[str, Any]) -> None:
-    with file_of("config.json", json.dumps(PRESET_CONFIG | values).encode()) as path:
+    with file_of("config.json", json.dumps(CONFIG | values).encode()) as path:
         refused_in_a_sentence(lambda: count_parameters(read_config(str(path.parent))))
         refused_in_a_sentence(lambda: Architecture.from_config(path.parent))
 

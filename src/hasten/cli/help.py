@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import typer.core
 
+from hasten.cli.output import say
 from hasten.errors import INTERRUPTED
 
 GROUPS = ("Start", "Train", "Measure", "Look", "Cluster")
@@ -281,7 +282,7 @@ class CommandGroup(typer.core.TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            print("hasten: interrupted", file=sys.stderr)
+            say("hasten: interrupted", file=sys.stderr)
             raise typer.Exit(INTERRUPTED) from None
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:

@@ -32,6 +32,7 @@ from hasten.cli.init import init
 from hasten.cli.keys import keys
 from hasten.cli.launch import launch
 from hasten.cli.monitor import monitor
+from hasten.cli.output import say
 from hasten.cli.profile import profile
 from hasten.cli.report import report
 from hasten.cli.serve import serve
@@ -40,7 +41,6 @@ from hasten.cli.train import train
 from hasten.cli.tune import tune
 from hasten.cli.verify import verify
 from hasten.errors import INTERRUPTED, InputError, SameOnAllRanksError, StoppedError
-from hasten.formatting import shown
 from hasten.machine.environment import use_defaults, world
 
 
@@ -62,7 +62,7 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        print(f"hasten {hasten.__version__}")
+        say(f"hasten {hasten.__version__}")
         raise typer.Exit
 
 
@@ -137,7 +137,7 @@ def run(interruptible: bool = False) -> None:
         _say(error)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("hasten: interrupted", file=sys.stderr)
+        say("hasten: interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
     except StoppedError as error:
         _say(error)
@@ -171,7 +171,7 @@ def _say(error: Exception) -> None:
     if _reported_by_supervisor(error):
         return
     if not isinstance(error, SameOnAllRanksError) or world().is_main:
-        print(f"hasten: {shown(str(error))}", file=sys.stderr)
+        say(f"hasten: {error}", file=sys.stderr)
 
 
 def _reported_by_supervisor(error: Exception) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Adam
 
 from hasten.core.job import OptimizerFactory
 from hasten.core.layout import SplitsState, SplitsWeights
@@ -40,6 +41,7 @@ from hasten.parts.checkpoint.state import (
 
 Numbers = dict[str, Any]  # what an optimizer keeps beside tensors, as ``number/key``
 MODEL, MASTER, OPTIMIZER = "model", "master", "optimizer"
+OWN = "hasten.parts.optim"  # optimizers that keep the same for all weights of a group, as Adam does
 
 
 def order_of(factory: OptimizerFactory, named: Iterable[tuple[str, Tensor]]) -> list[str]:
@@ -408,12 +410,7 @@ def _unshared(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _check_same_model(session: Session, saved: dict[str, Tensor]) -> None:
     weights = session.loss_module.state_dict(keep_vars=True)
-    strange = [
-        name
-        for name, tensor in saved.items()
-        if name not in weights
-        or (weights[name].shape, weights[name].dtype) != (tensor.shape, tensor.dtype)
-    ]
+    strange = [n for n, t in saved.items() if n not in weights or weights[n].shape != t.shape]
     missing = set(_unshared("", dict(weights))) - {f"/{name}" for name in saved}
     if strange or missing:
         names = sorted(strange) or sorted(n.removeprefix("/") for n in missing)
@@ -453,6 +450,14 @@ def _check_same_update(
             "earlier checkpoint"
         )
 
+    for name, weight in session.loss_module.state_dict(keep_vars=True).items():
+        tensor = tensors.get(f"model/{name}", weight)
+        if tensor.dtype != weight.dtype:
+            raise InputError(
+                f"the checkpoint holds {name} in {_dtype_name(tensor)} and this run's model has it "
+                f"in {_dtype_name(weight)}; resume with the plan that wrote it, or choose another "
+                "folder"
+            )
     weights = [p for group in session.optimizer.param_groups for p in group["params"]]
     for index, values in state.items():
         problem = (
@@ -463,6 +468,25 @@ def _check_same_update(
                 f"the checkpoint is damaged: the optimizer's state of weight {index} {problem}; "
                 "resume from an earlier checkpoint"
             )
+    if isinstance(session.optimizer, Adam) or type(session.optimizer).__module__.startswith(OWN):
+        _check_same_keys(session.optimizer.state_dict()["param_groups"], state)
+
+
+def _check_same_keys(groups: Sequence[Mapping[str, Any]], state: Mapping[int, Any]) -> None:
+    """Raises InputError if the states of a group's weights have different keys."""
+    for group in groups:
+        kept = [(index, {*state[index]}) for index in group["params"] if index in state]
+        for index, keys in kept:
+            if keys != kept[0][1]:
+                raise InputError(
+                    f"the checkpoint is damaged: the optimizer's state of weight {index} has "
+                    f"{', '.join(sorted(keys))}, and that of weight {kept[0][0]} has "
+                    f"{', '.join(sorted(kept[0][1]))}; resume from an earlier checkpoint"
+                )
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _optimizer_state(
