@@ -1,54 +1,78 @@
-"""requirements.lock has the versions of constraints.txt, each with the hashes of its wheels."""
+"""The lock files have the versions of constraints.txt, each with the hashes of its wheels."""
 
 from __future__ import annotations
 
+import hashlib
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
-from packaging.utils import parse_wheel_filename
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-from lock_requirements import is_wanted, pinned
+from lock_requirements import CUDA, entries, lock_text, pinned
 
 ROOT = Path(__file__).parents[2]
+LOCKS = ("requirements.lock", "requirements-cuda.lock")
 HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
 
 
-def test_the_lock_has_the_versions_of_the_constraints_and_hashes_for_each() -> None:
-    text = (ROOT / "requirements.lock").read_text()
-    entries = [
-        entry.split()
-        for entry in text.replace("\\\n", "").splitlines()
-        if not entry.startswith("#")
-    ]
-    locked = dict(entry[0].split("==") for entry in entries)
-    assert locked == pinned((ROOT / "constraints.txt").read_text())
-    for name, *hashes in entries:
-        assert hashes, name
-        assert all(HASH.fullmatch(each) for each in hashes), name
-        assert len({*hashes}) == len(hashes), name
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text()
 
 
-@pytest.mark.parametrize(
-    ("file", "wanted"),
-    [
-        ("click-8.5.1-py3-none-any.whl", True),
-        ("shellingham-1.5.4-py2.py3-none-any.whl", True),
-        ("numpy-2.4.6-cp311-cp311-manylinux_2_27_x86_64.manylinux_2_28_x86_64.whl", True),
-        ("numpy-2.4.6-cp313-cp313-manylinux_2_28_aarch64.whl", True),
-        ("safetensors-0.8.0-cp310-abi3-manylinux_2_17_x86_64.manylinux2014_x86_64.whl", True),
-        ("data_server-0.7.2-py3-none-manylinux_2_31_x86_64.whl", True),
-        ("numpy-2.4.6-cp310-cp310-manylinux_2_28_x86_64.whl", False),
-        ("numpy-2.4.6-cp314-cp314-manylinux_2_28_x86_64.whl", False),
-        ("numpy-2.4.6-cp313-cp313t-manylinux_2_28_x86_64.whl", False),
-        ("x-1-cp314-abi3-manylinux_2_28_x86_64.whl", False),
-        ("numpy-2.4.6-cp312-cp312-musllinux_1_2_x86_64.whl", False),
-        ("numpy-2.4.6-cp312-cp312-win_amd64.whl", False),
-        ("numpy-2.4.6-cp312-cp312-macosx_14_0_arm64.whl", False),
-        ("numpy-2.4.6.tar.gz", False),
-    ],
-)
-def test_wheels_of_linux_and_supported_pythons_are_listed(file: str, wanted: bool) -> None:
-    assert is_wanted(file) is wanted
-    if file.endswith(".whl"):
-        parse_wheel_filename(file)  # the names are real ones
+def test_the_lock_has_the_versions_of_the_constraints_and_no_others() -> None:
+    assert pinned(text_of("requirements.lock")) == pinned(text_of("constraints.txt"))
+
+
+def test_what_torch_s_build_for_cuda_needs_is_in_a_file_of_its_own() -> None:
+    assert not any(CUDA.match(name) for name in pinned(text_of("requirements.lock")))
+    assert all(CUDA.match(name) for name in pinned(text_of("requirements-cuda.lock")))
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_every_requirement_has_hashes_and_none_twice(name: str) -> None:
+    lines = text_of(name).replace("\\\n", "").splitlines()
+    for line in (line for line in lines if not line.startswith("#")):
+        requirement, *hashes = line.split(" --hash")
+        found = [f"--hash{each}".strip() for each in hashes]
+        assert found, requirement
+        assert all(map(HASH.fullmatch, found)), requirement
+        assert len({*found}) == len(found), requirement
+
+
+def test_the_lock_has_every_package_that_the_project_names_for_its_development() -> None:
+    project = tomllib.loads(text_of("pyproject.toml"))
+    extras = project["project"]["optional-dependencies"]
+    listed = [*project["project"]["dependencies"], *extras["dev"], *extras["docs"]]
+    listed += project["build-system"]["requires"]  # built without an environment of its own
+    locked = pinned(text_of("requirements.lock"))
+    for requirement in map(Requirement, listed):
+        version = locked[canonicalize_name(requirement.name)]
+        assert requirement.specifier.contains(version), requirement
+
+
+OUTPUT = """\
+a-b==1.0 \\
+    --hash=sha256:{0} \\
+    --hash=sha256:{1}
+c==2 ; sys_platform == 'win32' \\
+    --hash=sha256:{0}
+nvidia-x==3 ; platform_machine == 'aarch64' and sys_platform == 'linux' \\
+    --hash=sha256:{1}
+""".format("0" * 64, "1" * 64)
+
+
+def test_what_linux_needs_is_locked_together_with_the_hashes_of_other_wheels(
+    tmp_path: Path,
+) -> None:
+    wheel = tmp_path / "a_b-1.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl"
+    wheel.write_bytes(b"wheel")
+    rows = [*entries(OUTPUT, [wheel])]
+    assert [row[0].name for row in rows] == ["a-b", "nvidia-x"]
+    digest = hashlib.sha256(b"wheel").hexdigest()
+    assert set(rows[0][1]) == {"0" * 64, "1" * 64, digest}
+    assert pinned(lock_text("x.lock", rows)) == {"a-b": "1.0", "nvidia-x": "3"}
+    with pytest.raises(ValueError, match="no requirement is d==1"):
+        [*entries(OUTPUT, [wheel.rename(tmp_path / "d-1-py3-none-any.whl")])]
