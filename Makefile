@@ -13,6 +13,8 @@ CODE := src tests tools benchmarks scripts examples notebooks
 MINUTES ?= 600
 JOBS ?= 1
 PART ?= 1
+# Of two wheels pip takes the one whose hash the index gives, so the build for CPUs is asked for.
+CPU_TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' requirements-cpu.lock)
 TORCH := $(shell sed -n 's/^torch\(==[^ ;]*\).*/\1/p' requirements.lock)
 
 .PHONY: help install demo test test-data test-long test-versions quick lint format calibrate campaign audit docs clean
@@ -33,7 +35,7 @@ help:
 
 install: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml requirements.lock requirements-cuda.lock
+$(VENV)/.installed: pyproject.toml $(wildcard requirements*.lock)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "hasten needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ..."; exit 2; }
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV) || \
@@ -41,6 +43,8 @@ $(VENV)/.installed: pyproject.toml requirements.lock requirements-cuda.lock
 	@echo "installing hasten and its pinned dependencies into $(VENV) ..."
 	@began=$$(date +%s); \
 	  $(if $(TORCH_INDEX),$(PIP) install --quiet --no-deps --index-url $(TORCH_INDEX) torch$(TORCH) &&) \
+	  { ! $(PIP) install --quiet --dry-run --no-deps '$(CPU_TORCH)' >/dev/null 2>&1 || \
+	    $(LOCKED) requirements-cpu.lock; } && \
 	  $(LOCKED) requirements.lock && \
 	  if $(OF_CUDA); then $(LOCKED) requirements-cuda.lock; fi && \
 	  $(PIP) install --quiet --no-deps --no-build-isolation --editable . && \

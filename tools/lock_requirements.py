@@ -1,13 +1,13 @@
-"""Writes requirements.lock and requirements-cuda.lock: the pinned versions with their hashes.
+"""Writes the lock files: the pinned versions of all packages with the hashes of their wheels.
 
     python -m pip install uv
     python tools/lock_requirements.py [WHEEL...]
 
 uv resolves the project's dependencies for all systems and Pythons that are supported, with the
 versions of constraints.txt, and lists the SHA-256 of every wheel on the package index. Source
-distributions are left out, since they run code when they are installed. The hashes of other wheels
-of the same versions, such as torch's CPU build, are added with their files as arguments. What only
-torch's build for CUDA requires is in the second file, since it has gigabytes.
+distributions are left out, since they run code when they are installed. What only torch's build
+for CUDA requires has gigabytes, so it is in requirements-cuda.lock. Wheels of torch's build for
+CPUs are on another index: those that are given as files are listed in requirements-cpu.lock.
 """
 
 from __future__ import annotations
@@ -57,21 +57,24 @@ def on_linux(requirement: Requirement) -> bool:
     )
 
 
-def entries(text: str, wheels: Iterable[Path] = ()) -> Iterator[tuple[Requirement, list[str]]]:
-    """Each requirement on Linux of uv's output, and its hashes with those of the wheels."""
-    added: dict[tuple[str, str], list[str]] = {}
-    for wheel in wheels:
-        name, version, _, _ = parse_wheel_filename(wheel.name)
-        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-        added.setdefault((name, version.public), []).append(digest)
+def entries(text: str) -> Iterator[tuple[Requirement, list[str]]]:
+    """Each requirement on Linux of uv's output, and its hashes."""
     for entry in text.replace("\\\n", " ").splitlines():
         line, *hashes = entry.split(" --hash=sha256:")
         requirement = Requirement(line.strip())
-        key = (canonicalize_name(requirement.name), str(requirement.specifier)[2:])
         if on_linux(requirement):
-            yield requirement, sorted({each.strip() for each in (*hashes, *added.pop(key, []))})
-    if added:
-        raise ValueError(f"no requirement is {' or '.join(map('=='.join, added))}")
+            yield requirement, [each.strip() for each in hashes]
+
+
+def entry_of(wheel: Path) -> tuple[Requirement, list[str]]:
+    """The requirement of a wheel with a local version, and its hash."""
+    name, version, _, tags = parse_wheel_filename(wheel.name)
+    tag = next(iter(tags))
+    python = re.sub(r"cp(\d)(\d+)", r"\1.\2", tag.interpreter)
+    machine = next(each for each in MACHINES if tag.platform.endswith(each))
+    marker = f'python_version == "{python}" and platform_machine == "{machine}"'
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    return Requirement(f"{name}=={version}; {marker}"), [digest]
 
 
 def lock_text(name: str, rows: Iterable[tuple[Requirement, list[str]]]) -> str:
@@ -85,10 +88,12 @@ def lock_text(name: str, rows: Iterable[tuple[Requirement, list[str]]]) -> str:
 
 def main() -> None:
     done = subprocess.run(COMMAND, cwd=ROOT, capture_output=True, text=True, check=True)
-    rows = [*entries(done.stdout, map(Path, sys.argv[1:]))]
+    rows = [*entries(done.stdout)]
     for name, is_cuda in (("requirements.lock", False), ("requirements-cuda.lock", True)):
         chosen = [row for row in rows if bool(CUDA.match(row[0].name)) == is_cuda]
         (ROOT / name).write_text(lock_text(name, chosen))
+    if wheels := [entry_of(Path(file)) for file in sys.argv[1:]]:
+        (ROOT / "requirements-cpu.lock").write_text(lock_text("requirements-cpu.lock", wheels))
 
 
 if __name__ == "__main__":

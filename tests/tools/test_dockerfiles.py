@@ -62,7 +62,7 @@ def test_its_python_is_the_project_s_and_its_packages_are_locked(name: str) -> N
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert "FROM python:3.11-" in text
     assert 'requires-python = ">=3.11"' in project
-    installs = re.findall(r"pip install [^&;]*", text.replace("\\\n", " "))
+    installs = re.findall(r"pip install [^&;\n]*", text.replace("\\\n", " "))
     assert installs
     assert all("--no-deps" in each for each in installs)
     assert (

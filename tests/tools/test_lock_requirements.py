@@ -11,10 +11,10 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from lock_requirements import CUDA, entries, lock_text, pinned
+from lock_requirements import CUDA, entries, entry_of, lock_text, pinned
 
 ROOT = Path(__file__).parents[2]
-LOCKS = ("requirements.lock", "requirements-cuda.lock")
+LOCKS = ("requirements.lock", "requirements-cpu.lock", "requirements-cuda.lock")
 HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
 
 
@@ -64,15 +64,24 @@ nvidia-x==3 ; platform_machine == 'aarch64' and sys_platform == 'linux' \\
 """.format("0" * 64, "1" * 64)
 
 
-def test_what_linux_needs_is_locked_together_with_the_hashes_of_other_wheels(
-    tmp_path: Path,
-) -> None:
-    wheel = tmp_path / "a_b-1.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl"
-    wheel.write_bytes(b"wheel")
-    rows = [*entries(OUTPUT, [wheel])]
+def test_what_linux_needs_is_locked() -> None:
+    rows = [*entries(OUTPUT)]
     assert [row[0].name for row in rows] == ["a-b", "nvidia-x"]
-    digest = hashlib.sha256(b"wheel").hexdigest()
-    assert set(rows[0][1]) == {"0" * 64, "1" * 64, digest}
+    assert rows[0][1] == ["0" * 64, "1" * 64]
     assert pinned(lock_text("x.lock", rows)) == {"a-b": "1.0", "nvidia-x": "3"}
-    with pytest.raises(ValueError, match="no requirement is d==1"):
-        [*entries(OUTPUT, [wheel.rename(tmp_path / "d-1-py3-none-any.whl")])]
+
+
+def test_a_wheel_is_locked_for_its_python_and_machine(tmp_path: Path) -> None:
+    wheel = tmp_path / "torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl"
+    wheel.write_bytes(b"wheel")
+    requirement, hashes = entry_of(wheel)
+    assert hashes == [hashlib.sha256(b"wheel").hexdigest()]
+    assert requirement.marker is not None
+    for python, machine in (("3.11", "x86_64"), ("3.12", "x86_64"), ("3.11", "aarch64")):
+        environment = {"python_version": python, "platform_machine": machine}
+        assert requirement.marker.evaluate(environment) == ((python, machine) == ("3.11", "x86_64"))
+
+
+def test_torch_s_build_for_cpus_has_the_version_of_its_build_for_cuda() -> None:
+    public, _, build = pinned(text_of("requirements-cpu.lock"))["torch"].partition("+")
+    assert (public, build) == (pinned(text_of("constraints.txt"))["torch"], "cpu")
