@@ -120,8 +120,8 @@ def read_json_object(path: Path, what: str, limit: int = LARGEST_JSON) -> dict[s
 def json_lines(path: Path, what: str, largest: int = LARGEST_LOG) -> Iterator[dict[str, Any]]:
     """The objects of a file with one in each line; an unfinished last line is left out.
 
-    Lines are read one by one, so that a million of them take no memory. ``what`` names in
-    messages the kind of file that is expected.
+    Lines are read one by one: a million of them take no memory. ``what`` names in messages the
+    kind of file that is expected.
 
     Raises:
         InputError: the file can't be read or is too large, or a line isn't an object.
@@ -138,15 +138,15 @@ def json_lines(path: Path, what: str, largest: int = LARGEST_LOG) -> Iterator[di
                 if not line.strip():
                     continue
                 try:
-                    value = json.loads(line)
+                    entry = json.loads(line)
                 except (ValueError, RecursionError) as error:
                     if not file.read(1):
                         break
                     why = str(error)[:80]
                     raise InputError(f"{path}:{count} is not JSON: {why}") from error
-                if not isinstance(value, dict):
+                if not isinstance(entry, dict):
                     raise InputError(f"{path}:{count} is not an object of JSON")
-                yield value
+                yield entry
     except OSError as error:
         reason = error.strerror or error
         raise InputError(f"{path}: {reason}; give the path of a {what}") from error

@@ -34,6 +34,7 @@ from hasten.data.readers import read_examples
 from hasten.data.template_sandbox import UnrenderedError, render
 from hasten.errors import InputError
 from hasten.foreign_files import read_json_object
+from hasten.launch.cluster import CloudConfig
 from hasten.models.architecture import Architecture
 from hasten.models.load import count_parameters, read_config
 from hasten.models.presets import PRESETS, build_config
@@ -42,11 +43,15 @@ from hasten.monitor.run import Run
 from hasten.monitor.server import MonitorServer
 from hasten.parts import checkpoint
 from hasten.parts.distributed.deepspeed_config import INSIDE, TOP
+from hasten.planner.inputs import PlanOptions, cluster_of, predicted_lines, predicted_section
+from hasten.planner.launching import planned
+from hasten.planner.layout import PlannedJob, PlannedLayout
 from hasten.recipe.build import requested_plan
 from hasten.recipe.importers import FORMATS
 from hasten.recipe.importers import read as read_import
 from hasten.recipe.schema import Recipe, load_recipe, recipe_from
 from hasten.recipe.shorthands import meaning_of
+from hasten.report.page import render_markdown, write_report
 from hasten.report.runs import read_runs
 from hasten.techniques import CATALOGUE
 from watched import TOKEN, get, serving, write_run
@@ -332,7 +337,7 @@ def test_a_key_of_deepspeed_with_any_value(data: Any) -> None:
         config[section] = data.draw(values_of(INSIDE[section]))
     else:
         config |= data.draw(values_of(TOP))
-    refused_in_a_sentence(lambda: meaning_of(config, {"nproc": 2}, []))
+    refused_in_a_sentence(lambda: meaning_of(config, {"nproc": 2}, []), ValueError)
 
 
 CONFIG: dict[str, Any] = build_config(PRESETS["v3-tiny"]).to_dict()
@@ -352,3 +357,70 @@ RATES = {
     "products": [{"dtype": "bf16", "best": 1e12}],
     "copies": [{"way": "memory", "best": 1e10}],
 }
+STEP = {"step": 1, "loss": 2.5, "tokens": 10, "step_seconds": 0.5, "positions": 512}
+RUN_RECIPE = {"model": "deepseek-llm-tiny", "cutoff_len": 512, "vocabulary": 4096, "plan": ["ddp"]}
+SUMMARY = {
+    "stopped": "done",
+    "world_size": 1,
+    "tokens": 10,
+    "hardware": {"accelerators": [], "memory_limit_bytes": 24e9},
+    "cost": {"total": 1.0, "currency": "EUR"},
+}
+OPTIONS = dict.fromkeys(field.name for field in dataclasses.fields(PlanOptions)) | {
+    "cluster": "fat_tree",
+    "nodes": 1,
+    "gpus_per_node": 8,
+    "memory": 16.0,
+}
+
+
+@pytest.mark.parametrize("figures", [DEVICE, RATES], ids=["a device", "measured rates"])
+def test_the_figures_of_a_device_with_any_value(figures: dict[str, Any]) -> None:
+    @FUZZED
+    @given(changed=replaced(figures))
+    def reads(changed: Any) -> None:
+        with file_of("gpu.json", json.dumps(changed).encode()) as path:
+            options: Any = PlanOptions(**OPTIONS | {"gpu": str(path)})
+            refused_in_a_sentence(lambda: cluster_of(options))
+
+    reads()
+
+
+@FUZZED
+@given(step=replaced(STEP), recipe=replaced(RUN_RECIPE), summary=replaced(SUMMARY))
+def test_a_run_of_others_with_any_value(step: Any, recipe: Any, summary: Any) -> None:
+    with file_of("metrics.jsonl", (json.dumps(step) + "\n").encode() * 9) as path:
+        folder = path.parent
+        (folder / "recipe.yaml").write_text(json.dumps(recipe))
+        (folder / "summary.json").write_text(json.dumps(summary))
+        (folder / "run.json").write_text(json.dumps(summary | recipe))
+        for read in (predicted_lines, predicted_section, read_runs):
+            refused_in_a_sentence(lambda read=read: read(folder))  # type: ignore[misc]
+        run = Run("run", folder)
+        run.look()
+        json.dumps(run.standing(), allow_nan=False)
+
+
+PLANNED = {
+    "best": [{"layout": dataclasses.asdict(PlannedLayout(dp=8))}],
+    "job": dataclasses.asdict(PlannedJob(4096, 8, tokens=1e6)),
+}
+
+
+@FUZZED
+@given(changed=replaced(PLANNED))
+def test_a_plan_for_megatron_with_any_value(changed: Any) -> None:
+    recipe = recipe_from({"model": "deepseek-llm-tiny", "dataset": "stdlib", "epochs": 1}, "x.yaml")
+    with file_of("plan.json", json.dumps(changed).encode()) as path:
+        refused_in_a_sentence(lambda: planned(recipe, CloudConfig(1, 8, "fat_tree"), "", path))
+
+
+REPORT = json.loads((Path(__file__).parents[1] / "report/data/report_full.json").read_text())
+
+
+@FUZZED
+@given(changed=replaced(REPORT))
+def test_a_report_of_others_with_any_value(changed: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        refused_in_a_sentence(lambda: write_report(changed, Path(folder)))
+        refused_in_a_sentence(lambda: render_markdown(changed))

@@ -41,7 +41,9 @@ from hasten.parts.checkpoint.state import (
 
 Numbers = dict[str, Any]  # what an optimizer keeps beside tensors, as ``number/key``
 MODEL, MASTER, OPTIMIZER = "model", "master", "optimizer"
-OWN = "hasten.parts.optim"  # optimizers that keep the same for all weights of a group, as Adam does
+UNIFORM = (
+    "hasten.parts.optim"  # optimizers that keep the same for all weights of a group, as Adam does
+)
 
 
 def order_of(factory: OptimizerFactory, named: Iterable[tuple[str, Tensor]]) -> list[str]:
@@ -468,20 +470,22 @@ def _check_same_update(
                 f"the checkpoint is damaged: the optimizer's state of weight {index} {problem}; "
                 "resume from an earlier checkpoint"
             )
-    if isinstance(session.optimizer, Adam) or type(session.optimizer).__module__.startswith(OWN):
+    if isinstance(session.optimizer, Adam) or type(session.optimizer).__module__.startswith(
+        UNIFORM
+    ):
         _check_same_keys(session.optimizer.state_dict()["param_groups"], state)
 
 
 def _check_same_keys(groups: Sequence[Mapping[str, Any]], state: Mapping[int, Any]) -> None:
     """Raises InputError if the states of a group's weights have different keys."""
     for group in groups:
-        kept = [(index, {*state[index]}) for index in group["params"] if index in state]
-        for index, keys in kept:
-            if keys != kept[0][1]:
+        stored = [(index, {*state[index]}) for index in group["params"] if index in state]
+        for index, keys in stored:
+            if keys != stored[0][1]:
                 raise InputError(
                     f"the checkpoint is damaged: the optimizer's state of weight {index} has "
-                    f"{', '.join(sorted(keys))}, and that of weight {kept[0][0]} has "
-                    f"{', '.join(sorted(kept[0][1]))}; resume from an earlier checkpoint"
+                    f"{', '.join(sorted(keys))}, and that of weight {stored[0][0]} has "
+                    f"{', '.join(sorted(stored[0][1]))}; resume from an earlier checkpoint"
                 )
 
 

@@ -59,39 +59,41 @@ _INDEXER: Final = "indexer"
 _LAYER_NUMBER: Final = re.compile(r"\.\d+(?=\.|$)")
 
 
-def _never(value: object) -> bool:
+def _never(setting: object) -> bool:
     return False
 
 
-def _is_rank(value: object) -> bool:
-    return type(value) is int and 1 <= value <= LARGEST_RANK
+def _is_rank(setting: object) -> bool:
+    return type(setting) is int and 1 <= setting <= LARGEST_RANK
 
 
-def _is_scale(value: object, most: float = math.inf) -> bool:
-    return not isinstance(value, bool) and 0 < (number(value) or 0.0) <= most
+def _is_scale(setting: object, most: float = math.inf) -> bool:
+    return not isinstance(setting, bool) and 0 < (number(setting) or 0.0) <= most
 
 
-def _is_names(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+def _is_names(setting: object) -> bool:
+    return isinstance(setting, list) and all(isinstance(name, str) for name in setting)
 
 
-def _is_plain(value: object) -> bool:
+def _is_plain(setting: object) -> bool:
     """True for a name, also with the marks of a beginning and an end of an expression."""
-    return isinstance(value, str) and re.fullmatch(r"\^?([\w.]|\\[.])+\$?", value) is not None
+    return isinstance(setting, str) and re.fullmatch(r"\^?([\w.]|\\[.])+\$?", setting) is not None
 
 
-def _is_pattern(value: object, is_right: Callable[[object], bool]) -> bool:
+def _is_pattern(setting: object, is_right: Callable[[object], bool]) -> bool:
     """True for names and their values; peft takes the names for regular expressions."""
-    return isinstance(value, dict) and all(_is_plain(k) and is_right(v) for k, v in value.items())
+    return isinstance(setting, dict) and all(
+        _is_plain(k) and is_right(v) for k, v in setting.items()
+    )
 
 
-def _is_layers(value: object) -> bool:
-    return all(type(n) is int for n in (value if isinstance(value, list) else [value]))
+def _is_layers(setting: object) -> bool:
+    return all(type(n) is int for n in (setting if isinstance(setting, list) else [setting]))
 
 
 # Keys of an adapter's config that are read, what each must be, and the check. Every other key must
 # be off: among them are names of modules to import and other ways to start from a base.
-_SWITCH: Final = ("true or false", lambda value: value is True)
+_SWITCH: Final = ("true or false", lambda setting: setting is True)
 _A_RANK: Final = f"a whole number from 1 to {LARGEST_RANK:,}"
 _ADAPTER_KEYS: Final[Mapping[str, tuple[str, Callable[[object], bool]]]] = {
     "r": (_A_RANK, _is_rank),
@@ -278,8 +280,8 @@ def with_adapter(model: PreTrainedModel, adapter: Path) -> PeftModel:
 def _adapter_config(adapter: Path) -> LoraConfig:
     """The config of a folder with a LoRA adapter in safetensors.
 
-    Left to itself, peft reads pickles, builds adapters of any kind and size, imports modules that
-    a config names, and takes names of a config for regular expressions.
+    Left to itself, peft reads pickles and builds adapters of any kind and size. It imports modules
+    that a config names, and takes its names for regular expressions.
 
     Raises:
         InputError: a file is missing, or the config needs or holds anything else.
@@ -299,15 +301,15 @@ def _adapter_config(adapter: Path) -> LoraConfig:
             "supported: LORA"
         )
     read: dict[str, Any] = {}
-    for key, value in config.items():
-        if value in (None, False, "", [], {}) or key in _DESCRIBING:
+    for key, setting in config.items():
+        if setting in (None, False, "", [], {}) or key in _DESCRIBING:
             continue
         expected, is_right = _ADAPTER_KEYS.get(key, ("left out: hasten doesn't read it", _never))
-        if not is_right(value):
+        if not is_right(setting):
             raise InputError(
-                f"{adapter / ADAPTER} has {key} {str(value)[:40]!r}; it must be {expected}"
+                f"{adapter / ADAPTER} has {key} {str(setting)[:40]!r}; it must be {expected}"
             )
-        read[key] = value
+        read[key] = setting
     if "r" not in read:
         raise InputError(f"{adapter / ADAPTER} has no rank r; copy the adapter again")
     return LoraConfig(**{**read, "task_type": "CAUSAL_LM"})

@@ -180,9 +180,9 @@ def own_run(folder: Path, cluster: Cluster) -> OwnRun:
         raise InputError(f"{folder}/recipe.yaml is no recipe: name the folder of a run")
     model = Architecture.from_config(str(recipe["model"]))
     if recipe["model"] in PRESETS and recipe.get("vocabulary"):
-        model = dataclasses.replace(model, vocabulary=_whole(folder, recipe, "vocabulary", 0))
+        model = dataclasses.replace(model, vocabulary=_count_of(folder, recipe, "vocabulary", 0))
     ranks = _ranks(folder, recipe)
-    sequence = _whole(folder, recipe, "cutoff_len", 2048)
+    sequence = _count_of(folder, recipe, "cutoff_len", 2048)
     positions = statistics.median(number(row.get("positions")) or 0.0 for row in rows)
     share = max(1, round(positions / sequence / ranks))
     plan = recipe.get("plan") or []
@@ -214,15 +214,15 @@ def _ranks(folder: Path, recipe: Mapping[str, Any]) -> int:
     size = _object(folder / "summary.json").get("world_size")
     if isinstance(size, int) and 0 < size <= MOST_RANKS:
         return int(size)
-    return _whole(folder, recipe, "nproc", 1)
+    return _count_of(folder, recipe, "nproc", 1)
 
 
-def _whole(folder: Path, recipe: Mapping[str, Any], key: str, default: int) -> int:
+def _count_of(folder: Path, recipe: Mapping[str, Any], key: str, default: int) -> int:
     """A key of a run's recipe, which anybody may have written."""
-    value = recipe.get(key) or default
-    if not isinstance(value, int) or not 0 < value < 1 << 31:
-        raise InputError(f"{folder}/recipe.yaml: {key} is {str(value)[:60]!r}, no whole number")
-    return int(value)
+    count = recipe.get(key) or default
+    if not isinstance(count, int) or not 0 < count < 1 << 31:
+        raise InputError(f"{folder}/recipe.yaml: {key} is {str(count)[:60]!r}, no whole number")
+    return int(count)
 
 
 def _listed(text: str | None) -> tuple[str, ...]:

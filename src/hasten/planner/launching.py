@@ -120,17 +120,17 @@ def _from_values(kind: type[Planned], values: Any) -> Planned:
     """A layout or job out of a file's object.
 
     Raises:
-        ValueError: a field isn't known, or its value is of another type.
+        ValueError: a field isn't known, or its number is of another type.
     """
     if not isinstance(values, dict):
         raise ValueError(f"no {kind.__name__} but {str(values)[:40]!r}")
     types = {field.name: field.type for field in dataclasses.fields(kind)}
-    for name, value in values.items():
-        if type(value).__name__ != types.get(name) and (type(value), types.get(name)) != (
+    for name, number in values.items():
+        if type(number).__name__ != types.get(name) and (type(number), types.get(name)) != (
             int,
             "float",
         ):
-            raise ValueError(f"{name} is {str(value)[:40]!r}")
+            raise ValueError(f"{name} is {str(number)[:40]!r}")
     return kind(**values)
 
 

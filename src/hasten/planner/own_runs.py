@@ -175,9 +175,11 @@ def calibrate_machine(
     """
     if not runs:
         raise InputError("no run to calibrate from: run twenty steps of the job first")
-    for place, run in enumerate(runs, start=1):
+    for position, run in enumerate(runs, start=1):
         if not 0 < run.step_seconds < float("inf"):
-            raise InputError(f"run {place} took {run.step_seconds} s a step; give seconds above 0")
+            raise InputError(
+                f"run {position} took {run.step_seconds} s a step; give seconds above 0"
+            )
     start = calibration or calibrated()
 
     def seconds(factors: MachineFactors) -> Column:
@@ -302,7 +304,7 @@ def _told(name: str, unit: str, span: Span, measured: float | None) -> Calibrate
 
 
 def _median(rows: list[dict[str, Any]], key: str) -> float | None:
-    finite = [value for r in rows if (value := number(r.get(key))) is not None]
+    finite = [read for r in rows if (read := number(r.get(key))) is not None]
     return statistics.median(finite) if finite else None
 
 
