@@ -8,9 +8,11 @@ Exit codes are listed in docs/reference/metrics.md.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -32,7 +34,7 @@ from hasten.cli.init import init
 from hasten.cli.keys import keys
 from hasten.cli.launch import launch
 from hasten.cli.monitor import monitor
-from hasten.cli.output import say
+from hasten.cli.output import dropped_output, say, unwritable
 from hasten.cli.profile import profile
 from hasten.cli.report import report
 from hasten.cli.serve import serve
@@ -133,6 +135,11 @@ def run(interruptible: bool = False) -> None:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         _refuse_other_flags(sys.argv[1:])
         app()
+    except SystemExit:
+        if reason := dropped_output(sys.stdout):
+            _say(unwritable(reason))
+            sys.exit(1)
+        raise
     except InputError as error:
         _say(error)
         sys.exit(2)
@@ -143,9 +150,19 @@ def run(interruptible: bool = False) -> None:
         _say(error)
         sys.exit(error.code)
     except Exception as error:
+        if isinstance(error, OSError) and _of_echo(error):  # click's, of help texts
+            _say(unwritable(error.strerror or str(error)))
+            sys.exit(1)
         if not _reported_by_supervisor(error):
             raise
         sys.exit(1)
+    finally:
+        dropped_output(sys.stderr)  # a full disk under a log changes no exit code
+
+
+def _of_echo(error: OSError) -> bool:
+    frames = traceback.extract_tb(error.__traceback__)
+    return any(frame.name == "echo" for frame in frames)
 
 
 def _refuse_other_flags(arguments: list[str]) -> None:
@@ -171,7 +188,8 @@ def _say(error: Exception) -> None:
     if _reported_by_supervisor(error):
         return
     if not isinstance(error, SameOnAllRanksError) or world().is_main:
-        say(f"hasten: {error}", file=sys.stderr)
+        with contextlib.suppress(OSError, StoppedError):  # a full disk under the log
+            say(f"hasten: {error}", file=sys.stderr)
 
 
 def _reported_by_supervisor(error: Exception) -> bool:
