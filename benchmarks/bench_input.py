@@ -5,8 +5,8 @@
 
 Each tree has a process of its own, which does all tasks in each round; the trees take turns in who
 begins. What counts is the least processor time of three, so that other programs disturb little. A
-ratio above 1 says that this tree takes longer than the other one. Its interval is that of the
-median over rounds, without an assumption about their distribution.
+ratio above 1 says that this tree takes longer than the other one. It has a 95 % interval over
+rounds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import json
 import math
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -118,19 +117,6 @@ def turn(worker: subprocess.Popen[str]) -> dict[str, float]:
     return seconds
 
 
-def median_interval(values: list[float]) -> tuple[float, float]:
-    """The order statistics that hold the median with 95 % (Hollander and Wolfe, section 3.6)."""
-    ordered, count = sorted(values), len(values)
-    outside, tail = 0, 0.0
-    while outside < count // 2:
-        tail += math.comb(count, outside) / 2**count
-        if tail > 0.025:
-            break
-        outside += 1
-    outside = max(outside, 1)
-    return ordered[outside - 1], ordered[count - outside]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     here = Path(__file__).resolve().parents[1] / "src"
@@ -143,23 +129,26 @@ def main() -> None:
     if asked.work:
         work()
         return
+    from hasten.measure.statistics import paired_ratio  # not of the tree that a worker measures
+
     workers = {"before": started(asked.before, asked.smoke), "now": started(here, asked.smoke)}
-    ratios: dict[str, list[float]] = {}
+    taken: dict[str, tuple[list[float], list[float]]] = {}
     for number in range(asked.rounds):
         order = ("before", "now") if number % 2 else ("now", "before")
         seconds = {name: turn(workers[name]) for name in order}
-        for task, before in seconds["before"].items():
-            ratios.setdefault(task, []).append(seconds["now"][task] / before)
+        for task in seconds["now"]:
+            for values, tree in zip(taken.setdefault(task, ([], [])), workers, strict=True):
+                values.append(seconds[tree][task])
     for worker in workers.values():
         assert worker.stdin is not None
         worker.stdin.close()
         worker.wait()
     print("| task | processor time, now / before | within 3 % |")
     print("|---|---|---|")
-    for task, values in ratios.items():
-        low, high = median_interval(values)
-        verdict = "yes" if high <= ALLOWED else "no" if low > ALLOWED else "undecided"
-        print(f"| {task} | {statistics.median(values):.3f} [{low:.3f}, {high:.3f}] | {verdict} |")
+    for task, (before, now) in taken.items():
+        ratio = paired_ratio(before, now)
+        verdict = "yes" if ratio.high <= ALLOWED else "no" if ratio.low > ALLOWED else "undecided"
+        print(f"| {task} | {ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}] | {verdict} |")
 
 
 if __name__ == "__main__":

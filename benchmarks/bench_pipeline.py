@@ -16,9 +16,7 @@ that sends next to nothing.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
 import statistics
 import sys
 import time
@@ -102,17 +100,10 @@ def _link_table(found: dict[str, Any], asked: argparse.Namespace) -> None:
 
 
 def _rank(asked: argparse.Namespace) -> None:
-    import torch
+    import gloo_rank
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{os.environ['HASTEN_RENDEZVOUS']}",
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=datetime.timedelta(seconds=120),
-    )
+    gloo_rank.join(minutes=2)
     found = _bubbles(asked) if asked.what == "bubbles" else _link(asked)
     print(json.dumps(found), flush=True)
     dist.barrier()

@@ -10,7 +10,6 @@ the table has medians, and ratios within rounds.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import statistics
@@ -71,22 +70,16 @@ def _table(found: dict[str, Any], asked: argparse.Namespace) -> None:
 
 
 def _rank(numbers: int, rounds: int) -> None:
+    import gloo_rank
     import torch
     import torch.distributed as dist
 
     from hasten.parts.comm.collective_plan import Route
     from hasten.parts.comm.collectives import TopoAwareCollective
 
-    torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     place = (rank % 2) * 2 + rank // 2
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{os.environ['HASTEN_RENDEZVOUS']}",
-        rank=place,
-        world_size=4,
-        timeout=datetime.timedelta(seconds=120),
-    )
+    gloo_rank.join(minutes=2, place=place)
     collective = TopoAwareCollective("gloo", "measure", timeout=120)
     found: dict[str, Any] = {name: {"seconds": [], "bytes": []} for name in WAYS}
     values = [torch.randn(numbers, generator=torch.Generator().manual_seed(r)) for r in range(4)]

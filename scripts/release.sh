@@ -38,16 +38,11 @@ found=$(cd "$place" && ./venv/bin/python -c 'import hasten; print(hasten.__versi
 
 # What a release depends on, as a CycloneDX bill of materials, and whether faults of it are known.
 "$python" -m venv "$place/tools"
-"$place/tools/bin/python" -m pip install --quiet cyclonedx-bom pip-audit
+"$place/tools/bin/python" -m pip install --quiet cyclonedx-bom
 PYTHONWARNINGS=ignore "$place/tools/bin/python" -m cyclonedx_py requirements requirements.lock \
   --pyproject pyproject.toml --mc-type library --output-reproducible --of JSON \
   --output-file "dist/hasten-$version.cdx.json"
-if ! audit=$("$place/tools/bin/python" -m pip_audit --strict --no-deps --disable-pip \
-  --requirement requirements.lock 2>&1); then
-  grep -q "known vulnerabilit" <<<"$audit" && fail "dependencies have known vulnerabilities:
-$audit"
-  echo "release: this package index has no list of vulnerabilities; run pip-audit by hand" >&2
-fi
+scripts/audit.sh || [ $? -eq 3 ] || fail "dependencies have known vulnerabilities"
 
 ls -l dist
 echo "release: dist/ is ready. By hand: git tag v$version, git push --tags, upload dist/*"

@@ -239,6 +239,17 @@ def test_a_class_name_has_one_meaning() -> None:
     assert all(packages == {"techniques", "parts"} for packages in shared), several
 
 
+def test_a_command_prints_through_one_function_which_escapes_what_terminals_obey() -> None:
+    prints = [
+        f"{path.name}:{node.lineno}"
+        for path in (SOURCE / "cli").glob("*.py")
+        if path.name != "output.py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("print", "typer.echo")
+    ]
+    assert not prints
+
+
 def _dotted(path: Path) -> str:
     parts = path.relative_to(SOURCE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

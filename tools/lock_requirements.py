@@ -1,85 +1,100 @@
-"""Writes requirements.lock: the versions of constraints.txt with the hashes of their wheels.
+"""Writes the lock files: the pinned versions of all packages with the hashes of their wheels.
 
-    python tools/lock_requirements.py
+    python -m pip install uv
+    python tools/lock_requirements.py [WHEEL...]
 
-For each pinned package one request goes to the index (PEP 691). Wheels of Linux on x86-64 and
-aarch64 for Python 3.11 to 3.13 are listed; a package without such a wheel is an error, since a
-source distribution runs code when it is installed.
+uv resolves the project's dependencies for all systems and Pythons that are supported, with the
+versions of constraints.txt, and lists the SHA-256 of every wheel on the package index. Source
+distributions are left out, since they run code when they are installed. What only torch's build
+for CUDA requires has gigabytes, so it is in requirements-cuda.lock. Wheels of torch's build for
+CPUs are on another index: those that are given as files are listed in requirements-cpu.lock.
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
 import re
-import urllib.request
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name, parse_wheel_filename
 
 ROOT = Path(__file__).parents[1]
-INDEX = "https://pypi.org/simple/{name}/"
-JSON = {"Accept": "application/vnd.pypi.simple.v1+json"}
-PLATFORMS = re.compile(r"any|(manylinux|linux)\w*_(x86_64|aarch64)")
+COMMAND = (
+    *("uv", "pip", "compile", "pyproject.toml", "--extra", "dev", "--extra", "docs"),
+    *("--constraint", "constraints.txt", "--universal", "--python-version", "3.11", "--quiet"),
+    *("--generate-hashes", "--only-binary", ":all:", "--no-header", "--no-annotate"),
+)
+PYTHONS, MACHINES = ("3.11.0", "3.12.0", "3.13.0"), ("x86_64", "aarch64")
+CUDA = re.compile(r"cuda-|nvidia-(?!ml-py)")
 HEAD = """\
-# The versions of constraints.txt with the SHA-256 of their wheels, for
-#   pip install --require-hashes --no-deps --requirement requirements.lock
+# Versions of constraints.txt with the SHA-256 of their wheels, for
+#   pip install --require-hashes --no-deps --requirement {name}
 # Written by tools/lock_requirements.py; change constraints.txt and run it again.
 """
 
 
 def pinned(text: str) -> dict[str, str]:
-    """Name and version of each line ``name==version``."""
-    lines = (line.partition("#")[0].strip() for line in text.splitlines())
-    return dict(line.split("==") for line in lines if line)
+    """Normalised name and version of each requirement ``name==version`` of a file."""
+    lines = (line.strip() for line in text.replace("\\\n", " ").splitlines())
+    wanted = [line.split(" --hash")[0] for line in lines if line and not line.startswith("#")]
+    parsed = map(Requirement, wanted)
+    return {canonicalize_name(each.name): str(each.specifier)[2:] for each in parsed}
 
 
-def is_wanted(file: str) -> bool:
-    """True for a wheel that a supported Python on Linux installs."""
-    if not file.endswith(".whl"):
-        return False
-    python, abi, platform = file.removesuffix(".whl").split("-")[-3:]
-    stable = abi in ("none", "abi3")
-    versions = python.split(".")
-    fits = any(
-        version.startswith("py3") or version in ("cp311", "cp312", "cp313") for version in versions
-    ) or (abi == "abi3" and all(_minor(version) <= 13 for version in versions))
-    own = stable or abi in versions
-    return fits and own and any(PLATFORMS.fullmatch(each) for each in platform.split("."))
+def on_linux(requirement: Requirement) -> bool:
+    """True for a requirement of one of the supported Pythons on Linux."""
+    system = {"sys_platform": "linux", "platform_system": "Linux", "os_name": "posix"}
+    return requirement.marker is None or any(
+        requirement.marker.evaluate(
+            system | {"python_full_version": python, "platform_machine": machine}
+        )
+        for python in PYTHONS
+        for machine in MACHINES
+    )
 
 
-def _minor(version: str) -> int:
-    return int(version.removeprefix("cp3") or 0) if version.startswith("cp3") else 99
+def entries(text: str) -> Iterator[tuple[Requirement, list[str]]]:
+    """Each requirement on Linux of uv's output, and its hashes."""
+    for entry in text.replace("\\\n", " ").splitlines():
+        line, *hashes = entry.split(" --hash=sha256:")
+        requirement = Requirement(line.strip())
+        if on_linux(requirement):
+            yield requirement, [each.strip() for each in hashes]
 
 
-def hashes(name: str, version: str) -> list[str]:
-    """The SHA-256 of each wanted wheel of a release, sorted.
-
-    Raises:
-        ValueError: there is none.
-    """
-    page = re.sub(r"[-_.]+", "-", name).lower()
-    request = urllib.request.Request(INDEX.format(name=page), headers=JSON)
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        project: dict[str, Any] = json.load(answer)
-    found = {
-        file["hashes"]["sha256"]
-        for file in project["files"]
-        if file["filename"].split("-")[1:2] == [version] and is_wanted(file["filename"])
-    }
-    if not found:
-        raise ValueError(f"{name} {version} has no wheel for Linux")
-    return sorted(found)
+def entry_of(wheel: Path) -> tuple[Requirement, list[str]]:
+    """The requirement of a wheel with a local version, and its hash."""
+    name, version, _, tags = parse_wheel_filename(wheel.name)
+    tag = next(iter(tags))
+    python = re.sub(r"cp(\d)(\d+)", r"\1.\2", tag.interpreter)
+    machine = next(each for each in MACHINES if tag.platform.endswith(each))
+    marker = f'python_version == "{python}" and platform_machine == "{machine}"'
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    return Requirement(f"{name}=={version}; {marker}"), [digest]
 
 
-def lines(versions: dict[str, str]) -> Iterator[str]:
-    """The lines of the lock."""
-    for name, version in versions.items():
-        yield f"{name}=={version} \\"
-        *first, last = hashes(name, version)
-        yield from (f"    --hash=sha256:{each} \\" for each in first)
-        yield f"    --hash=sha256:{last}"
+def lock_text(name: str, rows: Iterable[tuple[Requirement, list[str]]]) -> str:
+    """A lock file."""
+    lines = [
+        " \\\n    ".join([str(requirement), *(f"--hash=sha256:{each}" for each in hashes)])
+        for requirement, hashes in rows
+    ]
+    return HEAD.format(name=name) + "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    done = subprocess.run(COMMAND, cwd=ROOT, capture_output=True, text=True, check=True)
+    rows = [*entries(done.stdout)]
+    for name, is_cuda in (("requirements.lock", False), ("requirements-cuda.lock", True)):
+        chosen = [row for row in rows if bool(CUDA.match(row[0].name)) == is_cuda]
+        (ROOT / name).write_text(lock_text(name, chosen))
+    if wheels := [entry_of(Path(file)) for file in sys.argv[1:]]:
+        (ROOT / "requirements-cpu.lock").write_text(lock_text("requirements-cpu.lock", wheels))
 
 
 if __name__ == "__main__":
-    versions = pinned((ROOT / "constraints.txt").read_text())
-    (ROOT / "requirements.lock").write_text(HEAD + "\n".join(lines(versions)) + "\n")
+    main()

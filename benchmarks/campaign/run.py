@@ -2,6 +2,7 @@
 
     python benchmarks/campaign/run.py --minutes 20 [--only kills ...] [--trainer hasten ...]
     python benchmarks/campaign/run.py --minutes 20 --jobs 2     two batches side by side
+    python benchmarks/campaign/run.py --part 0.1                a sample: a tenth of each count
     python benchmarks/campaign/run.py --table                   what is known so far, as Markdown
 
 It may be stopped at any time (Ctrl-C) and goes on where it was: each batch that is done is a line
@@ -50,6 +51,7 @@ class Campaign:
         until: when no further batch is begun, by ``time.monotonic``.
         most: cases of a batch; None: as many as each fault has by itself.
         jobs: batches side by side.
+        part: of each fault's full count; 1: all of it.
     """
 
     def __init__(
@@ -59,7 +61,9 @@ class Campaign:
         until: float,
         most: int | None = None,
         jobs: int = 1,
+        part: float = 1.0,
     ) -> None:
+        self.part = part
         self.ledger, self.pythons, self.until, self.most = ledger, pythons, until, most
         self.jobs = jobs
         self.broken: set[tuple[str, str]] = set()  # not tried again in this call
@@ -111,7 +115,8 @@ class Campaign:
         open_ = [
             (beside[place], self._share(turn), place, turn)
             for place, turn in enumerate(turns)
-            if self._share(turn, beside[place]) < 1 and (turn[1], turn[0].name) not in self.broken
+            if self._share(turn, beside[place]) < self.part
+            and (turn[1], turn[0].name) not in self.broken
         ]
         fitting = [entry for entry in open_ if self._batch_seconds(entry[-1]) < left + OVER]
         return min(fitting)[-1] if fitting and left > 0 else None
@@ -141,7 +146,7 @@ class Campaign:
         """Until it is done, where a batch of it was timed."""
         done = self._share(turn)
         took = self.ledger.tally(turn[1], turn[0].name).seconds
-        return took / done * (1 - done) if 0 < done < 1 else 0.0
+        return took / done * (self.part - done) if 0 < done < self.part else 0.0
 
     def _do(self, turn: Turn, number: int) -> None:
         fault, trainer = turn
@@ -242,6 +247,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", choices=names, help="a fault, may be repeated")
     parser.add_argument("--trainer", action="append", choices=list(TRAINERS), help="may repeat")
     parser.add_argument("--batch", type=int, help="cases at once; fewer where a machine is busy")
+    parser.add_argument("--part", type=float, default=1.0, help="of each full count, 0 to 1")
     parser.add_argument("--jobs", type=int, default=1, help="batches side by side")
     parser.add_argument("--peers", help="a Python that has Lightning")
     parser.add_argument("--results", type=Path, default=RESULTS, help="a folder to go on in")
@@ -249,6 +255,8 @@ def main() -> int:
     given = parser.parse_args()
     if given.jobs < 1:
         parser.error(f"--jobs is {given.jobs}; it is at least 1")
+    if not 0 < given.part <= 1:
+        parser.error(f"--part is {given.part}; it is above 0 and at most 1")
     ledger = Ledger(given.results)
     if given.table:
         print(table(ledger))
@@ -265,7 +273,7 @@ def main() -> int:
     if "lightning" not in known:
         print("Lightning is left out: name a Python that has it with --peers")
     until = time.monotonic() + 60 * given.minutes
-    campaign = Campaign(ledger, known, until, given.batch, given.jobs)
+    campaign = Campaign(ledger, known, until, given.batch, given.jobs, given.part)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: no batch is left behind
     code = 0
     try:

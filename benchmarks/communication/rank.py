@@ -8,7 +8,6 @@ on each rank and goes on when it is asked for again.
 
 from __future__ import annotations
 
-import datetime
 import json
 import math
 import os
@@ -24,6 +23,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import gloo_rank
+
 from communication.links import sent_bytes
 from communication.methods import Method
 
@@ -34,18 +35,7 @@ LOOK = 10  # steps of a training between two looks at the clock
 
 def main() -> None:
     what, spec = sys.argv[1], json.loads(Path(sys.argv[2]).read_text())
-    rank = int(os.environ["RANK"])
-    torch.set_num_threads(1)
-    if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{os.environ['HASTEN_RENDEZVOUS']}",
-        rank=rank,
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=datetime.timedelta(minutes=10),
-    )
+    rank = gloo_rank.join(own_core=True)
     raw = bytearray(Path(spec["text"]).read_bytes())
     text = torch.frombuffer(raw, dtype=torch.uint8)
     found = speed(spec, rank, text) if what == "speed" else loss(spec, rank, text)

@@ -5,7 +5,6 @@ python rank.py SPEC.json      the answer is a line of JSON on rank 0's output
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import random
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import gloo_rank
 from communication.links import sent_bytes
 
 from hasten.core.step import training
@@ -103,19 +103,8 @@ def first_says(value: float, group: Any) -> float:
 
 def main() -> None:
     spec = json.loads(Path(sys.argv[1]).read_text())
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(1)
-    if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{os.environ['HASTEN_RENDEZVOUS']}",
-        rank=rank,
-        world_size=size,
-        timeout=datetime.timedelta(minutes=10),
-    )
-    found = turns(spec, World(rank, rank, size))
+    rank = gloo_rank.join(own_core=True)
+    found = turns(spec, World(rank, rank, dist.get_world_size()))
     if rank == 0:
         print("FOUND " + json.dumps(found), flush=True)
     dist.barrier()

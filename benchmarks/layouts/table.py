@@ -11,13 +11,12 @@ Student interval of the mean logarithm.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hasten.measure.statistics import student_quantile
+from hasten.measure.statistics import paired_ratio
 
 ALONE, APART = "alone", "apart"
 LEAST = 60.0  # seconds of a sitting
@@ -80,17 +79,6 @@ def together(
     return rounds, alike[-1]["models"] if alike else {}
 
 
-def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """Median, and the ends of the mean logarithm's 95 % interval (both nan for a single round)."""
-    middle = statistics.median(ratios)
-    if len(ratios) < 2:
-        return middle, math.nan, math.nan
-    logs = [math.log(r) for r in ratios]
-    wide = student_quantile(0.975, len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
-    mean = statistics.fmean(logs)
-    return middle, math.exp(mean - wide), math.exp(mean + wide)
-
-
 def rows(rounds: Mapping[str, Any], models: Mapping[str, str], world: int) -> list[str]:
     """The table of a place, in Markdown; efficiency is 1 where a layout costs nothing."""
     lines = [
@@ -113,9 +101,9 @@ def rows(rounds: Mapping[str, Any], models: Mapping[str, str], world: int) -> li
         for way in (ALONE, APART):
             base = rounds[f"{way} {kind}"]["rate"]
             whole = world if way == ALONE else 1
-            found = interval([a / (whole * b) for a, b in zip(rate, base, strict=True)])
-            around = f" [{found[1]:.2f}, {found[2]:.2f}]" if len(rate) > 1 else ""
-            against.append(f"{found[0]:.2f}{around}")
+            ratio = paired_ratio([whole * b for b in base], rate)
+            around = f" [{ratio.low:.2f}, {ratio.high:.2f}]" if len(rate) > 1 else ""
+            against.append(f"{ratio.median:.2f}{around}")
         sent = statistics.mean(rounds[name]["bytes"]) / 1e6
         lines.append(
             f"| {name} | {kind} | {statistics.median(rate):,.0f} | {' | '.join(against)} "

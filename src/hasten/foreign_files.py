@@ -15,6 +15,7 @@ import json
 import os
 import re
 import stat
+from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path, PurePath
 from typing import Any
@@ -23,6 +24,8 @@ from hasten.errors import InputError
 
 STOP_FILE = "stop"  # written into a run's folder by others: it saves and stops after its step
 LARGEST_JSON = 64 << 20  # bytes; the index of a model with 100,000 tensors has 10 million
+LARGEST_LOG = 1 << 30  # bytes; a line for each step of a run has about 500
+LONGEST_LINE = 1 << 20  # bytes
 # NUL ends a path in the kernel, and half a surrogate pair can't be written as UTF-8.
 _UNWRITABLE = re.compile("[\x00\ud800-\udfff]")
 
@@ -112,6 +115,41 @@ def read_json_object(path: Path, what: str, limit: int = LARGEST_JSON) -> dict[s
             f"{path} is not a {what}: it holds a {type(content).__name__}, expected an object"
         )
     return content
+
+
+def json_lines(path: Path, what: str, largest: int = LARGEST_LOG) -> Iterator[dict[str, Any]]:
+    """The objects of a file with one in each line; an unfinished last line is left out.
+
+    Lines are read one by one: a million of them take no memory. ``what`` names in messages the
+    kind of file that is expected.
+
+    Raises:
+        InputError: the file can't be read or is too large, or a line isn't an object.
+    """
+    count = 0
+    try:
+        with open_regular(path) as file:
+            if os.fstat(file.fileno()).st_size > largest:
+                raise InputError(f"{path} is larger than {largest} bytes; that is not a {what}")
+            while line := file.readline(LONGEST_LINE + 1):
+                count += 1
+                if len(line) > LONGEST_LINE:
+                    raise InputError(f"{path}:{count} is longer than {LONGEST_LINE} bytes")
+                if not line.strip():
+                    continue
+                try:
+                    entry = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    if not file.read(1):
+                        break
+                    why = str(error)[:80]
+                    raise InputError(f"{path}:{count} is not JSON: {why}") from error
+                if not isinstance(entry, dict):
+                    raise InputError(f"{path}:{count} is not an object of JSON")
+                yield entry
+    except OSError as error:
+        reason = error.strerror or error
+        raise InputError(f"{path}: {reason}; give the path of a {what}") from error
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

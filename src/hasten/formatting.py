@@ -190,9 +190,15 @@ def did_you_mean(word: object, options: Iterable[str]) -> str:
 
 # Texts of others: no terminal obeys one.
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# Control characters, line ends of Unicode, and marks that turn the direction of text.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 def shown(text: str) -> str:
-    """The text with control characters other than tabs and line ends as `\\x1b`."""
-    return _CONTROL.sub(lambda match: f"\\x{ord(match.group()):02x}", text)
+    """The text with what terminals obey, other than tabs and line ends, as `\\x1b` or `\\u202e`."""
+
+    def code(match: re.Match[str]) -> str:
+        number = ord(match.group())
+        return f"\\x{number:02x}" if number < 0x80 else f"\\u{number:04x}"
+
+    return _CONTROL.sub(code, text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from typing import Any, Protocol
@@ -35,6 +36,13 @@ class SilentProgress:
     def show(self, text: str, share: float) -> None: ...
 
 
+class _Console(Console):
+    """A console whose reader may end before the work does; rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        """Continues without output."""
+
+
 class Display:
     """Tells what happens and how long the rest will take.
 
@@ -47,7 +55,7 @@ class Display:
 
     def __init__(self, by_thread: bool = True) -> None:
         self._by_thread = by_thread
-        self.console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+        self.console = _Console(file=sys.stderr, highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
         self._task: Any = None
         self._began = time.monotonic()
@@ -73,8 +81,9 @@ class Display:
             self._bar.stop()
 
     def tell(self, text: str) -> None:
-        """One line that stays."""
-        self.console.print(shown(text), markup=False)
+        """One line that stays, if it can be written: a full log ends no work."""
+        with contextlib.suppress(OSError):
+            self.console.print(shown(text), markup=False)
 
     def begin(self) -> None:
         """Begins a new piece of work, with an ETA of its own."""

@@ -242,6 +242,22 @@ def test_a_wrong_variable_is_a_sentence_and_exit_code_2(
     assert "Traceback" not in err
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", [["--version"], ["--help"]], ids=str)
+def test_an_output_without_room_is_a_sentence(words: list[str], unbuffered: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "hasten", *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        )
+    sentence = "the output can't be written: No space left on device; name another place"
+    assert (done.returncode, done.stderr) == (1, f"hasten: {sentence}\n")
+
+
 @pytest.mark.slow
 def test_a_terminal_of_ascii_alone_and_a_name_that_is_not_utf_8_are_printed(
     tmp_path: Path,

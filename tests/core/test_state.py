@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -197,3 +200,69 @@ def test_an_optimizer_state_of_no_weight_is_refused(name: str) -> None:
     tensors, meta = state_of(session)
     with pytest.raises(InputError, match="checkpoint is damaged"):
         restore(session, {**tensors, name: torch.zeros(2)}, meta)
+
+
+def changes_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Tensors of other kinds and shapes that a forged file may hold in the place of one."""
+    other = torch.float64 if tensor.dtype != torch.float64 else torch.float32
+    if tensor.ndim:  # a count of steps is the same in any precision
+        yield tensor.to(other)
+    yield tensor.to(torch.bool)
+    yield tensor.to(torch.complex64)
+    yield torch.stack([tensor, tensor])
+    yield tensor.flatten()[:0]
+
+
+@pytest.mark.parametrize("techniques", [[], [BF16MasterWeights()], [Muon()]], ids=str)
+def test_a_tensor_of_another_kind_or_shape_is_refused_or_comes_back_the_same(
+    techniques: list[Technique],
+) -> None:
+    first, second = (session_of(language_job(steps=1), *techniques) for _ in range(2))
+    run(first)
+    tensors, meta = state_of(first)
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    for name in tensors:
+        # A weight without any state may be one that no step has moved.
+        parts = [{n: t for n, t in tensors.items() if n != name}] * (not name.endswith("/momentum"))
+        parts += [{**tensors, name: changed} for changed in changes_of(tensors[name])]
+        for part in parts:
+            with contextlib.suppress(InputError):
+                restore(second, part, meta)
+                again, _ = state_of(second)
+                assert same(dict(sorted(again.items())), dict(sorted(tensors.items()))), name
+
+
+VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
+FOREIGN = st.recursive(
+    VALUES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=4,
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every part of a JSON value; of a list of numbers only the first."""
+    if path:
+        yield path
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else [*enumerate(value)][:1]:
+            yield from places(inner, (*path, key))
+
+
+@pytest.fixture(scope="module")
+def saved(session: Any) -> tuple[dict[str, torch.Tensor], str]:
+    session.setup.average = Remembers()
+    tensors, meta = state_of(session)
+    return {name: tensor.clone() for name, tensor in tensors.items()}, json.dumps(meta)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), value=FOREIGN)
+def test_whatever_a_checkpoint_says_beside_its_tensors_is_used_or_refused(
+    session: Any, saved: tuple[dict[str, torch.Tensor], str], data: Any, value: Any
+) -> None:
+    tensors, meta = saved[0], json.loads(saved[1])
+    *path, last = data.draw(st.sampled_from([*places(meta)]))
+    functools.reduce(lambda part, key: part[key], path, meta)[last] = value
+    with contextlib.suppress(InputError):
+        restore(session, tensors, meta)

@@ -232,4 +232,5 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path: P
 
 
 def test_control_characters_are_shown_and_text_stays() -> None:
-    assert shown("a\x1b]0;b\x07\x9b\x7f\r\tc\n你") == "a\\x1b]0;b\\x07\\x9b\\x7f\\x0d\tc\n你"
+    assert shown("a\x1b]0;b\x07\x7f\r\tc\n你") == "a\\x1b]0;b\\x07\\x7f\\x0d\tc\n你"
+    assert shown("a\x9b\u202eb\u2028c") == "a\\u009b\\u202eb\\u2028c"

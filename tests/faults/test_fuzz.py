@@ -1,12 +1,14 @@
-"""Any bytes in the place of a foreign file are read or refused in one sentence, in bounded time.
+"""Any foreign file is read or refused in one sentence, in bounded time.
 
-Each harness starts from a sound file and damages it; what was found once is in ``FOUND`` and is
-tried first. ``make campaign`` runs the same with more examples (HASTEN_FUZZ).
+A harness starts from a sound file. It damages its bytes; what was found once is in ``FOUND`` and is
+tried first. Or it puts any value in the place of one of its values. ``make campaign`` runs the same
+with more examples (HASTEN_FUZZ).
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import io
 import json
@@ -14,7 +16,7 @@ import os
 import re
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +28,32 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save as packed
 
+from hasten.core.technique import Technique
 from hasten.data.json_reader import scan_json, scan_lines
 from hasten.data.readers import read_examples
 from hasten.data.template_sandbox import UnrenderedError, render
 from hasten.errors import InputError
 from hasten.foreign_files import read_json_object
+from hasten.launch.cluster import CloudConfig
+from hasten.models.architecture import Architecture
+from hasten.models.load import count_parameters, read_config
+from hasten.models.presets import PRESETS, build_config
 from hasten.models.weights import INDEX, weight_files
 from hasten.monitor.run import Run
 from hasten.monitor.server import MonitorServer
 from hasten.parts import checkpoint
+from hasten.parts.distributed.deepspeed_config import INSIDE, TOP
+from hasten.planner.inputs import PlanOptions, cluster_of, predicted_lines, predicted_section
+from hasten.planner.launching import planned
+from hasten.planner.layout import PlannedJob, PlannedLayout
+from hasten.recipe.build import requested_plan
+from hasten.recipe.importers import FORMATS
 from hasten.recipe.importers import read as read_import
-from hasten.recipe.schema import load_recipe
+from hasten.recipe.schema import Recipe, load_recipe, recipe_from
+from hasten.recipe.shorthands import meaning_of
+from hasten.report.page import render_markdown, write_report
 from hasten.report.runs import read_runs
+from hasten.techniques import CATALOGUE
 from watched import TOKEN, get, serving, write_run
 
 EXAMPLES = int(os.environ.get("HASTEN_FUZZ", "25"))
@@ -240,3 +256,171 @@ def test_an_http_request(monitor: MonitorServer) -> None:
 
     answers()
     assert get(monitor.port, "/metrics")[0] == 200
+
+
+# Files that are what they should be, with any value under a key that is known.
+
+LEAVES = (
+    *(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=6)),
+    st.sampled_from(("../../x", "/dev/zero", "a\nb: c", "1e999", "[1]", "{}", "auto", "\x1b[2J")),
+)
+ANY = st.recursive(
+    st.one_of(LEAVES),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=4,
+)
+
+
+def values_of(keys: Iterable[str]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.dictionaries(st.sampled_from(sorted(keys)), ANY, min_size=1, max_size=4)
+
+
+def replaced(content: Any) -> st.SearchStrategy[Any]:
+    """A JSON value in which one value is another."""
+
+    @st.composite
+    def one_other(draw: st.DrawFn) -> Any:
+        changed = json.loads(json.dumps(content))
+        *path, last = draw(st.sampled_from([*paths(changed)]))
+        functools.reduce(lambda part, key: part[key], path, changed)[last] = draw(ANY)
+        return changed
+
+    return one_other()
+
+
+def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every part of a JSON value."""
+    if path:
+        yield path
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from paths(inner, (*path, key))
+
+
+FUZZED = settings(max_examples=EXAMPLES, deadline=None)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: str(form.NAME))
+def test_a_key_of_another_trainer_with_any_value(form: Any) -> None:
+    @FUZZED
+    @given(values=values_of(form.KEYS))
+    def reads(values: dict[str, Any]) -> None:
+        marks = dict.fromkeys(form.MARKS, "a")
+        with file_of("x.json", json.dumps(marks | values).encode()) as path:
+            refused_in_a_sentence(lambda: read_import(path).to_yaml("x.json"))
+
+    reads()
+
+
+@FUZZED
+@given(values=values_of(Recipe.model_fields))
+def test_a_key_of_a_recipe_with_any_value(values: dict[str, Any]) -> None:
+    good = {"model": "deepseek-llm-tiny", "dataset": "stdlib", "max_steps": 3}
+    refused_in_a_sentence(lambda: requested_plan(recipe_from(good | values, "x.yaml")))
+
+
+@FUZZED
+@given(data=st.data(), technique=st.sampled_from(CATALOGUE))
+def test_a_setting_of_a_technique_with_any_value(data: Any, technique: type[Technique]) -> None:
+    entry = {technique.name(): data.draw(ANY)}
+    if names := [field.name for field in dataclasses.fields(technique)]:
+        entry = {technique.name(): data.draw(values_of(names))}
+    good = {"model": "deepseek-llm-tiny", "dataset": "stdlib", "max_steps": 3, "plan": [entry]}
+    refused_in_a_sentence(lambda: requested_plan(recipe_from(good, "x.yaml")))
+
+
+@FUZZED
+@given(data=st.data())
+def test_a_key_of_deepspeed_with_any_value(data: Any) -> None:
+    config: dict[str, Any] = {"train_batch_size": 8, "zero_optimization": {"stage": 1}}
+    if section := data.draw(st.sampled_from([None, *INSIDE])):
+        config[section] = data.draw(values_of(INSIDE[section]))
+    else:
+        config |= data.draw(values_of(TOP))
+    refused_in_a_sentence(lambda: meaning_of(config, {"nproc": 2}, []), ValueError)
+
+
+CONFIG: dict[str, Any] = build_config(PRESETS["v3-tiny"]).to_dict()
+
+
+@FUZZED
+@given(values=values_of((*CONFIG, "rope_scaling", "layer_types", "auto_map", "dtype")))
+def test_a_key_of_a_model_s_config_with_any_value(values: dict[str, Any]) -> None:
+    with file_of("config.json", json.dumps(CONFIG | values).encode()) as path:
+        refused_in_a_sentence(lambda: count_parameters(read_config(str(path.parent))))
+        refused_in_a_sentence(lambda: Architecture.from_config(path.parent))
+
+
+DEVICE = {"name": "x", "peak16": 1e14, "memory_bytes": 8e10, "memory_rate": 2e12, "link": 1e11}
+RATES = {
+    "kind": "hasten machine rates",
+    "products": [{"dtype": "bf16", "best": 1e12}],
+    "copies": [{"way": "memory", "best": 1e10}],
+}
+STEP = {"step": 1, "loss": 2.5, "tokens": 10, "step_seconds": 0.5, "positions": 512}
+RUN_RECIPE = {"model": "deepseek-llm-tiny", "cutoff_len": 512, "vocabulary": 4096, "plan": ["ddp"]}
+SUMMARY = {
+    "stopped": "done",
+    "world_size": 1,
+    "tokens": 10,
+    "hardware": {"accelerators": [], "memory_limit_bytes": 24e9},
+    "cost": {"total": 1.0, "currency": "EUR"},
+}
+OPTIONS = dict.fromkeys(field.name for field in dataclasses.fields(PlanOptions)) | {
+    "cluster": "fat_tree",
+    "nodes": 1,
+    "gpus_per_node": 8,
+    "memory": 16.0,
+}
+
+
+@pytest.mark.parametrize("figures", [DEVICE, RATES], ids=["a device", "measured rates"])
+def test_the_figures_of_a_device_with_any_value(figures: dict[str, Any]) -> None:
+    @FUZZED
+    @given(changed=replaced(figures))
+    def reads(changed: Any) -> None:
+        with file_of("gpu.json", json.dumps(changed).encode()) as path:
+            options: Any = PlanOptions(**OPTIONS | {"gpu": str(path)})
+            refused_in_a_sentence(lambda: cluster_of(options))
+
+    reads()
+
+
+@FUZZED
+@given(step=replaced(STEP), recipe=replaced(RUN_RECIPE), summary=replaced(SUMMARY))
+def test_a_run_of_others_with_any_value(step: Any, recipe: Any, summary: Any) -> None:
+    with file_of("metrics.jsonl", (json.dumps(step) + "\n").encode() * 9) as path:
+        folder = path.parent
+        (folder / "recipe.yaml").write_text(json.dumps(recipe))
+        (folder / "summary.json").write_text(json.dumps(summary))
+        (folder / "run.json").write_text(json.dumps(summary | recipe))
+        for read in (predicted_lines, predicted_section, read_runs):
+            refused_in_a_sentence(lambda read=read: read(folder))  # type: ignore[misc]
+        run = Run("run", folder)
+        run.look()
+        json.dumps(run.standing(), allow_nan=False)
+
+
+PLANNED = {
+    "best": [{"layout": dataclasses.asdict(PlannedLayout(dp=8))}],
+    "job": dataclasses.asdict(PlannedJob(4096, 8, tokens=1e6)),
+}
+
+
+@FUZZED
+@given(changed=replaced(PLANNED))
+def test_a_plan_for_megatron_with_any_value(changed: Any) -> None:
+    recipe = recipe_from({"model": "deepseek-llm-tiny", "dataset": "stdlib", "epochs": 1}, "x.yaml")
+    with file_of("plan.json", json.dumps(changed).encode()) as path:
+        refused_in_a_sentence(lambda: planned(recipe, CloudConfig(1, 8, "fat_tree"), "", path))
+
+
+REPORT = json.loads((Path(__file__).parents[1] / "report/data/report_full.json").read_text())
+
+
+@FUZZED
+@given(changed=replaced(REPORT))
+def test_a_report_of_others_with_any_value(changed: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        refused_in_a_sentence(lambda: write_report(changed, Path(folder)))
+        refused_in_a_sentence(lambda: render_markdown(changed))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -156,11 +157,23 @@ def test_another_models_adapter_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"r": 10**12}, "has the rank 1000000000000; expected a whole number from 1 to 65,536"),
-        ({"rank_pattern": {"q_proj": "x"}}, "has the rank x"),
+        ({"r": 10**12}, "has r '1000000000000'; it must be a whole number from 1 to 65,536"),
+        ({"r": True}, "has r 'True'"),
+        ({"r": None}, "has no rank r"),
+        ({"rank_pattern": {"q_proj": "x"}}, "has rank_pattern"),
+        ({"rank_pattern": {"(a+)+b": 4}}, "has rank_pattern"),
+        ({"alpha_pattern": {"(a|a)*b": 4}}, "has alpha_pattern"),
         ({"peft_type": "BONE"}, "has peft_type 'BONE'; supported: LORA"),
-        ({"target_modules": "(a+)+b"}, "has the expression '(a+)+b' as target_modules"),
-        ({"lora_alpha": "x"}, "is no adapter of this model"),
+        ({"task_type": "SEQ_CLS"}, "has task_type 'SEQ_CLS'; it must be CAUSAL_LM"),
+        ({"target_modules": "(a+)+b"}, "has target_modules '(a+)+b'; it must be a list of names"),
+        ({"exclude_modules": "(a+)+b"}, "has exclude_modules '(a+)+b'"),
+        ({"layers_pattern": "(a+)+b"}, "has layers_pattern '(a+)+b'"),
+        ({"lora_alpha": "x"}, "has lora_alpha 'x'; it must be a number above 0"),
+        ({"lora_alpha": math.nan}, "has lora_alpha 'nan'"),
+        ({"lora_dropout": math.inf}, "has lora_dropout 'inf'"),
+        ({"init_lora_weights": "pissa"}, "has init_lora_weights 'pissa'"),
+        ({"megatron_config": {"a": 1}, "megatron_core": "antigravity"}, "has megatron_config"),
+        ({"trainable_token_indices": [0]}, "it must be left out: hasten doesn't read it"),
     ],
 )
 def test_a_config_of_an_adapter_that_is_no_such_thing_is_a_sentence(

@@ -149,6 +149,8 @@ def test_what_alone_is_wanted_runs_beside_itself_and_no_further_than_wanted(
     assert campaign._next(turns, [kills, configs]) == kills
     assert campaign._next([kills], [kills]) == kills
     assert campaign._next([kills], [kills, kills]) is None  # 400 + 2 x 400 of 1,000
+    campaign.part = 0.4
+    assert campaign._next([kills], []) is None  # a sample of 400 is done
 
 
 def test_a_batch_that_was_cut_off_is_done_again_and_no_other_twice(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
+from hasten.cli.output import say
 from hasten.errors import InputError
 from hasten.machine.files import write_atomic
 
@@ -155,7 +156,7 @@ class WriteBack:
         )
 
         if not (self.requested or self.target):
-            print(f"to put this into the recipe: {command_line()} --write")
+            say(f"to put this into the recipe: {command_line()} --write")
             return
         difference = write_back(self.recipe, changes, self.target)
-        print(difference or f"{self.recipe} has these settings already")
+        say(difference or f"{self.recipe} has these settings already")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hasten.cli.output import say
 from hasten.errors import InputError
 from hasten.formatting import shown
 
@@ -74,7 +75,7 @@ def chat(
     conversation = _Conversation(models, system, Sampling(max_new_tokens, temperature, top_p))
     interactive = sys.stdin.isatty()
     if interactive:
-        print("/new starts a new conversation, /quit or Ctrl-D ends.", file=sys.stderr)
+        say("/new starts a new conversation, /quit or Ctrl-D ends.", file=sys.stderr)
     for question in _questions(interactive):
         if not interactive or question == "/new":
             conversation.start()
@@ -85,12 +86,12 @@ def chat(
         except InputError as error:
             if not interactive:
                 raise
-            print(error, file=sys.stderr)
+            say(error, file=sys.stderr)
             continue
         if as_json:
             names = _names(models)
             row = {"question": question, "answers": dict(zip(names, answers, strict=True))}
-            print(json.dumps(row, ensure_ascii=False), flush=True)
+            say(json.dumps(row, ensure_ascii=False), flush=True)
 
 
 class _Conversation:
@@ -171,7 +172,7 @@ class _Display:
         if self._live is not None:
             self._live.stop()
         elif self._begun:
-            print(flush=True)
+            say(flush=True)
 
     def writer(self, number: int) -> Callable[[str], None]:
         """The function that receives the pieces of one model's answer."""
@@ -183,9 +184,9 @@ class _Display:
                 self._live.update(self._columns())
             elif self._printed:
                 if number not in self._begun and len(self._names) > 1:
-                    print(f"{chr(10) if self._begun else ''}[{self._names[number]}]")
+                    say(f"{chr(10) if self._begun else ''}[{self._names[number]}]")
                 self._begun.add(number)
-                print(text, end="", flush=True)
+                say(text, end="", flush=True)
 
         return write
 

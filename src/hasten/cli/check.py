@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from hasten.cli.arguments import Overrides
+from hasten.cli.output import say
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
@@ -76,7 +77,7 @@ def check(
             checks.run("batch", lambda: _batch(recipe, data, context, plan))
             checks.run("memory", lambda: _memory(recipe, data, context, plan), _may_run_out)
     if data is not None:
-        print(f"\n{first_example(data)}")
+        say(f"\n{first_example(data)}")
     return 2 if checks.failed else 0
 
 
@@ -90,7 +91,7 @@ class _Checks:
         self.failed = False
 
     def note(self, name: str, text: str, status: Status = "ok") -> None:
-        print(f"{status:<4} {name:<12} {text}", flush=True)
+        say(f"{status:<4} {name:<12} {text}", flush=True)
         self.failed = self.failed or status == "FAIL"
 
     def run(
@@ -326,15 +327,15 @@ def show_ds_config(file: Path, recipe: Path | None, overrides: Sequence[str]) ->
     for fate in (HONOURED, IGNORED, REFUSED):
         for row in meaning.rows:
             if row.fate == fate:
-                print(f"{fate:<9} {row.key:<{width}}  {row.explanation}")
+                say(f"{fate:<9} {row.key:<{width}}  {row.explanation}")
     ranks = world_of(values)
-    print(f"\nto a recipe, for {ranks} rank(s):")
+    say(f"\nto a recipe, for {ranks} rank(s):")
     if ranks == 1:
-        print("  one rank: ZeRO has nothing to shard, whatever its stage; give nproc=N for several")
+        say("  one rank: ZeRO has nothing to shard, whatever its stage; give nproc=N for several")
     for name, value in settings_of(meaning).items():
-        print(f"  {name}: {value}")
+        say(f"  {name}: {value}")
     for entry in techniques_of(meaning, values):
-        print(f"  plan: {entry}")
+        say(f"  plan: {entry}")
     if not meaning.refused:
-        print(f"`deepspeed: {file}` in a recipe trains so; deep_speed in its plan, on DeepSpeed")
+        say(f"`deepspeed: {file}` in a recipe trains so; deep_speed in its plan, on DeepSpeed")
     return 2 if meaning.refused else 0

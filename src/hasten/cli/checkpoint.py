@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hasten.cli.arguments import output_option
+from hasten.cli.output import say
 from hasten.errors import InputError
 
 if TYPE_CHECKING:
@@ -37,17 +38,17 @@ def ls(folder: Folder) -> None:
         try:
             manifest = read_manifest(path)
         except DamagedCheckpointError as error:
-            typer.echo(f"{path.name}  DAMAGED: {error}")
+            say(f"{path.name}  DAMAGED: {error}")
             continue
         except ValueError as error:
-            typer.echo(f"{path.name}  {error}")
+            say(f"{path.name}  {error}")
             continue
         size = sum(entry["bytes"] for entry in manifest["files"].values())
         packed = "  packed" if manifest.get("coded") else ""
         base = f"  differs from {manifest['base']['name']}" if manifest.get("base") else ""
-        typer.echo(f"{path.name}  {size / 1e6:,.1f} MB  {when}{packed}{base}")
+        say(f"{path.name}  {size / 1e6:,.1f} MB  {when}{packed}{base}")
     for path, reason in _set_aside(_home(folder)):
-        typer.echo(f"{path.name}  {reason}")
+        say(f"{path.name}  {reason}")
 
 
 @app.command("verify")
@@ -61,9 +62,9 @@ def verify(folder: Folder) -> None:
             read_verified(path, thorough=True)
         except ValueError as error:
             damaged += 1
-            typer.echo(f"{path.name}  NOT WHOLE: {error}")
+            say(f"{path.name}  NOT WHOLE: {error}")
         else:
-            typer.echo(f"{path.name}  whole")
+            say(f"{path.name}  whole")
     if damaged:
         raise typer.Exit(DAMAGED)
 
@@ -77,8 +78,8 @@ def diff(one: One, other: One) -> None:
         difference = _difference(ours.get(name), theirs.get(name), left_path.name, right_path.name)
         equal += not difference
         if difference:
-            typer.echo(f"{name}  {difference}")
-    typer.echo(f"{equal} tensors are equal bit for bit")
+            say(f"{name}  {difference}")
+    say(f"{equal} tensors are equal bit for bit")
 
 
 @app.command("convert")
@@ -93,7 +94,7 @@ def convert(
     from hasten.models.convert import convert as write
 
     count = write(source, output, typer.echo)
-    typer.echo(f"{count} tensors: {output}")
+    say(f"{count} tensors: {output}")
 
 
 def _difference(one: Tensor | None, other: Tensor | None, left_name: str, right_name: str) -> str:

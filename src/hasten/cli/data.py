@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hasten.cli.arguments import AsJson, Overrides, RecipePath, output_option
+from hasten.cli.output import say
 from hasten.errors import InputError
-from hasten.formatting import shown
 
 if TYPE_CHECKING:
     from hasten.data.conversation import Conversation
@@ -45,8 +45,9 @@ def inspect(
                 f"example {index + 1} begins with two {data.tokenizer.bos_token}: the chat "
                 "template and the tokenizer both add one; correct the template"
             )
-        print(f"--- {index + 1}: {example.length} tokens, {example.trained_tokens} of them trained")
-        print(rendered(data.tokenizer, example, colour))
+        say(f"--- {index + 1}: {example.length} tokens, {example.trained_tokens} of them trained")
+        # Texts are escaped in it; what is left are its own colours.
+        sys.stdout.write(f"{rendered(data.tokenizer, example, colour)}\n")
 
 
 @app.command("stats")
@@ -77,13 +78,13 @@ def stats(
     if as_json:
         values = {**statistics.__dict__, "bins": [b.__dict__ for b in statistics.bins]}
         values |= {"padding_share": 1 - ways[0].fullness, "batch": batch, "advice": chosen}
-        print(json.dumps({**values, "layouts": [w.__dict__ for w in ways]}, indent=1))
+        say(json.dumps({**values, "layouts": [w.__dict__ for w in ways]}, indent=1))
         return
     _print(statistics)
     _print_layouts(ways, chosen)
-    print(first_plan_sentence(recipe, context_of(recipe, data)))
+    say(first_plan_sentence(recipe, context_of(recipe, data)))
     if output is not None:
-        print(f"\nwritten: {output}")
+        say(f"\nwritten: {output}")
 
 
 @app.command("pack")
@@ -121,14 +122,14 @@ def pack(
             lambda done, total: display.show(f"packing, {done:,} of {total:,} rows", done / total),
         )
     examples = len(data.train)
-    print(
+    say(
         f"examples    {examples:,}, {packing.tokens:,} tokens; the held-out ones are not among them"
     )
-    print(
+    say(
         f"rows       {packing.rows:,} of {packing.row_tokens:,} tokens, {packing.fullness:.2%} full"
     )
-    print(f"bound      {packing.lower_bound:,}: no packing has fewer rows")
-    print(f"written    {output}: {', '.join(COLUMNS)}")
+    say(f"bound      {packing.lower_bound:,}: no packing has fewer rows")
+    say(f"written    {output}: {', '.join(COLUMNS)}")
 
 
 @app.command("convert")
@@ -155,19 +156,19 @@ def convert(
         raise InputError(f"{output} can't be written: {error.strerror or error}") from error
     for file_name, shape in reading.shapes.items():
         unread = unread_words(reading.unread.get(file_name, ()))
-        print(shown(f"{file_name}: {shape} examples{unread}"))
+        say(f"{file_name}: {shape} examples{unread}")
         if sentence := placeholder_words(reading.placeholders.get(file_name, {})):
-            print(shown(f"warning: {file_name}: {sentence}"))
+            say(f"warning: {file_name}: {sentence}")
     for rejected in reading.rejected:
-        print(shown(f"left out {rejected.file}:{rejected.line}: {rejected.reason}"))
-    print(f"{len(reading.conversations):,} examples: {output}")
+        say(f"left out {rejected.file}:{rejected.line}: {rejected.reason}")
+    say(f"{len(reading.conversations):,} examples: {output}")
 
 
 def _data(recipe: Recipe) -> PreparedData:
     from hasten.recipe.prepared_data import prepare_data, template_advice
 
     def tell(text: str) -> None:
-        print(shown(text), file=sys.stderr)
+        say(text, file=sys.stderr)
 
     data = prepare_data(recipe, Path(recipe.output) / "data", tell)
     for sentence in template_advice(recipe, data):
@@ -192,24 +193,22 @@ def _row(conversation: Conversation) -> dict[str, object]:
 
 def _print(statistics: DataStatistics) -> None:
     quantiles = ", ".join(f"{q} %: {n:,}" for q, n in statistics.quantiles.items())
-    print(f"examples         {statistics.examples:,}, {statistics.duplicates:,} of them duplicates")
+    say(f"examples         {statistics.examples:,}, {statistics.duplicates:,} of them duplicates")
     share = statistics.trained_tokens / statistics.tokens
-    print(f"tokens          {statistics.tokens:,}, {share:.1%} of them trained")
-    print(f"tokens/example   {statistics.shortest:,} to {statistics.longest:,}; {quantiles}\n")
+    say(f"tokens          {statistics.tokens:,}, {share:.1%} of them trained")
+    say(f"tokens/example   {statistics.shortest:,} to {statistics.longest:,}; {quantiles}\n")
     most = max(b.examples for b in statistics.bins)
     for one in statistics.bins:
         bar = "█" * round(BAR * one.examples / most) or ("▏" if one.examples else "")
         share = one.tokens / statistics.tokens
         name = f"{one.low:,}-{one.high - 1:,}" if one.high - one.low > 1 else f"{one.low:,}"
-        print(f"{name:>15} {bar:<{BAR}} {one.examples:>9,}  {share:5.1%} of tokens")
+        say(f"{name:>15} {bar:<{BAR}} {one.examples:>9,}  {share:5.1%} of tokens")
 
 
 def _print_layouts(ways: Sequence[BatchLayout], chosen: str) -> None:
-    print(f"\n{'laid out as':<34} {'technique':<15} {'full':>7} {'rows':>11} {'bound':>11}")
+    say(f"\n{'laid out as':<34} {'technique':<15} {'full':>7} {'rows':>11} {'bound':>11}")
     for way in ways:
         bound = "-" if way.bound is None else f"{way.bound:,}"
         figures = f"{way.fullness:>7.1%} {way.rows:>11,} {bound:>11}"
-        print(f"{way.method:<34} {way.technique:<15} {figures}")
-    print(
-        f"\nfullest: {chosen}; other examples share a step then, so hasten verify judges the loss"
-    )
+        say(f"{way.method:<34} {way.technique:<15} {figures}")
+    say(f"\nfullest: {chosen}; other examples share a step then, so hasten verify judges the loss")

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from hasten.cli.arguments import STARTED, output_option
+from hasten.cli.output import say
 from hasten.core.plan import Plan
 from hasten.errors import InputError
 from hasten.formatting import duration, span
@@ -201,7 +202,7 @@ def demo(
     hardware = host.hardware()
     gpus = hardware.accelerators
     recipe = recipe_for(output, min((gpu.memory_bytes for gpu in gpus), default=0))
-    print(
+    say(
         f"hasten demo: {recipe.model} on Python's standard library, {hardware.short}\n"
         "seven variants of one training take turns, then the fastest trains; it ends within 6 min",
         flush=True,
@@ -228,7 +229,7 @@ def demo(
         summary, speed = _trained(subject.recipe, chosen, progress, clock, meter)
         progress.end()
     if report is None:
-        print(f"nothing could be measured: {_why_nothing(measured)}; {neighbours}")
+        say(f"nothing could be measured: {_why_nothing(measured)}; {neighbours}")
     else:
         report["samples"] = [
             {**s, "variant": _writer(summary, subject)} for s in summary["samples"]
@@ -237,7 +238,7 @@ def demo(
         _show_measured(report)
     _show_training(summary, chosen, speed, subject)
     _show_next_steps(output, report is not None)
-    print(f"\ndone in {duration(clock.spent)}\n{chosen.why}")
+    say(f"\ndone in {duration(clock.spent)}\n{chosen.why}")
 
 
 class _Clock:
@@ -387,7 +388,7 @@ def _share_cores(neighbours: Neighbours, stack: contextlib.ExitStack) -> None:
     count = neighbours.threads
     stack.enter_context(with_threads(count))
     threads = "1 thread" if count == 1 else f"{count} threads"
-    print(f"{neighbours}: every variant computes with {threads}", flush=True)
+    say(f"{neighbours}: every variant computes with {threads}", flush=True)
 
 
 def _measured(
@@ -519,9 +520,9 @@ def _show_measured(report: dict[str, Any]) -> None:
     from hasten.report.schema import read_report
 
     print_table(report)
-    print(design_line(report["design"]))
-    print(quality_words(read_report(report)))
-    print(verification_words(report["verification"]))
+    say(design_line(report["design"]))
+    say(quality_words(read_report(report)))
+    say(verification_words(report["verification"]))
 
 
 def quality_words(read: Mapping[str, Any]) -> str:
@@ -574,17 +575,17 @@ def _show_training(
     if summary["stopped"] == "time limit":
         allowed = duration(summary["seconds_allowed"])
         steps += f" of {summary['planned_steps']} (its {allowed} were over)"
-    print(
+    say(
         f"\ntraining with {chosen.name}: {steps}, {summary['tokens']:,} tokens"
         + (f", eval loss {loss:.4f}" if loss is not None else "")  # None: asked to leave
         + (f", {rate:,.0f} tokens/s" if rate else "")
         + f", saved in {summary['saved']}"
     )
     if speed is not None and (shortfall := speed.shortfall(TOO_SLOW)):
-        print(f"slower than measured: {shortfall}")
+        say(f"slower than measured: {shortfall}")
     for sample in summary["samples"]:
-        print(f"\n{_writer(summary, subject)}")
-        print(f"prompt:\n{_indented(sample['prompt'])}\nanswer:\n{_indented(sample['answer'])}")
+        say(f"\n{_writer(summary, subject)}")
+        say(f"prompt:\n{_indented(sample['prompt'])}\nanswer:\n{_indented(sample['answer'])}")
 
 
 def _writer(summary: Mapping[str, Any], subject: ExperimentSubject) -> str:
@@ -605,7 +606,7 @@ def _indented(text: str) -> str:
 
 def _show_next_steps(output: Path, has_page: bool) -> None:
     command = _command()
-    print(f"\nnext, in {Path.cwd()}:")
+    say(f"\nnext, in {Path.cwd()}:")
     rows = [
         (f"{command} init MODEL DATA", "a recipe for your own model and data"),
         (f"{command} train recipe.yaml", "trains it; plan: auto chooses the techniques"),
@@ -616,7 +617,7 @@ def _show_next_steps(output: Path, has_page: bool) -> None:
         rows.insert(0, (f"{opener} {page}", "curves and intervals; one file, needs no network"))
     width = max(len(row[0]) for row in rows)
     for row in rows:
-        print(f"  {row[0].ljust(width)}  {row[1]}")
+        say(f"  {row[0].ljust(width)}  {row[1]}")
 
 
 def _command() -> str:

@@ -18,6 +18,7 @@ from hasten.cli.arguments import (
     text_to_stderr,
     writable,
 )
+from hasten.cli.output import say
 from hasten.errors import InputError
 from hasten.formatting import size
 
@@ -78,7 +79,7 @@ def env(
     figures = registry.kept_figures if no_measure else registry.figures_here
     kernels = figures(job.device)
     if as_json:
-        print(json.dumps(_as_data(job, machine, speed, stored, kernels), indent=1))
+        say(json.dumps(_as_data(job, machine, speed, stored, kernels), indent=1))
         return
     _print_lines(job, machine, speed, stored, kernels)
 
@@ -143,9 +144,9 @@ def measure_machine(
             data["rates"] = rates.to_dict()
             if output is not None:
                 write_rates(rates, output)
-                print(f"written: {output} (in a recipe: `ceiling: {output}`)")
+                say(f"written: {output} (in a recipe: `ceiling: {output}`)")
     if as_json:
-        print(json.dumps(data, indent=1))
+        say(json.dumps(data, indent=1))
 
 
 def show_kernels(figures: DeviceFigures) -> None:
@@ -281,9 +282,9 @@ def _print_lines(
     kernels: DeviceFigures | None,
 ) -> None:
     for name, text in _lines(context, machine, speed, rates):
-        print(f"{name:<{WIDTH}} {text}")
+        say(f"{name:<{WIDTH}} {text}")
     if kernels is None:
-        print(f"{'kernels':<{WIDTH}} not measured: run hasten env --bench")
+        say(f"{'kernels':<{WIDTH}} not measured: run hasten env --bench")
     else:
         show_kernels(kernels)
 

@@ -23,6 +23,7 @@ from hasten.cli.arguments import (
     text_to_stderr,
     writable,
 )
+from hasten.cli.output import say
 from hasten.errors import InputError
 from hasten.formatting import aligned, wrapped
 
@@ -156,7 +157,7 @@ def clustered(
         if as_json or output is not None:
             option = "--json" if as_json else "--output"
             raise InputError(f"{option}: {name} is a finished run; its estimate is a table only")
-        print(of_a_run(Path(name), overrides, options))
+        say(of_a_run(Path(name), overrides, options))
         return
     recipe = recipe_of(name, overrides)
     if options.check_simulation and recipe is None:
@@ -200,11 +201,11 @@ def clustered(
         write(output, page(cluster_plan, price, nearest, changes))
     with text_to_stderr(as_json):
         for block in blocks:
-            print(wrapped(block, width))
+            say(wrapped(block, width))
         if output is not None:
-            print(f"page: {output}")
+            say(f"page: {output}")
     if as_json:
-        print(json.dumps(to_dict(cluster_plan, price), indent=1, allow_nan=False))
+        say(json.dumps(to_dict(cluster_plan, price), indent=1, allow_nan=False))
 
 
 def extras(cluster_plan: ClusterPlan, options: PlanOptions) -> list[str]:

@@ -11,6 +11,7 @@ import typer
 
 from hasten.cli.arguments import AsJson, writable, write_result
 from hasten.cli.chat import Run, Weights
+from hasten.cli.output import say
 from hasten.formatting import aligned
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def eval_(
     text = json.dumps(
         {"run": str(run), "compare": compare, "metrics": [*map(asdict, rows)]}, indent=1
     )
-    print(text if as_json else _table(rows))
+    say(text if as_json else _table(rows))
     if output is not None:
         write_result(output, text + "\n")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -10,7 +10,9 @@ from typing import Annotated, Any, get_args
 import typer
 
 from hasten.cli.arguments import AsJson
+from hasten.cli.output import say
 from hasten.errors import FAILED, UNSAVED, InputError
+from hasten.foreign_files import read_json_object
 from hasten.formatting import aligned
 
 
@@ -82,18 +84,18 @@ def export(
     request = Export(run, output, report=_report(report), **chosen)
     result = write(request, typer.echo if not as_json else lambda text: None)
     if as_json:
-        typer.echo((output / "export.json").read_text(encoding="utf-8").strip())
+        say((output / "export.json").read_text(encoding="utf-8").strip())
     else:
-        typer.echo(aligned(result.rows()))
+        say(aligned(result.rows()))
     for problem in result.problems:
-        typer.echo(f"warning: {problem}", err=True)
+        say(f"warning: {problem}", file=sys.stderr)
     if not result.is_equal:
         uploaded = "" if push is None else "; nothing was uploaded"
-        typer.echo(f"{output} isn't equal to the trained model{uploaded}", err=True)
+        say(f"{output} isn't equal to the trained model{uploaded}", file=sys.stderr)
         return FAILED
     address = None if push is None else upload(output, push, is_private=not public)
     if not as_json:
-        typer.echo(f"saved: {output}" + ("" if address is None else f"; uploaded: {address}"))
+        say(f"saved: {output}" + ("" if address is None else f"; uploaded: {address}"))
     warn_of_unsaved(result.unsaved)
     return UNSAVED if result.unsaved else 0
 
@@ -106,10 +108,7 @@ def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
 def _report(path: Path | None) -> dict[str, Any] | None:
     if path is None:
         return None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"--report {path} can't be read: {error}") from error
-    if not isinstance(content, dict) or not isinstance(content.get("variants"), list):
+    content = read_json_object(path, "report.json of an experiment")
+    if not isinstance(content.get("variants"), list):
         raise InputError(f"--report {path} is not the report.json of an experiment")
     return content

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hasten.cli.arguments import Overrides, output_option, writable, write_result
+from hasten.cli.output import say
 from hasten.errors import InputError
+from hasten.formatting import shown
 
 if TYPE_CHECKING:
     from hasten.recipe.importers import ImportedRecipe
@@ -50,13 +52,13 @@ def import_(
     show(imported, config)
     if output is not None:
         write_result(output, text)
-        print(f"saved: {output}")
+        say(f"saved: {output}")
     else:
-        print(f"\n{text}", end="")
+        say(f"\n{text}", end="")
     tell_format(imported.values)
     if imported.missing:
-        print(f"to be filled in before it trains: {', '.join(imported.missing)}")
-    print(faster(imported, output))
+        say(f"to be filled in before it trains: {', '.join(imported.missing)}")
+    say(faster(imported, output))
 
 
 def faster(imported: ImportedRecipe, output: Path | None) -> str:
@@ -84,7 +86,7 @@ def tell_format(values: Mapping[str, Any]) -> None:
     if "bf16_master_weights" not in settings and autocast != "bf16":
         return
     if why := why_no_gain(facts.seen_at_start()):
-        print(f"bf16 is kept, since the file requests it; hasten wouldn't choose it here: {why}")
+        say(f"bf16 is kept, since the file requests it; hasten wouldn't choose it here: {why}")
 
 
 def show(imported: ImportedRecipe, path: Path) -> None:
@@ -92,10 +94,10 @@ def show(imported: ImportedRecipe, path: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{path}: {imported.format}", title_justify="left", show_edge=False)
+    table = Table(title=shown(f"{path}: {imported.format}"), title_justify="left", show_edge=False)
     for name in ("", "key", "value", "what becomes of it"):
         table.add_column(name, overflow="fold", no_wrap=name == "key")
     for row in sorted(imported.rows, key=lambda row: ORDER[row.fate]):
-        table.add_row(TITLES[row.fate], row.key, row.value, row.explanation)
+        table.add_row(TITLES[row.fate], *map(shown, (row.key, row.value, row.explanation)))
     console = Console(highlight=False, width=None if Console().is_terminal else 120)
     console.print(table, markup=False)

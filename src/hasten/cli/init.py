@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from hasten.cli.arguments import output_option
+from hasten.cli.output import say
 from hasten.errors import InputError
 
 
@@ -28,5 +29,5 @@ def init(
             file.write(text)
     except OSError as error:
         raise InputError(f"{recipe} can't be written: {error.strerror or error}") from error
-    print(text, end="")
-    print(f"\nwritten: {recipe}\nnext: hasten check {recipe}")
+    say(text, end="")
+    say(f"\nwritten: {recipe}\nnext: hasten check {recipe}")

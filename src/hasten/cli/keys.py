@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 import typer
 
 from hasten.cli.arguments import AsJson
+from hasten.cli.output import say
 from hasten.errors import InputError
 from hasten.formatting import did_you_mean
 
@@ -40,25 +41,21 @@ def keys(
             hint = f": {foreign}" if foreign else did_you_mean(name, [*recipe_keys, *techniques])
             raise InputError(f"NAME {name!r}: no recipe key or technique has this name{hint}")
         if as_json:
-            print(json.dumps(rows, indent=1))
+            say(json.dumps(rows, indent=1))
             return
         for row in rows:
-            print("\n".join(_lines(row)))
+            say("\n".join(_lines(row)))
         return
     if as_json:
         tables = {"keys": list(recipe_keys.values()), "techniques": list(techniques.values())}
-        print(json.dumps(tables, indent=1))
+        say(json.dumps(tables, indent=1))
         return
-    print("recipe keys (key, type, default, meaning)")
+    say("recipe keys (key, type, default, meaning)")
     for row in recipe_keys.values():
-        print(_setting_line(row))
-    print(
-        "\ntechniques for `plan` (name, slot, fidelity, meaning); `hasten keys NAME` has settings"
-    )
+        say(_setting_line(row))
+    say("\ntechniques for `plan` (name, slot, fidelity, meaning); `hasten keys NAME` has settings")
     for row in techniques.values():
-        print(
-            f"  {row['name']:<{KEY_WIDTH}} {row['slot']:<14} {row['fidelity']:<9} {row['meaning']}"
-        )
+        say(f"  {row['name']:<{KEY_WIDTH}} {row['slot']:<14} {row['fidelity']:<9} {row['meaning']}")
 
 
 def _lines(row: dict[str, Any]) -> list[str]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hasten.cli.arguments import GpusPerNode, Nodes, Overrides, RecipePath, named, output_option
+from hasten.cli.output import say
 from hasten.errors import InputError
 from hasten.formatting import did_you_mean
 from hasten.launch.cluster import CloudConfig
@@ -154,18 +155,18 @@ def launch(
     texts = files(target, made, folder)
     if dry_run:
         for file, text in texts.items():
-            print(f"--- {file}\n{text}", end="")
+            say(f"--- {file}\n{text}", end="")
         return 0
     command = submission(target, made, folder)
     if submit:
         _check_submission(target, command)
     for written in write(texts, folder):
-        print(f"written: {written}")
+        say(f"written: {written}")
     for sentence in advice(made.cloud, made.interface):
-        print(f"note: {sentence}")
+        say(f"note: {sentence}")
     script = "megatron.sh" if target == "megatron" else "node.sh"
     by_hand = f"on every host: bash {script} FIRST_HOST:{made.port}"
-    print(f"to start it: {shlex.join(command) if command else by_hand}")
+    say(f"to start it: {shlex.join(command) if command else by_hand}")
     return subprocess.run(command, check=False).returncode if submit else 0
 
 
@@ -194,7 +195,7 @@ def rehearsal(recipe: Recipe, made: Launch, folder: Path, wanted: str | None) ->
     write({"records.jsonl": records()}, scripts_folder)
     tiny_launch = replace(made, recipe=recipe_there(tiny, None, None), python=sys.executable)
     rate: Any = wanted or scaled_rate(made.cloud, made.accelerator)
-    print(
+    say(
         f"rehearsal: {tiny.model} for {recipe.model}, {made.cloud.devices} ranks, scripts "
         f"{scripts_folder}"
     )
@@ -204,14 +205,14 @@ def rehearsal(recipe: Recipe, made: Launch, folder: Path, wanted: str | None) ->
     for result in rehearsed.results:
         if result.code != 0 or not rehearsed.worked:
             lines = result.output.strip().splitlines()[-12:]
-            print(f"host {result.host} ended with {result.code}:", *lines, sep="\n  ")
+            say(f"host {result.host} ended with {result.code}:", *lines, sep="\n  ")
     if not rehearsed.worked or rehearsed.summary is None:
-        print("the rehearsal failed", file=sys.stderr)
+        say("the rehearsal failed", file=sys.stderr)
         return 1
     summary = rehearsed.summary
-    print(f"{summary['stopped']}: {summary['steps']} steps, {summary['tokens']:,} tokens")
+    say(f"{summary['stopped']}: {summary['steps']} steps, {summary['tokens']:,} tokens")
     for host, sent in enumerate(rehearsed.sent):
-        print(f"host {host}: {sent:,} bytes sent")
+        say(f"host {host}: {sent:,} bytes sent")
     return 0
 
 

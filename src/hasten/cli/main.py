@@ -8,8 +8,10 @@ Exit codes are listed in docs/reference/metrics.md.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -31,6 +33,7 @@ from hasten.cli.init import init
 from hasten.cli.keys import keys
 from hasten.cli.launch import launch
 from hasten.cli.monitor import monitor
+from hasten.cli.output import dropped_output, say, unwritable
 from hasten.cli.profile import profile
 from hasten.cli.report import report
 from hasten.cli.serve import serve
@@ -39,7 +42,6 @@ from hasten.cli.train import train
 from hasten.cli.tune import tune
 from hasten.cli.verify import verify
 from hasten.errors import InputError, SameOnAllRanksError, StoppedError
-from hasten.formatting import shown
 from hasten.machine.environment import use_defaults, world
 from hasten.machine.signals import report_stop
 
@@ -62,7 +64,7 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        print(f"hasten {hasten.__version__}")
+        say(f"hasten {hasten.__version__}")
         raise typer.Exit
 
 
@@ -132,6 +134,11 @@ def run(take_signals: Callable[[], None] = lambda: None) -> None:
         take_signals()
         _refuse_other_flags(sys.argv[1:])
         app()
+    except SystemExit:
+        if reason := dropped_output(sys.stdout):
+            _say(unwritable(reason))
+            sys.exit(1)
+        raise
     except InputError as error:
         _say(error)
         sys.exit(2)
@@ -141,9 +148,19 @@ def run(take_signals: Callable[[], None] = lambda: None) -> None:
         _say(error)
         sys.exit(error.code)
     except Exception as error:
+        if isinstance(error, OSError) and _of_echo(error):  # click's, of help texts
+            _say(unwritable(error.strerror or str(error)))
+            sys.exit(1)
         if not _reported_by_supervisor(error):
             raise
         sys.exit(1)
+    finally:
+        dropped_output(sys.stderr)  # a full disk under a log changes no exit code
+
+
+def _of_echo(error: OSError) -> bool:
+    frames = traceback.extract_tb(error.__traceback__)
+    return any(frame.name == "echo" for frame in frames)
 
 
 def _refuse_other_flags(arguments: list[str]) -> None:
@@ -169,7 +186,8 @@ def _say(error: Exception) -> None:
     if _reported_by_supervisor(error):
         return
     if not isinstance(error, SameOnAllRanksError) or world().is_main:
-        print(f"hasten: {shown(str(error))}", file=sys.stderr)
+        with contextlib.suppress(OSError, StoppedError):  # a full disk under the log
+            say(f"hasten: {error}", file=sys.stderr)
 
 
 def _reported_by_supervisor(error: Exception) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hasten.cli.arguments import check_token
+from hasten.cli.output import say
 from hasten.errors import InputError, pip_install
 
 if TYPE_CHECKING:
@@ -78,6 +79,6 @@ def _serve(watching: RunsReader, host: str, port: int, token: str) -> None:
 
     server = MonitorServer(watching, host, port, token)
     with watching:
-        print(f"{server.url}?token={token}", flush=True)
-        print("Ctrl-C ends it; the runs continue without it.", file=sys.stderr)
+        say(f"{server.url}?token={token}", flush=True)
+        say("Ctrl-C ends it; the runs continue without it.", file=sys.stderr)
         server.run()

@@ -22,6 +22,7 @@ from hasten.cli.arguments import (
     refuse_unused,
     write_result,
 )
+from hasten.cli.output import say
 from hasten.core.plan import Plan
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def profile(
     if job_context.world.is_main:
         measurements = {**_origin(recipe, job_context, plan, path), **measurements}
         page = write_profile(measurements, Path(recipe.output))
-        print(
+        say(
             json.dumps(measurements, indent=1)
             if as_json
             else f"{render_text(measurements)}\n\nprofile: {page}"
@@ -111,7 +112,7 @@ def simulated_step(
         check_folder(output)
     trace = on_paper(recipe, gpu)
     text = json.dumps(table.to_dict(trace), indent=1, allow_nan=False)
-    print(text if as_json else table.table(trace, str(path), recipe.cutoff_len))
+    say(text if as_json else table.table(trace, str(path), recipe.cutoff_len))
     if output is not None:
         write_result(output / "simulation.json", text + "\n")
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from hasten.cli.arguments import AsJson
+from hasten.cli.output import say
 from hasten.errors import InputError
 from hasten.formatting import duration, size
 
@@ -31,11 +32,11 @@ def report(
 
     studies = studies_of(paths[0]) if len(paths) == 1 else {}
     if studies and not _trained(paths[0]):
-        print(json.dumps({"studies": studies}, indent=1) if as_json else section(studies).strip())
+        say(json.dumps({"studies": studies}, indent=1) if as_json else section(studies).strip())
         return
     if len(paths) > 1 or _is_other(paths[0]):
         comparison = compare_runs([run for path in paths for run in read_runs(path, _recipe)])
-        print(json.dumps(comparison, indent=1) if as_json else render(comparison))
+        say(json.dumps(comparison, indent=1) if as_json else render(comparison))
         return
     run = paths[0]
     experiment = run if run.suffix == ".json" else run / "report.json"
@@ -44,17 +45,17 @@ def report(
         prediction = predicted_section(experiment.parent)
         shown = shown | ({} if prediction is None else {"predicted": prediction})
         page = write_report(shown, _folder_of(experiment))
-        print(json.dumps(shown, indent=1) if as_json else render_markdown(shown))
+        say(json.dumps(shown, indent=1) if as_json else render_markdown(shown))
         if not as_json:
-            print(f"report: {page}")
+            say(f"report: {page}")
             _tell(studies)
         return
     values = read_object(run / "summary.json")
     if as_json:
-        print(json.dumps({**values, "studies": studies} if studies else values, indent=1))
+        say(json.dumps({**values, "studies": studies} if studies else values, indent=1))
     else:
         _summary(values)
-        print(predicted_lines(run))
+        say(predicted_lines(run))
         _tell(studies)
 
 
@@ -85,7 +86,7 @@ def _tell(studies: Mapping[str, Mapping[str, Any]]) -> None:
     from hasten.report.runs import section
 
     if studies:
-        print(section(studies))
+        say(section(studies))
 
 
 def _recipe(path: Path) -> dict[str, Any] | None:
@@ -113,7 +114,7 @@ def _summary(summary: dict[str, Any]) -> None:
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"summary.json lacks or garbles {error}; was it edited?") from error
     for name, value in rows:
-        print(f"{name:<14} {value}")
+        say(f"{name:<14} {value}")
 
 
 def _number(value: float | None, form: str) -> str:

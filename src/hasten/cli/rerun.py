@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hasten.cli.arguments import text_to_stderr
+from hasten.cli.output import say
 from hasten.core.plan import Plan
 from hasten.errors import FAILED, InputError
 from hasten.formatting import aligned, span
@@ -65,20 +66,20 @@ def rerun(
         design = replace(design, budget_seconds=read_duration(budget))
     with text_to_stderr(as_json):
         for line in differences(stored):
-            print(line)
+            say(line)
         with Display() as display:
             kinds: dict[str, Any] = dict(stored.kinds)
             subject = prepared(recipe, display, ranks=True)
             experiment = measured(subject, plans, kinds, design, True, display)
         before = {variant.name: stored.measured[variant.name] for variant in experiment.variants}
         for text in experiment.design["dropped"]:
-            print(f"left out: {text}")
+            say(f"left out: {text}")
         gains = changes(before, measurements(experiment.variants), tolerance)
-        print(table(gains))
-        print(conclusion(gains, tolerance))
+        say(table(gains))
+        say(conclusion(gains, tolerance))
     if as_json:
         rows = [_row(change) for change in gains]
-        print(json.dumps({"variants": rows, "lost": lost(gains)}, indent=1))
+        say(json.dumps({"variants": rows, "lost": lost(gains)}, indent=1))
     return FAILED if lost(gains) else 0
 
 

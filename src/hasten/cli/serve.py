@@ -12,6 +12,7 @@ import typer
 
 from hasten.cli.arguments import check_token
 from hasten.cli.chat import Run, Weights
+from hasten.cli.output import say
 from hasten.errors import InputError, pip_install
 
 
@@ -60,8 +61,8 @@ def serve(
         token = secrets.token_urlsafe(24)
 
     def announce() -> None:
-        print(serving.address_url(host, port), flush=True)
-        print(f"model: {run.name}; api_key: {token or 'any'}; Ctrl-C ends it", file=sys.stderr)
+        say(serving.address_url(host, port), flush=True)
+        say(f"model: {run.name}; api_key: {token or 'any'}; Ctrl-C ends it", file=sys.stderr)
 
     if engine == "vllm" or (engine == "auto" and shutil.which("vllm")):
         port = serving.free_port(host, port)

@@ -27,6 +27,7 @@ from hasten.cli.arguments import (
     refuse_unused,
     text_to_stderr,
 )
+from hasten.cli.output import say
 from hasten.core.plan import name_of
 from hasten.errors import FAILED, InputError
 from hasten.formatting import duration
@@ -181,30 +182,30 @@ def speedup(
             if design == "greedy":
                 title = f"What gradual optimisation keeps: {path.stem}"
                 climbed = greedy_recipe(recipe, order=order, title=title, **more)
-                print(f"{climbed}\n")
+                say(f"{climbed}\n")
                 report = climbed.report
             else:
                 title = f"What the plan gains: {path.stem}"
                 report = ablate(recipe, design, only=named(only), title=title, **more)
         if report is None:
-            print("nothing paid, so there is no plan to report on: no report was written")
+            say("nothing paid, so there is no plan to report on: no report was written")
         else:
             page = write_report(report, Path(recipe.output))
             if bundle is not None and bundle.resolve() != page.parent.resolve():
                 for name in (BUNDLE, "report.json"):
                     shutil.copyfile(page.with_name(name), bundle / name)
             print_table(report)
-            print(design_line(report["design"]))
-            print(f"report: {page}")
+            say(design_line(report["design"]))
+            say(f"report: {page}")
             _write_best(report, back)
     if as_json:
-        print("null" if report is None else page.with_name("report.json").read_text())
+        say("null" if report is None else page.with_name("report.json").read_text())
     if report is None:
         return 0
     idle = warn_of_idle({a["technique"]: a for a in report["variants"][-1]["effective"]})
     unproven = any(row["verdict"] in GUILTY for row in report["verification"] or ())
     if unproven:
-        print(
+        say(
             "a check of equal quality failed: see the verification's table in the report",
             file=sys.stderr if as_json else sys.stdout,
         )
@@ -246,10 +247,10 @@ def _write_best(report: dict[str, Any], back: WriteBack) -> None:
     recipe_entries = read["recipe"].get("plan") or []
     fastest_entries = None if variant is None else recipe_plan(variant, read)
     if fastest_entries is None or not recipe_entries:
-        print("nothing is put into the recipe: no plan was shown to be faster at equal quality")
+        say("nothing is put into the recipe: no plan was shown to be faster at equal quality")
         return
     if fastest_entries != recipe_entries or back.requested or back.target:
-        print(
+        say(
             f"the fastest plan of equal quality: "
             f"{', '.join(map(name_of, fastest_entries)) or 'none'}"
         )

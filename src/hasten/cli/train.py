@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hasten.cli.arguments import STARTED, Fresh, Overrides, RecipePath
+from hasten.cli.output import say
 from hasten.core.plan import name_of
 from hasten.core.slot import Slot
 from hasten.errors import FAILED, INTERRUPTED, LEFT, UNSAVED, InputError
+from hasten.foreign_files import read_json_object
 from hasten.formatting import duration, size, span
 from hasten.machine.environment import World
 from hasten.machine.signals import interrupt_behind
@@ -137,7 +139,7 @@ def show_choice(choice: Choice) -> None:
         table.add_row(row.name, ratio, row.decision, row.why)
     Console(highlight=False, width=None if Console().is_terminal else 120).print(table)
     plan = yaml.safe_dump({"plan": choice.entries}, sort_keys=False, width=100)
-    print(f"\n{choice.sentence}\n\n{plan}", end="")
+    say(f"\n{choice.sentence}\n\n{plan}", end="")
 
 
 def measured_to_hurt(recipe: Recipe) -> list[str]:
@@ -147,10 +149,10 @@ def measured_to_hurt(recipe: Recipe) -> list[str]:
 
     path = Path(recipe.output) / "report.json"
     try:
-        report = read_report(json.loads(path.read_text()))
+        report = read_report(read_json_object(path, "report"))
         planned = {name_of(entry) for entry in recipe.plan}
         rows = [*unpaid(report)]
-    except (OSError, ValueError, InputError):
+    except ValueError:
         return []
     hurts = {
         row["name"].removeprefix("+ ").partition("(")[0]: row["why"]
@@ -175,7 +177,7 @@ def warn_of_idle(effective: Mapping[str, Mapping[str, Any]]) -> list[str]:
     # None: not known
     idle = [name for name, proof in effective.items() if proof["effective"] is False]
     for name in idle:
-        print(
+        say(
             f"warning: {name} was requested and had no effect: {effective[name]['evidence']}",
             file=sys.stderr,
         )
@@ -294,42 +296,42 @@ def as_supervised_ranks(recipe: Recipe, stack: ExitStack) -> int:
 
 def _conclude(summary: dict[str, Any]) -> None:
     rate = summary["tokens_per_second"]  # None: no step of its own, as after a resume at the end
-    print(
+    say(
         f"{summary['stopped']}: {summary['steps']} steps, {summary['tokens']:,} tokens in "
         f"{duration(summary['seconds'])}"
         + (f", {rate:,.0f} tokens/s" if rate else "")
         + f", peak {size(summary['peak_memory_bytes'])}"
     )
     if summary["data_stall_share"] is not None and rate:
-        print(_evenness(summary["data_stall_share"], summary["stability"]))
+        say(_evenness(summary["data_stall_share"], summary["stability"]))
     if summary["mfu"] is not None:
         ceiling = summary["ceiling"]
-        print(f"MFU {summary['mfu']:.1%} of {ceiling['source']}; {ceiling['convention']}")
+        say(f"MFU {summary['mfu']:.1%} of {ceiling['source']}; {ceiling['convention']}")
     if summary["eval_loss"] is not None:
-        print(f"eval loss {summary['eval_loss']:.4f}", end="")
-        print(f", perplexity {summary['perplexity']:.1f}")
+        say(f"eval loss {summary['eval_loss']:.4f}", end="")
+        say(f", perplexity {summary['perplexity']:.1f}")
     for name, proof in summary["effective"].items():
-        print(f"{name}: {'effective' if proof['effective'] else 'NO EFFECT'} ({proof['evidence']})")
+        say(f"{name}: {'effective' if proof['effective'] else 'NO EFFECT'} ({proof['evidence']})")
     for sample in summary["samples"]:
-        print(f"--- prompt\n{sample['prompt']}\n--- answer\n{sample['answer']}\n---")
+        say(f"--- prompt\n{sample['prompt']}\n--- answer\n{sample['answer']}\n---")
     if summary["cost"]:
-        print(f"cost {summary['cost']['total']:.4f} {summary['cost']['currency']}")
+        say(f"cost {summary['cost']['total']:.4f} {summary['cost']['currency']}")
     if summary["energy"]["kwh"] is not None:
-        print(f"energy {summary['energy']['kwh']:.4g} kWh, {summary['energy']['source']}")
+        say(f"energy {summary['energy']['kwh']:.4g} kWh, {summary['energy']['source']}")
     if summary["saved"] is None:
         for problem in ("the weights are NOT saved", *summary["unsaved"]):
-            print(f"error: {problem}", file=sys.stderr)
+            say(f"error: {problem}", file=sys.stderr)
     else:
-        print(f"saved: {summary['saved']}")
+        say(f"saved: {summary['saved']}")
         warn_of_unsaved(summary["unsaved"])
     if summary["stopped"] in ("interrupted", "left"):
-        print(resume_words("checkpoints" in summary["effective"]))
+        say(resume_words("checkpoints" in summary["effective"]))
 
 
 def warn_of_unsaved(problems: Sequence[str]) -> None:
     """Prints what couldn't be saved next to the weights, on the error stream."""
     for problem in problems:
-        print(f"warning: the weights are saved, but {problem}", file=sys.stderr)
+        say(f"warning: the weights are saved, but {problem}", file=sys.stderr)
 
 
 def resume_words(has_checkpoints: bool) -> str:

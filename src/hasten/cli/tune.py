@@ -26,6 +26,7 @@ from hasten.cli.arguments import (
     writable,
     write_result,
 )
+from hasten.cli.output import say
 from hasten.core.plan import Plan
 from hasten.core.technique import Fidelity
 from hasten.errors import InputError
@@ -125,10 +126,10 @@ def tune(
     write_result(target, outcome.text)
     with text_to_stderr(as_json):
         show(outcome, recipe.price, recipe.nproc)
-        print(f"\nrecipe: {target}\nstudy: {outcome.folder / 'study.html'}")
+        say(f"\nrecipe: {target}\nstudy: {outcome.folder / 'study.html'}")
         back.write(_changed(recipe, load_recipe(target)))
     if as_json:
-        print((outcome.folder / "study.json").read_text())
+        say((outcome.folder / "study.json").read_text())
     return 0
 
 
@@ -164,16 +165,16 @@ def show(study: StudyResult, price: Price | None = None, devices: int = 1) -> No
     final_comparison = report["final_comparison"]
     if final_comparison is not None:
         for row in final_comparison["variants"]:
-            print("  ".join((f"{row['name']:15}", _ratio(row), says_of(row))))
+            say("  ".join((f"{row['name']:15}", _ratio(row), says_of(row))))
             if row.get("settings"):
-                print(f"{'':17}{_changes(row['settings'], report['start']['settings'])}")
-    print(f"\n{study}")
+                say(f"{'':17}{_changes(row['settings'], report['start']['settings'])}")
+    say(f"\n{study}")
     winner = report["winner"]
     if winner and price is not None and winner["ratio"]["median"]:
         before = price.money(1e6 / report["start"]["rate"], price.paid(devices))
         after = before / winner["ratio"]["median"]
-        print(f"a million tokens: {before:.4g} {price.currency} before, {after:.4g} after")
-    print(f"in {duration(report['seconds'])} of {duration(report['budget_seconds'])}")
+        say(f"a million tokens: {before:.4g} {price.currency} before, {after:.4g} after")
+    say(f"in {duration(report['seconds'])} of {duration(report['budget_seconds'])}")
 
 
 def _ratio(row: dict[str, Any]) -> str:
@@ -214,9 +215,9 @@ def learn(
     write_result(target, study.text)
     with text_to_stderr(as_json):
         show_learning(study)
-        print(f"\nrecipe: {target}\nstudy: {study.folder / 'study.html'}")
+        say(f"\nrecipe: {target}\nstudy: {study.folder / 'study.html'}")
     if as_json:
-        print((study.folder / "study.json").read_text())
+        say((study.folder / "study.json").read_text())
     return 0
 
 
@@ -226,8 +227,8 @@ def show_learning(study: StudyResult) -> None:
     for row in sorted(report["trials"], key=lambda t: (t["loss"] is None, t["loss"])):
         changed = ", ".join(f"{k}={v}" for k, v in row["changes"].items()) or "the recipe's own"
         loss = row["why"] if row["loss"] is None else f"{row['loss']:.4f}"
-        print(f"{loss:26}  {changed}")
+        say(f"{loss:26}  {changed}")
     for pair in report["pairs"]:
-        print(f"seed {pair['seed']}: {pair['start']:.4f} -> {pair['best']:.4f}")
-    print(f"\n{study}")
-    print(f"in {duration(report['seconds'])} of {duration(report['budget_seconds'])}")
+        say(f"seed {pair['seed']}: {pair['start']:.4f} -> {pair['best']:.4f}")
+    say(f"\n{study}")
+    say(f"in {duration(report['seconds'])} of {duration(report['budget_seconds'])}")

@@ -22,6 +22,7 @@ from hasten.cli.arguments import (
     writable,
     write_result,
 )
+from hasten.cli.output import say
 from hasten.errors import FAILED, InputError
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def verify(
     with text_to_stderr(as_json):
         show(findings)
     if as_json:
-        print(text)
+        say(text)
     if output is not None:
         write_result(output, text)
     return FAILED if failures(findings) else 0
@@ -119,4 +120,4 @@ def show(findings: Rows) -> None:
             table.add_row(*(str(row[name]) for name in names))
         console.print(table, "", sep="\n", markup=False)
     for line in failures(findings):
-        print(f"FAIL {line}")
+        say(f"FAIL {line}")

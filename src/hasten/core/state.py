@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Adam
 
 from hasten.core.job import OptimizerFactory
 from hasten.core.layout import SplitsState, SplitsWeights
@@ -40,6 +41,9 @@ from hasten.parts.checkpoint.state import (
 
 Numbers = dict[str, Any]  # what an optimizer keeps beside tensors, as ``number/key``
 MODEL, MASTER, OPTIMIZER = "model", "master", "optimizer"
+UNIFORM = (
+    "hasten.parts.optim"  # optimizers that keep the same for all weights of a group, as Adam does
+)
 
 
 def order_of(factory: OptimizerFactory, named: Iterable[tuple[str, Tensor]]) -> list[str]:
@@ -254,6 +258,20 @@ def restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any]) 
         InputError: the state belongs to another model, or to another way of filling a slot.
             Nothing was changed.
     """
+    try:
+        _restore(session, tensors, meta)
+    except InputError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise InputError(
+            f"the saved data is not the state of a run ({type(error).__name__}: "
+            f"{str(error)[:100]}); continue with the program that wrote it, or choose another "
+            "folder"
+        ) from error
+
+
+def _restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+    progress = _progress_of(meta)
     tensors, numbers = own_part(session, tensors, meta["optimizer"])
     tensors = _dealt(session, tensors, gather=False)
     saved = {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")}
@@ -271,10 +289,35 @@ def restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any]) 
     groups = session.optimizer.state_dict()["param_groups"]
     session.optimizer.load_state_dict({"state": state, "param_groups": groups})
     for component, state in slots:
-        component.load_state_dict(tensors_from_json(state, tensors))
+        try:
+            component.load_state_dict(tensors_from_json(state, tensors))
+        except Exception as error:  # of a slot, for whatever a file holds
+            reason = str(error).split("\n")[0] or type(error).__name__
+            raise InputError(
+                f"the checkpoint holds no state of {type(component).__name__} ({reason}); resume "
+                "from an earlier checkpoint"
+            ) from error
     if rank < len(ranks):  # one that the saved run didn't have keeps the beginning it was given
         set_random_state(ranks[rank])
-    session.progress = Progress(**meta["progress"])
+    session.progress = progress
+
+
+def _progress_of(meta: Mapping[str, Any]) -> Progress:
+    """How far the saved run was.
+
+    Raises:
+        InputError: its numbers are no counts.
+    """
+    counts = meta["progress"]
+    if not isinstance(counts, dict) or {*counts} != {field.name for field in fields(Progress)}:
+        raise InputError("the checkpoint is damaged: its progress is no object of counts")
+    for name, count in counts.items():
+        if type(count) is not int or not 0 <= count < 1 << 63:
+            raise InputError(
+                f"the checkpoint is damaged: its progress has {name} {str(count)[:40]!r}, which "
+                "is no count; resume from an earlier checkpoint"
+            )
+    return Progress(**counts)
 
 
 def _slots_that_fit(
@@ -394,15 +437,29 @@ def _check_same_update(
             f"{new_kind}; "
             "resume with the plan that wrote it, or choose another folder"
         )
-    wanted = len(own_masters(session))
-    saved_masters = sum(name.startswith("master/") for name in tensors)
-    if wanted != saved_masters:
+    masters = {f"master/{i}": (m.shape, m.dtype) for i, m in enumerate(own_masters(session))}
+    saved_masters = {n: (t.shape, t.dtype) for n, t in tensors.items() if n.startswith("master/")}
+    if len(masters) != len(saved_masters):
         raise InputError(
-            f"the checkpoint holds {saved_masters} master weights and the plan's precision keeps "
-            f"{wanted}; "
+            f"the checkpoint holds {len(saved_masters)} master weights and the plan's precision "
+            f"keeps {len(masters)}; "
             "resume with the plan that wrote it, or choose another folder"
         )
+    if masters != saved_masters:
+        name = next(n for n in masters if masters[n] != saved_masters.get(n))
+        raise InputError(
+            f"the checkpoint is damaged: {name} isn't the plan's master weight; resume from an "
+            "earlier checkpoint"
+        )
 
+    for name, weight in session.loss_module.state_dict(keep_vars=True).items():
+        tensor = tensors.get(f"model/{name}", weight)
+        if tensor.dtype != weight.dtype:
+            raise InputError(
+                f"the checkpoint holds {name} in {_dtype_name(tensor)} and this run's model has it "
+                f"in {_dtype_name(weight)}; resume with the plan that wrote it, or choose another "
+                "folder"
+            )
     weights = [p for group in session.optimizer.param_groups for p in group["params"]]
     for index, values in state.items():
         problem = (
@@ -413,6 +470,27 @@ def _check_same_update(
                 f"the checkpoint is damaged: the optimizer's state of weight {index} {problem}; "
                 "resume from an earlier checkpoint"
             )
+    if isinstance(session.optimizer, Adam) or type(session.optimizer).__module__.startswith(
+        UNIFORM
+    ):
+        _check_same_keys(session.optimizer.state_dict()["param_groups"], state)
+
+
+def _check_same_keys(groups: Sequence[Mapping[str, Any]], state: Mapping[int, Any]) -> None:
+    """Raises InputError if the states of a group's weights have different keys."""
+    for group in groups:
+        stored = [(index, {*state[index]}) for index in group["params"] if index in state]
+        for index, keys in stored:
+            if keys != stored[0][1]:
+                raise InputError(
+                    f"the checkpoint is damaged: the optimizer's state of weight {index} has "
+                    f"{', '.join(sorted(keys))}, and that of weight {stored[0][0]} has "
+                    f"{', '.join(sorted(stored[0][1]))}; resume from an earlier checkpoint"
+                )
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _optimizer_state(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hasten.foreign_files import open_regular
 from hasten.machine.files import write_atomic
 
 HOME = Path("~/.cache/hasten")
@@ -61,7 +62,8 @@ def read(path: Path, build: Callable[[Any], T], instead: str) -> T | None:
         instead: what is done without the file, for the warning where it is damaged.
     """
     try:
-        return build(json.loads(path.read_text(encoding="utf-8")))
+        with open_regular(path) as file:
+            return build(json.load(file))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

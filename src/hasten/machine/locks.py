@@ -22,11 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from hasten.errors import InputError
+from hasten.foreign_files import read_json_object
 from hasten.machine import environment
 
 # What a file system without locks answers. Writing is atomic without them too, only done twice.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 RUN_LOCK = "run.lock"
+LARGEST_NOTE = 4096  # bytes
 _POLL_SECONDS = 0.05
 _TRIES, _PAUSE_SECONDS = 20, 0.025  # before a lock counts as another run's
 _measuring = False  # whether this process has the machine's lock
@@ -78,9 +80,8 @@ class HeldLock:
 
 def _note(path: Path) -> dict[str, Any]:
     """Returns what the holder wrote about itself; empty if it hasn't written yet."""
-    with suppress(OSError, ValueError):
-        note = json.loads(path.read_text())
-        return note if isinstance(note, dict) else {}
+    with suppress(InputError):
+        return read_json_object(path, "lock", LARGEST_NOTE)
     return {}
 
 

@@ -35,9 +35,11 @@ from types import TracebackType
 from typing import Any
 
 from hasten.errors import InputError
+from hasten.foreign_files import read_bounded
 
 Event = dict[str, Any]
 VERSION = 2
+LARGEST = 256 << 20  # bytes
 
 
 class ExperimentRecord:
@@ -139,14 +141,14 @@ def _read(path: Path, key: str) -> list[Event]:
     """The record's complete lines; what is behind them is cut off the file."""
     if not path.exists():
         return []
-    content = path.read_bytes()
+    content = read_bounded(path, LARGEST, "record of an experiment")
     complete = content[: content.rfind(b"\n") + 1]
     try:
         head, *lines = [json.loads(line) for line in complete.splitlines()] or [{"key": key}]
         recorded_key, version = head["key"], head.get("record", VERSION)
         if not all(isinstance(line["event"], str) for line in lines):
             raise ValueError("an event without a name")
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(
             f"{path} is not the record of an experiment: delete it, or give --fresh"
         ) from error

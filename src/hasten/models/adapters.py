@@ -18,18 +18,20 @@ Routed experts (one fused tensor for all) are left out unless a target is ``expe
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import nn
 
 from hasten.errors import InputError
-from hasten.foreign_files import read_json_object
+from hasten.foreign_files import read_json_object, unwritable_character
+from hasten.formatting import number
 from hasten.models.load import quiet, seeded
 from hasten.models.presets import PRESETS
 from hasten.models.weights import ADAPTER
@@ -42,7 +44,7 @@ from hasten.parts.nn.quantised import (
 )
 
 if TYPE_CHECKING:
-    from peft import PeftModel
+    from peft import LoraConfig, PeftModel
     from transformers import PreTrainedModel
 
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
@@ -55,6 +57,70 @@ _MISTAKEN_FOR_EXPERTS: Final = frozenset({"gate_proj", "up_proj", "down_proj"})
 _ROUTERS: Final = frozenset({"gate", "router", "shared_expert_gate"})
 _INDEXER: Final = "indexer"
 _LAYER_NUMBER: Final = re.compile(r"\.\d+(?=\.|$)")
+
+
+def _never(setting: object) -> bool:
+    return False
+
+
+def _is_rank(setting: object) -> bool:
+    return type(setting) is int and 1 <= setting <= LARGEST_RANK
+
+
+def _is_scale(setting: object, most: float = math.inf) -> bool:
+    return not isinstance(setting, bool) and 0 < (number(setting) or 0.0) <= most
+
+
+def _is_names(setting: object) -> bool:
+    return isinstance(setting, list) and all(isinstance(name, str) for name in setting)
+
+
+def _is_plain(setting: object) -> bool:
+    """True for a name, also with the marks of a beginning and an end of an expression."""
+    return isinstance(setting, str) and re.fullmatch(r"\^?([\w.]|\\[.])+\$?", setting) is not None
+
+
+def _is_pattern(setting: object, is_right: Callable[[object], bool]) -> bool:
+    """True for names and their values; peft takes the names for regular expressions."""
+    return isinstance(setting, dict) and all(
+        _is_plain(k) and is_right(v) for k, v in setting.items()
+    )
+
+
+def _is_layers(setting: object) -> bool:
+    return all(type(n) is int for n in (setting if isinstance(setting, list) else [setting]))
+
+
+# Keys of an adapter's config that are read, what each must be, and the check. Every other key must
+# be off: among them are names of modules to import and other ways to start from a base.
+_SWITCH: Final = ("true or false", lambda setting: setting is True)
+_A_RANK: Final = f"a whole number from 1 to {LARGEST_RANK:,}"
+_ADAPTER_KEYS: Final[Mapping[str, tuple[str, Callable[[object], bool]]]] = {
+    "r": (_A_RANK, _is_rank),
+    "rank_pattern": (f"names, each with {_A_RANK}", lambda v: _is_pattern(v, _is_rank)),
+    "lora_alpha": ("a number above 0", _is_scale),
+    "alpha_pattern": ("names, each with a number above 0", lambda v: _is_pattern(v, _is_scale)),
+    "lora_dropout": ("from 0 to 1", lambda v: _is_scale(v, 1.0)),
+    # An expression of somebody else can compute for years.
+    "target_modules": ("a list of names", lambda v: _is_names(v) or v == "all-linear"),
+    "target_parameters": ("a list of names", _is_names),
+    "exclude_modules": ("a list of names", _is_names),
+    "modules_to_save": ("a list of names", _is_names),
+    "layers_to_transform": ("a list of whole numbers", _is_layers),
+    "layers_pattern": ("a name", _is_plain),
+    "bias": ("none, all or lora_only", lambda v: v in ("none", "all", "lora_only")),
+    "task_type": ("CAUSAL_LM", lambda v: v == "CAUSAL_LM"),
+    # Others compute a new base before anything is loaded.
+    "init_lora_weights": ("true, false or gaussian", lambda v: v is True or v == "gaussian"),
+    **dict.fromkeys(("use_rslora", "use_dora", "lora_bias", "fan_in_fan_out"), _SWITCH),
+}
+# Keys that say how an adapter was made, or belong to one that is off.
+_DESCRIBING: Final = frozenset(
+    {
+        *("peft_type", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+        *("auto_mapping", "megatron_core", "qalora_group_size"),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -191,11 +257,11 @@ def with_adapter(model: PreTrainedModel, adapter: Path) -> PeftModel:
     from peft import PeftModel, get_peft_model_state_dict
     from safetensors import safe_open
 
-    _check_adapter_files(adapter)
+    config = _adapter_config(adapter)
     try:
         with quiet(), warnings.catch_warnings():
             warnings.filterwarnings("error", "Found missing adapter keys")  # peft only warns
-            adapted: PeftModel = PeftModel.from_pretrained(model, str(adapter))
+            adapted: PeftModel = PeftModel.from_pretrained(model, str(adapter), config=config)
         with safe_open(adapter / ADAPTER_WEIGHTS, "pt") as saved:
             # Left to itself, peft asks the hub about the size of the base's embedding.
             names = get_peft_model_state_dict(adapted, save_embedding_layers=False)
@@ -211,11 +277,17 @@ def with_adapter(model: PreTrainedModel, adapter: Path) -> PeftModel:
     return adapted
 
 
-def _check_adapter_files(adapter: Path) -> None:
-    """Raise InputError unless the folder has the config and the safetensors of a LoRA adapter.
+def _adapter_config(adapter: Path) -> LoraConfig:
+    """The config of a folder with a LoRA adapter in safetensors.
 
-    peft would read pickles, and build any kind of adapter in any size.
+    Left to itself, peft reads pickles and builds adapters of any kind and size. It imports modules
+    that a config names, and takes its names for regular expressions.
+
+    Raises:
+        InputError: a file is missing, or the config needs or holds anything else.
     """
+    from peft import LoraConfig
+
     if not (adapter / ADAPTER).is_file():
         raise InputError(f"{adapter} holds no adapter: give the folder of a finished LoRA run")
     if not (adapter / ADAPTER_WEIGHTS).is_file():
@@ -228,21 +300,19 @@ def _check_adapter_files(adapter: Path) -> None:
             f"{adapter / ADAPTER} has peft_type {str(config.get('peft_type'))[:40]!r}; "
             "supported: LORA"
         )
-    targets = config.get("target_modules")
-    if isinstance(targets, str) and targets != "all-linear":
-        # An expression of somebody else can compute for years.
-        raise InputError(
-            f"{adapter / ADAPTER} has the expression {targets[:40]!r} as target_modules; "
-            "write a list of names"
-        )
-    pattern = config.get("rank_pattern") or {}
-    ranks = [config.get("r"), *(pattern.values() if isinstance(pattern, dict) else [pattern])]
-    for rank in ranks:
-        if not isinstance(rank, int) or not 1 <= rank <= LARGEST_RANK:
+    read: dict[str, Any] = {}
+    for key, setting in config.items():
+        if setting in (None, False, "", [], {}) or key in _DESCRIBING:
+            continue
+        expected, is_right = _ADAPTER_KEYS.get(key, ("left out: hasten doesn't read it", _never))
+        if not is_right(setting):
             raise InputError(
-                f"{adapter / ADAPTER} has the rank {str(rank)[:40]}; "
-                f"expected a whole number from 1 to {LARGEST_RANK:,}"
+                f"{adapter / ADAPTER} has {key} {str(setting)[:40]!r}; it must be {expected}"
             )
+        read[key] = setting
+    if "r" not in read:
+        raise InputError(f"{adapter / ADAPTER} has no rank r; copy the adapter again")
+    return LoraConfig(**{**read, "task_type": "CAUSAL_LM"})
 
 
 def other_base(adapter: Path, source: str) -> str:
@@ -253,8 +323,11 @@ def other_base(adapter: Path, source: str) -> str:
     named = read_json_object(adapter / ADAPTER, "adapter's config").get("base_model_name_or_path")
     if not named or source in PRESETS or named == source:
         return ""
-    one, other = (Path(name).resolve().parts[-2:] for name in (str(named), source))
-    return "" if one == other else str(named)
+    name = str(named)
+    if unwritable_character(name) is None:
+        one, other = (Path(each).resolve().parts[-2:] for each in (name, source))
+        name = "" if one == other else name
+    return name
 
 
 def quantised_layers(model: nn.Module) -> int:

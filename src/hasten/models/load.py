@@ -231,9 +231,9 @@ def read_config(
     if folder is not None:
         check_folder(folder, needs_weights=needs_weights)
     with quiet(), _advice(f"the config of {source} can't be read"):
-        raw, _ = PreTrainedConfig.get_config_dict(source)
         if folder is not None:  # read strictly: of two equal keys transformers takes the last
             read_json_object(folder / "config.json", "model's config")
+        raw, _ = PreTrainedConfig.get_config_dict(source)
         check_native(source, raw, needs_weights=needs_weights)
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:

@@ -8,6 +8,7 @@ headers and configs only, so they cost milliseconds. They name the wrong file an
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,7 +118,7 @@ def check_native(source: str, raw: dict[str, Any], *, needs_weights: bool) -> No
         )
     for part in _parts(raw):
         _check_kernels(source, part)
-        _check_counts(source, part)
+        _check_numbers(source, part)
 
 
 def _parts(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -132,9 +133,14 @@ def _parts(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
             values += value
 
 
-def _check_counts(source: str, part: dict[str, Any]) -> None:
-    """InputError if a number of layers, heads or features is negative or beyond any model's."""
+def _check_numbers(source: str, part: dict[str, Any]) -> None:
+    """InputError if a number isn't finite, or one of layers or features is beyond any model's."""
     for key, value in part.items():
+        several = value if isinstance(value, list) else [value]
+        if any(isinstance(each, float) and not math.isfinite(each) for each in several):
+            raise InputError(
+                f"the config.json of {source} sets {key} to a number that isn't finite; correct it"
+            )
         if not _COUNT_KEY.fullmatch(key) or not isinstance(value, int | float):
             continue
         most = _MOST_LAYERS if key.endswith(("layers", "n_layer")) else _MOST_FEATURES

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from hasten.core.plan import name_of
 from hasten.errors import InputError
-from hasten.formatting import aligned
+from hasten.foreign_files import read_json_object
+from hasten.formatting import aligned, number
 from hasten.launch.cluster import CloudConfig
 from hasten.machine.accelerators import PCIE4, Device, device
 from hasten.models.architecture import Architecture
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from hasten.recipe.schema import Recipe
 
 
+LINK = 10e9  # bytes/s between ranks of a processor: through memory
+MOST_RANKS = 1 << 20
 BATCH_TOKENS = 4e6  # of a pre-training step by default: as models of some 10^9 weights have
 # Techniques that deal out the model itself, other than FSDP2, which is ZeRO 3.
 SPLIT = ("tensor_parallel", "hybrid", "pipeline", "expert_parallel", "deep_speed")
@@ -84,11 +87,11 @@ def cluster_of(options: PlanOptions) -> Cluster:
     if not options.gpu.endswith(".json"):
         return Cluster.of(cloud, options.gpu)
     path = Path(options.gpu)
-    figures = _json(path)
+    figures = read_json_object(path, "file of a device's figures")
     if figures.get("kind") == "hasten machine rates":
         if not options.memory:
             raise InputError(f"{path} has no memory size: give --memory, GB of a device")
-        link = float(figures.get("link") or 10e9)
+        link = number(figures.get("link")) or LINK
         measured_cluster = own_machine(figures, memory_bytes=options.memory * 1e9, link=link)
         if str(figures.get("device")) == "cpu":  # it takes tiles one by one, so none stand idle
             measured_cluster = dataclasses.replace(
@@ -177,12 +180,15 @@ def own_run(folder: Path, cluster: Cluster) -> OwnRun:
         raise InputError(f"{folder}/recipe.yaml is no recipe: name the folder of a run")
     model = Architecture.from_config(str(recipe["model"]))
     if recipe["model"] in PRESETS and recipe.get("vocabulary"):
-        model = dataclasses.replace(model, vocabulary=int(recipe["vocabulary"]))
+        model = dataclasses.replace(model, vocabulary=_count_of(folder, recipe, "vocabulary", 0))
     ranks = _ranks(folder, recipe)
-    sequence = int(recipe.get("cutoff_len") or 2048)
-    positions = statistics.median(float(row.get("positions") or 0) for row in rows)
+    sequence = _count_of(folder, recipe, "cutoff_len", 2048)
+    positions = statistics.median(number(row.get("positions")) or 0.0 for row in rows)
     share = max(1, round(positions / sequence / ranks))
-    names = set(map(name_of, recipe.get("plan") or ()))
+    plan = recipe.get("plan") or []
+    if not isinstance(plan, list) or not all(isinstance(entry, str | dict) for entry in plan):
+        raise InputError(f"{folder}/recipe.yaml: plan is no list of techniques")
+    names = set(map(name_of, plan))
     split = sorted(names & set(SPLIT))
     if split:
         raise InputError(
@@ -199,17 +205,24 @@ def own_run(folder: Path, cluster: Cluster) -> OwnRun:
     run_cluster = cluster
     if cluster.devices != ranks:
         run_cluster = dataclasses.replace(cluster, nodes=1, per_node=max(ranks, 1))
-    seconds = statistics.median(float(row["step_seconds"]) for row in rows)
+    seconds = statistics.median(number(row["step_seconds"]) or 0.0 for row in rows)
     return OwnRun(model, run_cluster, PlannedJob(sequence, share * ranks, task), layout, seconds)
 
 
 def _ranks(folder: Path, recipe: Mapping[str, Any]) -> int:
     """Number of ranks of a finished run; with a launcher, only the run's summary has it."""
-    try:
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-        return max(1, int(summary["world_size"]))
-    except (OSError, ValueError, LookupError, TypeError):
-        return int(recipe.get("nproc") or 1)
+    size = _object(folder / "summary.json").get("world_size")
+    if isinstance(size, int) and 0 < size <= MOST_RANKS:
+        return int(size)
+    return _count_of(folder, recipe, "nproc", 1)
+
+
+def _count_of(folder: Path, recipe: Mapping[str, Any], key: str, default: int) -> int:
+    """A key of a run's recipe, which anybody may have written."""
+    count = recipe.get(key) or default
+    if not isinstance(count, int) or not 0 < count < 1 << 31:
+        raise InputError(f"{folder}/recipe.yaml: {key} is {str(count)[:60]!r}, no whole number")
+    return int(count)
 
 
 def _listed(text: str | None) -> tuple[str, ...]:
@@ -243,27 +256,15 @@ def _device(path: Path, figures: Mapping[str, Any]) -> Device:
         raise InputError(f"{path}: the device lacks {', '.join(lacks)} (FLOP/s, bytes, bytes/s)")
     for key, value in figures.items():
         is_text = device_fields[key].type == "str"
-        if isinstance(value, bool) or not isinstance(value, str if is_text else int | float):
-            raise InputError(
-                f"{path}: {key} is {value!r}; it must be a {'text' if is_text else 'number'}"
-            )
+        figure = None if isinstance(value, bool) else number(value)
+        if not (isinstance(value, str) if is_text else figure is not None and figure >= 0):
+            kind = "a text" if is_text else "a finite number, 0 at least"
+            raise InputError(f"{path}: {key} is {str(value)[:60]!r}; it must be {kind}")
     return Device(**{"source": str(path), **figures})
-
-
-def _json(path: Path) -> Mapping[str, Any]:
-    try:
-        figures = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise InputError(f"--gpu: {path} can't be read: {why}") from error
-    if not isinstance(figures, dict):
-        raise InputError(f"--gpu: {path} must hold a device's figures as a JSON object")
-    return figures
 
 
 # A finished run, predicted as it ran, beside what it measured: for ``plan`` and ``report``.
 
-LINK = 10e9  # bytes/s between ranks of a processor: through memory
 RATES = ("ceiling.json",)  # files of hasten env --bench that a run may have kept
 UNCALIBRATED = "fitted to published measurements of GPUs; --calibrate RUN fits to this machine"
 
@@ -336,7 +337,7 @@ def machine_of(folder: Path) -> Cluster:
     for name in RATES:
         rates = _object(folder / name)
         if rates.get("kind") == "hasten machine rates":
-            memory = float(hardware.get("memory_limit_bytes") or 16e9)
+            memory = number(hardware.get("memory_limit_bytes")) or 16e9
             measured_cluster = own_machine(rates, memory_bytes=memory, link=LINK)
             return dataclasses.replace(
                 measured_cluster, device=dataclasses.replace(measured_cluster.device, units=1)
@@ -356,8 +357,6 @@ def predicted_lines(folder: Path) -> str:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    try:
-        contents = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return contents if isinstance(contents, dict) else {}
+    with contextlib.suppress(InputError):
+        return read_json_object(path, "run's file")
+    return {}

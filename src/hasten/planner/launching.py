@@ -6,21 +6,24 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hasten.core.job import share_of
 from hasten.core.plan import name_of
 from hasten.errors import InputError
+from hasten.foreign_files import read_json_object
 from hasten.launch.cluster import CloudConfig
 from hasten.launch.targets.job import MARK
 from hasten.launch.targets.megatron import arguments
 from hasten.machine import host
 from hasten.machine.benchmark import core_flops
 from hasten.models.presets import PRESETS
+from hasten.planner.layout import PlannedJob, PlannedLayout
 from hasten.recipe.schema import DEFAULT_BATCH, Recipe, recipe_from
 
 TRIED = 50  # layouts, best first, until Megatron-LM can run one
 REACHED = 0.4  # of a device's peak, as a share that training reaches
+Planned = TypeVar("Planned", PlannedJob, PlannedLayout)
 SLOWEST = 1e6  # bits a second of a rehearsal's link
 
 
@@ -48,7 +51,7 @@ def planned(
         return layout, batch
     from hasten.planner import plan
     from hasten.planner.cluster import Cluster
-    from hasten.planner.layout import LayoutSpace, PlannedJob
+    from hasten.planner.layout import LayoutSpace
 
     sequence = recipe.cutoff_len
     size = (
@@ -102,17 +105,33 @@ def scaled_rate(cloud: CloudConfig, gpu: str) -> float | None:
 
 
 def _from_file(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    stored_plan = read_json_object(path, "result of hasten estimate --json")
     try:
-        stored_plan = json.loads(path.read_text(encoding="utf-8"))
-        layout, job = stored_plan["best"][0]["layout"], stored_plan["job"]
-        if not isinstance(layout, dict) or not isinstance(job, dict):
-            raise ValueError("its layout is no object")
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        why = getattr(error, "strerror", None) or error
+        layout = _from_values(PlannedLayout, stored_plan["best"][0]["layout"])
+        job = _from_values(PlannedJob, stored_plan["job"])
+    except (ValueError, LookupError, TypeError) as error:
         raise InputError(
-            f"--estimate: {path} isn't what hasten estimate --json writes ({why})"
+            f"--estimate: {path} isn't what hasten estimate --json writes ({error})"
         ) from error
-    return layout, job
+    return dataclasses.asdict(layout), dataclasses.asdict(job)
+
+
+def _from_values(kind: type[Planned], values: Any) -> Planned:
+    """A layout or job out of a file's object.
+
+    Raises:
+        ValueError: a field isn't known, or its number is of another type.
+    """
+    if not isinstance(values, dict):
+        raise ValueError(f"no {kind.__name__} but {str(values)[:40]!r}")
+    types = {field.name: field.type for field in dataclasses.fields(kind)}
+    for name, number in values.items():
+        if type(number).__name__ != types.get(name) and (type(number), types.get(name)) != (
+            int,
+            "float",
+        ):
+            raise ValueError(f"{name} is {str(number)[:40]!r}")
+    return kind(**values)
 
 
 def _batch(recipe: Recipe, job: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,8 +139,8 @@ def _batch(recipe: Recipe, job: Mapping[str, Any]) -> dict[str, Any]:
     try:
         step = int(job["sequence"]) * int(job["global_batch"])
         steps = recipe.max_steps or int(tokens // step)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise InputError(f"--plan: its job has no sequence or global_batch ({error})") from error
+    except (ValueError, OverflowError) as error:
+        raise InputError(f"--estimate: its job has the tokens {tokens}; give max_steps") from error
     if not steps:
         raise InputError("megatron: give max_steps or max_tokens, since it has no epochs")
     rates = ("learning_rate", "min_lr_ratio", "lr_schedule", "adam_betas", "weight_decay")

@@ -10,8 +10,6 @@ rows is fixed: the same rows give the same bits.
 
 from __future__ import annotations
 
-import json
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -21,6 +19,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hasten.errors import InputError
+from hasten.foreign_files import json_lines
+from hasten.formatting import number
 from hasten.models.architecture import Architecture
 from hasten.planner.candidate import PlanCandidate, Span
 from hasten.planner.cluster import Cluster
@@ -175,9 +175,11 @@ def calibrate_machine(
     """
     if not runs:
         raise InputError("no run to calibrate from: run twenty steps of the job first")
-    for number, run in enumerate(runs, start=1):
+    for position, run in enumerate(runs, start=1):
         if not 0 < run.step_seconds < float("inf"):
-            raise InputError(f"run {number} took {run.step_seconds} s a step; give seconds above 0")
+            raise InputError(
+                f"run {position} took {run.step_seconds} s a step; give seconds above 0"
+            )
     start = calibration or calibrated()
 
     def seconds(factors: MachineFactors) -> Column:
@@ -258,9 +260,7 @@ def terms_of_run(predicted: PlanCandidate, run: Path) -> list[CalibratedTerm]:
     step = _median(rows, "step_seconds")
     tokens = _median(rows, "positions")
     rate = tokens / step / predicted.devices if step and tokens else None
-    memory = max(
-        (float(r["peak_memory_bytes"]) for r in rows if r.get("peak_memory_bytes")), default=None
-    )
+    memory = max((peak for r in rows if (peak := number(r.get("peak_memory_bytes")))), default=None)
     terms = [
         _told("step", "s", predicted.step_seconds, step),
         _told("rate of a device", "tokens/s", predicted.tokens_per_second_per_device, rate),
@@ -275,14 +275,10 @@ def terms_of_run(predicted: PlanCandidate, run: Path) -> list[CalibratedTerm]:
 def measured_steps(run: Path) -> list[dict[str, Any]]:
     """The lines of ``metrics.jsonl``, those of the warm-up and of discarded steps left out."""
     path = run / "metrics.jsonl"
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        rows = [json.loads(line) for line in lines if line.strip()]
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise InputError(f"{path} can't be read ({why}): name the folder of a run") from error
     rows = [
-        r for r in rows if isinstance(r, dict) and r.get("step_seconds") and not r.get("skipped")
+        row
+        for row in json_lines(path, "run's log")
+        if (number(row.get("step_seconds")) or 0.0) > 0 and not row.get("skipped")
     ]
     if not rows:
         raise InputError(
@@ -308,8 +304,7 @@ def _told(name: str, unit: str, span: Span, measured: float | None) -> Calibrate
 
 
 def _median(rows: list[dict[str, Any]], key: str) -> float | None:
-    finite = [float(r[key]) for r in rows if isinstance(r.get(key), int | float)]
-    finite = [v for v in finite if math.isfinite(v)]
+    finite = [read for r in rows if (read := number(r.get(key))) is not None]
     return statistics.median(finite) if finite else None
 
 

@@ -22,6 +22,7 @@ from hasten.core.session import Session
 from hasten.core.timing import StepMetrics
 from hasten.data.token_store import inspect
 from hasten.errors import InputError, pip_install
+from hasten.foreign_files import LARGEST_LOG, read_bounded
 from hasten.models.adapters import adapted_table, parameter_counts
 from hasten.models.load import check_weights, read_config, stored_formats
 from hasten.models.presets import PRESETS
@@ -132,9 +133,9 @@ def evaluations_before(session: Session, file: Path, metric: str) -> list[Evalua
 def _rows(file: Path, last: int, metric: str) -> list[list[float]]:
     """Step, tokens, eval loss and metric of each whole line that has them."""
     rows: list[list[float]] = []
-    with contextlib.suppress(OSError):
-        for line in file.read_text(errors="replace").splitlines():
-            with contextlib.suppress(ValueError, TypeError, KeyError):
+    with contextlib.suppress(InputError):
+        for line in read_bounded(file, LARGEST_LOG, "log").splitlines():
+            with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
                 values = json.loads(line)
                 row = [float(values[key]) for key in ("step", "tokens", "eval_loss", metric)]
                 rows += [row] if row[0] <= last else []

@@ -18,9 +18,7 @@ size limit, and missing values stay None.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import statistics
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,13 +30,11 @@ import numpy as np
 
 from hasten import formatting
 from hasten.errors import InputError
-from hasten.foreign_files import open_regular, read_json_object
+from hasten.foreign_files import json_lines, read_json_object
 from hasten.formatting import aligned, number_text
 from hasten.report.svg import visible
 
 LARGEST_FILE = 256 << 20  # bytes
-LARGEST_LOG = 1 << 30  # bytes: a line per step is about 500
-LONGEST_LINE = 1 << 20  # bytes
 UNCOUNTED = "tokens: num_input_tokens_seen may count padding, so it isn't taken for tokens"
 
 
@@ -176,32 +172,14 @@ class _Log:
 
 
 def _read_log(path: Path) -> _Log:
-    """Reads a metrics.jsonl line by line; an unfinished last line is left out.
+    """Reads a metrics.jsonl line by line.
 
     Raises:
-        InputError: the file can't be read or is too large, or another line isn't an object.
+        InputError: the file can't be read or is too large, or a line isn't an object.
     """
-    log, count = _Log(), 0
-    try:
-        with open_regular(path) as file:
-            if os.fstat(file.fileno()).st_size > LARGEST_LOG:
-                raise InputError(f"{path} is larger than {LARGEST_LOG} bytes; that is not a run's")
-            while line := file.readline(LONGEST_LINE + 1):
-                count += 1
-                if len(line) > LONGEST_LINE:
-                    raise InputError(f"{path}:{count} is longer than {LONGEST_LINE} bytes")
-                try:
-                    entry = json.loads(line) if line.strip() else {}
-                except (ValueError, RecursionError) as error:
-                    if not file.read(1):
-                        break
-                    why = str(error)[:80]
-                    raise InputError(f"{path}:{count} is not JSON: {why}") from error
-                if not isinstance(entry, dict):
-                    raise InputError(f"{path}:{count} is not an object of JSON")
-                log.add(entry)
-    except OSError as error:
-        raise InputError(f"{path} can't be read: {error.strerror or error}") from error
+    log = _Log()
+    for entry in json_lines(path, "run's log"):
+        log.add(entry)
     return log
 
 

@@ -168,8 +168,3 @@ def _as_advice() -> Iterator[None]:
         raise
     except ValueError as error:
         raise InputError(f"checkpoints: {error}") from error
-    except (KeyError, TypeError, AttributeError) as error:
-        raise InputError(
-            f"checkpoints: the saved data is not the state of a run ({error!r}); continue with the "
-            "program that wrote it, or choose another folder"
-        ) from error

@@ -22,6 +22,7 @@ from torch import nn
 
 from hasten.core.session import Session
 from hasten.errors import InputError
+from hasten.foreign_files import open_regular
 from hasten.machine import environment
 from hasten.machine.files import TEMPORARY, write_atomic
 from hasten.models.adapters import adapted_table
@@ -91,14 +92,15 @@ def keep_lines_until(output: Path, step: int) -> None:
         path = output / name
         if not path.exists():
             continue
-        lines = path.read_text(errors="replace").splitlines(keepends=True)
+        with open_regular(path) as file:
+            lines = file.read().decode(errors="replace").splitlines(keepends=True)
         retained_text = "".join(line for line in lines if _step_of(line) <= step)
         write_atomic(path, retained_text)
 
 
 def _step_of(line: str) -> float:
     """The step of a line; infinite where the line isn't whole."""
-    with contextlib.suppress(ValueError, TypeError, KeyError):
+    with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return float(json.loads(line)["step"]) if line.endswith("\n") else float("inf")
     return float("inf")
 

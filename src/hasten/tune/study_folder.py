@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.errors import InputError
+from hasten.foreign_files import read_json_object
 from hasten.machine.files import write_atomic
 from hasten.machine.locks import one_writer
 from hasten.measure.record import ExperimentRecord
@@ -89,8 +90,7 @@ class StudyFolder:
         if not record.done or not path.is_file():
             return None
         self._audience.tell(f"studied before: {self.path} (--fresh measures anew)")
-        document: dict[str, Any] = json.loads(path.read_text())
-        return document
+        return read_json_object(path, "study")
 
     def keep_best(self, text: str) -> None:
         """``text`` as the best recipe so far."""

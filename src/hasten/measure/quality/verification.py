@@ -20,6 +20,7 @@ a check doesn't show.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
@@ -33,6 +34,7 @@ from hasten.core.context import JobContext
 from hasten.core.plan import Plan
 from hasten.core.technique import Fidelity
 from hasten.errors import InputError
+from hasten.foreign_files import read_json_object
 from hasten.machine.cache import key_of, source_digest
 from hasten.machine.files import write_atomic
 from hasten.measure.quality.gradient_rows import Gradients
@@ -162,11 +164,9 @@ def verified(
 
 def _stored(path: Path) -> Rows | None:
     """The stored result; None if there is none, or none that can be read."""
-    try:
-        report: Rows = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return report
+    with contextlib.suppress(InputError):
+        return read_json_object(path, "report of a verification")
+    return None
 
 
 def _key(

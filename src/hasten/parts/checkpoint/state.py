@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -173,8 +174,13 @@ def check_moments(weight: Tensor, values: Mapping[str, Any]) -> str | None:
         reshaped = value.ndim > 1 and value.numel() == weight.numel()
         if (key in _OF_EACH_ELEMENT or reshaped) and value.shape != weight.shape:
             return f"has {key} of shape {[*value.shape]}, and the weight has {[*weight.shape]}"
-        if key == "step" and value.numel() != 1:
-            return f"has {value.numel()} steps, expected one"
+        kinds = (weight.dtype, torch.float32)
+        if key in _OF_EACH_ELEMENT and value.dtype not in kinds:
+            return f"has {key} in {value.dtype}, and the weight has {weight.dtype}"
+        if key == "step" and (value.numel() != 1 or not value.dtype.is_floating_point):
+            return f"has {value.numel()} steps in {value.dtype}, expected one real number"
+        if key == "step" and not 0 <= float(value) < math.inf:
+            return f"has the step {float(value)}, expected a count"
     return None
 
 

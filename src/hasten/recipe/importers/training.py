@@ -5,12 +5,12 @@ Meanings and defaults: transformers' ``training_args.py`` and ``optimization.py`
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hasten.foreign_files import parse_json
 from hasten.recipe.importers.draft import (
     Handler,
     RecipeDraft,
@@ -82,7 +82,7 @@ def schedule(draft: RecipeDraft, key: str, value: Any) -> None:
 
 def schedule_settings(draft: RecipeDraft, key: str, value: Any) -> None:
     """``lr_scheduler_kwargs``: the lowest rate is followed, as a share or a rate."""
-    settings = json.loads(value) if isinstance(value, str) and value.strip() else value
+    settings = parse_json(value, key) if isinstance(value, str) and value.strip() else value
     for name, item in (settings or {}).items():
         peak = draft.source.get("learning_rate")
         if name == "min_lr_rate":
