@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Technique, setting
 from hasten.integrations.transformers import TrainerTechniques
-from hasten.measure.quality.first_step import GradientRecord, uneven_documents
+from hasten.measure.quality.first_step import FirstStepProof, GradientRecord, uneven_documents
 from hasten.parts.nn.causal_lm import causal_lm, trunk
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
@@ -390,3 +392,63 @@ if __name__ == "__main__":
     ranked(Path(sys.argv[1]))
     dist.barrier()
     os._exit(0)  # gloo's threads may end an interpreter with SIGABRT (torch 2.13)
+
+
+class Routed(nn.Module):
+    """Two layers that send each token to one of two experts; one token is undecided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+        self.embedding = nn.Embedding(6, 4)
+        self.embedding.weight.data = torch.randn(6, 4, generator=draw)
+        self.embedding.weight.data[5] = torch.tensor([8.0, 8.0, 8.0, -8.0])
+        self.gates = nn.ParameterList(torch.tensor([1.0, 1, 1, 3]) for _ in range(2))
+        self.head = nn.Parameter(torch.randn(4, generator=draw))
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+
+class RoutedPasses:
+    """In the run's own format a technique rounds otherwise, or is wrong."""
+
+    is_mixed = True
+
+    def __init__(self, fault: bool) -> None:
+        self.model, self.fault = Routed(), fault
+        self.in_use, self.is_wide = False, False
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        states, total = self.model.embedding(batch["input_ids"]), torch.zeros(())
+        other = self.in_use and not self.is_wide
+        for number, gate in enumerate(self.model.gates):
+            score = states @ gate
+            first = score + (1e-3 if other and number == 0 else -1e-3) > 0
+            total = total + torch.where(first, score, -2 * score).sum()
+        head = self.model.head.roll(1) if other and self.fault else self.model.head
+        return total + (states @ head).sum()
+
+    def batch(self, host_batch: Any, techniques: Any) -> Any:
+        return host_batch
+
+    @contextlib.contextmanager
+    def active(self, techniques: Any) -> Iterator[None]:
+        self.in_use = bool(techniques)
+        yield
+
+    @contextlib.contextmanager
+    def in_float32(self) -> Iterator[None]:
+        self.is_wide = True
+        yield
+        self.is_wide = False
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_a_router_that_rounding_decides_is_no_fault_and_hides_none(fault: bool) -> None:
+    passes = RoutedPasses(fault)
+    before = [p.detach().clone() for p in passes.model.parameters()]
+    proof = FirstStepProof(passes, [DocumentAttention()], "the host")
+    removed = proof.check({"input_ids": torch.arange(6)})
+    assert ["head" in str(each.difference) for each in removed] == [True] * fault
+    assert all(map(torch.equal, before, passes.model.parameters()))

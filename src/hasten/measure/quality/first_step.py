@@ -10,7 +10,9 @@ random state and no dropout:
        must be above 0.99.
     3. Removal: If they differ, one technique at a time is removed until they agree.
     4. Noise: If a host differs from itself (another random state, the same batch), that
-       difference sets the bound.
+       difference sets the bound. In the run's own format its inputs are also rounded
+       otherwise. A router then sends some tokens to other experts, in one layer or another:
+       the noise of a parameter is the largest of its kind in all layers.
 
 All ranks decide together. Afterwards random state, buffers, gradients and counters are
 restored. If a host's batch has no padding, or only one document, two short documents of
@@ -24,6 +26,7 @@ import contextlib
 import copy
 import logging
 import math
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,7 +48,10 @@ GRADIENT_BOUND = 1e-3  # of a parameter's norm
 # rounding alone, and has no relative accuracy.
 GRADIENT_FLOOR = 1e-6
 COSINE_BOUND = 0.99
+ANGLE_BOUND = math.sqrt(2 * (1 - COSINE_BOUND))  # the same as a share of the norm
 NOISE_FACTOR = 4.0  # two draws of a host's noise may differ more than the two that were measured
+ROUNDING = 2.0**-8  # of a number in bf16
+ROUNDINGS = 2  # other roundings of the host's inputs that are measured
 SKETCH = 64  # numbers kept of a gradient where memory is short: its norm is then right to 18 %
 PROBE_TOKENS = 256  # of the two documents that are added
 SHORT_ROWS, SHORT_TOKENS = 2, 128  # of a batch that is cut because memory is short
@@ -285,10 +291,14 @@ class FirstStepProof:
             if possible:
                 wide = self._agree(batch, self._near, sketched)
         if self.passes.is_mixed or _has_half(self.passes.model):
-            self._agree(batch, lambda *args: self._alike(wide, *args), sketched)
+            self._agree(batch, lambda *args: self._alike(wide, *args), sketched, rounded=True)
 
     def _agree(
-        self, batch: Any, compare: Callable[..., Difference | None], sketched: bool
+        self,
+        batch: Any,
+        compare: Callable[..., Difference | None],
+        sketched: bool,
+        rounded: bool = False,
     ) -> GradientRecord:
         """Take techniques away until their pass agrees with the host's; the host's gradients."""
         host = self._run(batch, [], is_host=True)
@@ -307,18 +317,9 @@ class FirstStepProof:
 
         now, differs = difference(self.techniques)
         if differs:
-            again = self._run(batch, [], is_host=True, seed=SEED + 1)
-            noise.loss = abs(again.loss - loss)
-            noise.gradients = {n: example.distance(n, g) for n, g in again.gradients.items()}
-            if _on_any_rank(noise.loss > LOSS_BOUND * abs(loss)) and not self._is_noisy:
-                self._is_noisy = True
-                _LOG.warning(
-                    "speed_up: %s differs from itself by %.1e of the loss on the same batch. "
-                    "Differences up to %g times that can't be distinguished from its noise",
-                    self._name,
-                    noise.loss / max(abs(loss), 1e-12),
-                    NOISE_FACTOR,
-                )
+            self._measure(noise, batch, loss, example)
+            if rounded:
+                self._add_rounding(noise, batch, example)
             now, differs = difference(self.techniques)
         while differs and self.techniques:
             reason = now or Difference("a pass on another rank differs", math.inf, 0.0)
@@ -337,6 +338,33 @@ class FirstStepProof:
             self.techniques, now, differs = best.remaining, best.difference, best.differs
         self.was_complete = not differs
         return example
+
+    def _measure(self, noise: _Noise, batch: Any, loss: float, host: GradientRecord) -> None:
+        """By how much the host differs from itself with another random state."""
+        again = self._run(batch, [], is_host=True, seed=SEED + 1)
+        noise.loss = abs(again.loss - loss)
+        noise.gradients = {n: host.distance(n, g) for n, g in again.gradients.items()}
+        if _on_any_rank(noise.loss > LOSS_BOUND * abs(loss)) and not self._is_noisy:
+            self._is_noisy = True
+            _LOG.warning(
+                "speed_up: %s differs from itself by %.1e of the loss on the same batch. "
+                "Differences up to %g times that can't be distinguished from its noise",
+                self._name,
+                noise.loss / max(abs(loss), 1e-12),
+                NOISE_FACTOR,
+            )
+
+    def _add_rounding(self, noise: _Noise, batch: Any, host: GradientRecord) -> None:
+        """Adds to the noise by how much other roundings change the host's gradients."""
+        largest: dict[str, float] = {}  # relative to the norm, by kind of parameter
+        for draw in range(ROUNDINGS):
+            with _rounded_otherwise(self.passes.model, SEED + draw):
+                other = self._run(batch, [], is_host=True)
+            for name, gradient in other.gradients.items():
+                share = host.distance(name, gradient) / (host.norms[name] or 1.0)
+                largest[_kind(name)] = max(largest.get(_kind(name), 0.0), share)
+        for name, norm in host.norms.items():
+            noise.gradients[name] = max(noise.gradients[name], largest[_kind(name)] * norm)
 
     def _near(
         self, loss: float, host: GradientRecord, noise: _Noise, other: _Pass
@@ -379,7 +407,7 @@ class FirstStepProof:
             norm = host.norms[name]
             if norm <= 1e-3 * host.norm and wide is None:
                 continue
-            if noise.gradients.get(name, 0.0) > 0.1 * norm:
+            if noise.gradients.get(name, 0.0) > ANGLE_BOUND / NOISE_FACTOR * norm:
                 continue
             if wide is not None and wide.cosine(name, host) <= COSINE_BOUND:
                 continue
@@ -510,6 +538,29 @@ def _float32(passes: TechniquePasses) -> Iterator[bool]:
     finally:
         for tensor, data in originals:
             tensor.data = data
+
+
+@contextlib.contextmanager
+def _rounded_otherwise(model: nn.Module, seed: int) -> Iterator[None]:
+    """Each number of the input embeddings differs by up to one rounding inside."""
+    try:
+        weight: Any = model.get_input_embeddings().weight
+        original = weight.data
+        generator = torch.Generator(original.device).manual_seed(seed)
+        draw = torch.rand(original.shape, generator=generator, device=original.device)
+    except (AttributeError, NotImplementedError, TypeError):  # no model of transformers
+        yield
+        return
+    weight.data = original * (1 + ROUNDING * (2 * draw - 1)).to(original.dtype)
+    try:
+        yield
+    finally:
+        weight.data = original
+
+
+def _kind(name: str) -> str:
+    """A parameter's name without the numbers of its layer and its expert."""
+    return re.sub(r"\d+", "*", name)
 
 
 def _trained_bytes(model: nn.Module) -> int:
