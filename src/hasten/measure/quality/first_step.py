@@ -11,8 +11,8 @@ random state and no dropout:
     3. Removal: If they differ, one technique at a time is removed until they agree.
     4. Noise: If a host differs from itself (another random state, the same batch), that
        difference sets the bound. In the run's own format its inputs are also rounded
-       otherwise. A router then sends some tokens to other experts, in one layer or another:
-       the noise of a parameter is the largest of its kind in all layers.
+       otherwise. A router then sends some tokens to other experts, in one layer or another.
+       So the noise of a parameter is the largest of its kind in all layers.
 
 All ranks decide together. Afterwards random state, buffers, gradients and counters are
 restored. If a host's batch has no padding, or only one document, two short documents of
@@ -545,17 +545,19 @@ def _rounded_otherwise(model: nn.Module, seed: int) -> Iterator[None]:
     """Each number of the input embeddings differs by up to one rounding inside."""
     try:
         weight: Any = model.get_input_embeddings().weight
-        original = weight.data
+        original = weight.detach().clone()
         generator = torch.Generator(original.device).manual_seed(seed)
         draw = torch.rand(original.shape, generator=generator, device=original.device)
     except (AttributeError, NotImplementedError, TypeError):  # no model of transformers
         yield
         return
-    weight.data = original * (1 + ROUNDING * (2 * draw - 1)).to(original.dtype)
+    with torch.no_grad():
+        weight.mul_(1 + ROUNDING * (2 * draw - 1))
     try:
         yield
     finally:
-        weight.data = original
+        with torch.no_grad():
+            weight.copy_(original)
 
 
 def _kind(name: str) -> str:
