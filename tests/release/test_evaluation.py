@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from tokenizers.processors import TemplateProcessing
 
 from hasten.errors import InputError
 from hasten.parts.data.collate import tokenized_example
@@ -107,9 +108,17 @@ def task(folder: Path, **changes: Any) -> Path:
     return folder / "task.yaml"
 
 
-def test_lm_eval_scores_a_local_task(full_run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_lm_eval_scores_a_local_task(full_run: Path, tmp_path: Path, adds_bos: bool) -> None:
+    """With the tokens of the template alone, also if the tokenizer begins texts by itself."""
     pytest.importorskip("lm_eval", reason="the harness is optional (extra eval)")
     loaded = load_run(full_run)
+    if adds_bos:
+        first = (loaded.tokenizer.bos_token, loaded.tokenizer.bos_token_id)
+        loaded.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=f"{first[0]} $A", special_tokens=[first]
+        )
+        loaded.tokenizer.chat_template = "{% for m in messages %}Q: {{ m.content }}\n{% endfor %}A:"
     metrics = score_tasks(loaded, [read_task(task(tmp_path))], None, tmp_path / "cache")
     assert [(m.task, m.name, len(m.values)) for m in metrics] == [("apples", "acc", 4)]
     chosen = []

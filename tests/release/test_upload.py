@@ -5,13 +5,16 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
+import huggingface_hub.constants
 import pytest
 
 from hasten.errors import InputError
@@ -143,6 +146,20 @@ def test_what_the_hub_refuses_is_one_sentence_and_the_folder_stays(hub: Hub, fol
     assert "\n" not in str(caught.value)
     assert "hf_secret" not in str(caught.value)
     assert (folder / "model.safetensors").is_file()
+
+
+@pytest.mark.cold
+def test_a_fresh_process_checks_the_name_and_the_token(tmp_path: Path) -> None:
+    """The library's modules are loaded on first use: in other tests they are all there."""
+    code = "from hasten.release.export import check_upload; check_upload('me/model')"
+    variables = {k: v for k, v in os.environ.items() if k not in ("HF_TOKEN", "HF_TOKEN_PATH")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**variables, "HF_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert "InputError: --push me/model needs a token" in done.stderr
 
 
 def test_without_a_token_nothing_begins(monkeypatch: pytest.MonkeyPatch) -> None:

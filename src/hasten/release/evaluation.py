@@ -339,7 +339,13 @@ def score_tasks(
         from lm_eval.tasks import TaskManager
 
         try:
-            model = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=1)
+            # A rendered prompt has its first token already, or the template wants none.
+            model = HFLM(
+                pretrained=loaded.model,
+                tokenizer=loaded.tokenizer,
+                batch_size=1,
+                add_bos_token=not loaded.tokenizer.chat_template,
+            )
             results = lm_eval.simple_evaluate(
                 model,
                 tasks=configs,

@@ -522,17 +522,18 @@ def check_upload(repository: str) -> None:
     Raises:
         InputError: the name isn't OWNER/NAME, or no token is stored.
     """
-    import huggingface_hub
+    from huggingface_hub import get_token
     from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
 
     try:
-        huggingface_hub.utils.validate_repo_id(repository)
+        validate_repo_id(repository)
     except HFValidationError as error:
         reason = " ".join(str(error).split())
         raise InputError(f"--push {repository} is no name of a repository: {reason}") from error
     if "/" not in repository:
         raise InputError(f"--push {repository} names no owner: give OWNER/NAME")
-    if huggingface_hub.get_token() is None:
+    if get_token() is None:
         raise InputError(f"--push {repository} needs a token: run `hf auth login`, or set HF_TOKEN")
 
 
