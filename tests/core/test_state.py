@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.core.setup import Average
@@ -74,7 +74,6 @@ def session() -> Any:
     return session_of(language_job())
 
 
-@settings(max_examples=60, deadline=None)
 @given(value=NESTED)
 def test_every_nested_state_comes_back_from_disk(
     session: Any, tmp_path_factory: pytest.TempPathFactory, value: Any

@@ -36,7 +36,7 @@ needs_triton_at_all = pytest.mark.skipif(
 )
 CAPABILITIES = ("80", "86", "89", "90", "100", "120")
 dtypes = pytest.mark.parametrize("dtype", ROUNDING, ids=str)
-few = settings(max_examples=12, deadline=None)
+few = settings(max_examples=12)
 
 
 @pytest.fixture(autouse=True)
@@ -294,8 +294,8 @@ def test_loads_are_wide_though_a_launch_ignores_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "asked",
     [
-        pytest.param(("80", "90", "120"), id="what training launches"),
-        pytest.param(("86", "89", "100"), id="the same, other GPUs", marks=pytest.mark.long),
+        pytest.param(("80", "90"), id="what training launches"),
+        pytest.param(("86", "89", "100", "120"), id="the same, other GPUs", marks=pytest.mark.long),
         pytest.param(("all", *CAPABILITIES), id="all formats and layouts", marks=pytest.mark.long),
     ],
 )
