@@ -92,9 +92,9 @@ def default_device() -> str:
 def versions() -> dict[str, str]:
     """Versions of what decides speed and numbers."""
     packages = ("hasten", "torch", "transformers", "peft", "numpy", "deepspeed")
-    found = {package: _version_of(package) for package in packages}
+    installed = {package: _version_of(package) for package in packages}
     python = {"python": platform.python_version()}
-    return python | {package: version for package, version in found.items() if version}
+    return python | {package: version for package, version in installed.items() if version}
 
 
 @functools.cache
