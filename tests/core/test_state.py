@@ -255,7 +255,6 @@ def saved(session: Any) -> tuple[dict[str, torch.Tensor], str]:
     return {name: tensor.clone() for name, tensor in tensors.items()}, json.dumps(meta)
 
 
-@settings(max_examples=200, deadline=None)
 @given(data=st.data(), value=FOREIGN)
 def test_whatever_a_checkpoint_says_beside_its_tensors_is_used_or_refused(
     session: Any, saved: tuple[dict[str, torch.Tensor], str], data: Any, value: Any
