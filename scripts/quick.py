@@ -582,17 +582,10 @@ class Tally:
     ran: set[str] = field(default_factory=set)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self._note(session.config, [item.nodeid for item in session.items])
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
-        if not self.picked:  # every worker picks the same
-            self._note(node.config, ids)
-
-    def _note(self, config: pytest.Config, names: Sequence[str]) -> None:
-        self.picked = set(names)
-        files = len({file_of(name) for name in names})
-        config.get_terminal_writer().line(f"{len(names)} tests are picked (files: {files}).")
+        self.picked = {item.nodeid for item in session.items}
+        files = len({file_of(name) for name in self.picked})
+        line = f"{len(self.picked)} tests are picked (files: {files})."
+        session.config.get_terminal_writer().line(line)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.ran.add(report.nodeid)
@@ -615,9 +608,7 @@ def announce(
 
 def run_pytest(plan: Plan, processes: int, options: Sequence[str], tally: Tally) -> int:
     """Run the plan; pytest's exit code."""
-    # A file's tests share what is costly to start, and the nearest files come first.
-    shared = ["--dist", "loadfile", "--no-loadscope-reorder"]
-    parallel = ["-n", str(processes), *shared] if processes > 1 else []
+    parallel = ["--processes", str(processes)] if processes > 1 else []
     sys.path.insert(0, str(Path(__file__).resolve().parent))  # where -p finds this module
     with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
         json.dump(asdict(plan), file)

@@ -1,13 +1,13 @@
-"""Run the test suite in two groups: first what can run side by side, then what must run alone.
+"""Run the test suite: what can run side by side, then what must run alone.
 
     python scripts/run_tests.py            # make test
     python scripts/run_tests.py --long     # make test-long: full counts, too, and slow tests thrice
     python scripts/run_tests.py --data     # only tests of the files that HASTEN_TEST_DATA names and
                                            # of the articles' code that HASTEN_TEST_ARTICLES names
 
-Tests with the mark ``timing`` judge seconds: they run alone in the second group, and one that fails
-there is repeated once. Both groups run, whatever the first one finds. The end names each failure
-with its reason, and the time beside its bound. Exit code: 0, or pytest's of the group that failed.
+Tests with the mark ``timing`` judge seconds: they run alone, after all others, and one that fails
+is repeated once. The end names each failure with its reason, and the time beside its bound. Exit
+code: 0, or pytest's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 BOUND_SECONDS = 12 * 60  # for make test on two cores
-HUNG_SECONDS = 60 * 60  # then a group is ended, so that what failed in it is still told
+HUNG_SECONDS = 60 * 60  # then the tests are ended, so that what failed in it is still told
 SLOW_SECONDS = 10.0  # above this a test needs the mark slow
 MOST_WORKERS = 8  # each needs about 2 GB
 CACHE = Path(".pytest_cache/v")
@@ -46,9 +46,8 @@ def main() -> int:
     chosen = "(long or not long)" if options.long else "not long"
     chosen = "(data or articles)" if options.data else chosen
     data = [*with_mark("data"), *with_mark("articles")] if options.data else []
-    codes = [pytest(*side_by_side(), "-m", f"{chosen} and not timing", *data, *rest)]
-    if not options.data:
-        codes.append(alone(f"{chosen} and timing", rest or with_mark("timing")))
+    code = pytest(*side_by_side(), "-m", chosen, *data, *rest)
+    codes = [timing_again() if code == 1 else code]
     if options.long:
         codes.append(slow_three_times())
     minutes, bound = (time.monotonic() - began) / 60, BOUND_SECONDS / 60
@@ -62,10 +61,8 @@ def main() -> int:
 
 def side_by_side() -> list[str]:
     cores = len(os.sched_getaffinity(0))
-    # A file's tests share what is costly to start, and the files that take long come first.
-    shared = ["--dist", "loadfile", "--no-loadscope-reorder"]
     # One more than cores: it begins with the files that wait (mark waits).
-    return ["-n", str(min(cores, MOST_WORKERS) + 1), *shared] if cores > 1 else []
+    return ["--processes", str(min(cores, MOST_WORKERS) + 1)] if cores > 1 else []
 
 
 def with_mark(name: str) -> list[str]:
@@ -74,17 +71,13 @@ def with_mark(name: str) -> list[str]:
     return sorted(str(file) for file in files if f"mark.{name}" in file.read_text())
 
 
-def alone(chosen: str, rest: list[str]) -> int:
-    """The tests that judge seconds; what fails is repeated once: others may use the machine."""
+def timing_again() -> int:
+    """What judges seconds and failed runs once more: others may have used the machine."""
     before = failed()
-    code = pytest("-m", chosen, *rest)
-    again = sorted(failed() - before)
-    if code != 1 or not again:
-        return code
-    code = pytest("-m", chosen, *again)
-    for name in sorted(set(again) - failed()):
+    pytest("-m", "timing", *sorted(before))
+    for name in sorted(before - failed()):
         print(f"UNSTEADY, failed once and then passed: {name}")
-    return code
+    return 1 if failed() else 0
 
 
 def slow_three_times() -> int:
@@ -106,7 +99,10 @@ def slow_three_times() -> int:
 
 def pytest(*arguments: str) -> int:
     command = [sys.executable, "-m", "pytest", *arguments]
-    limit = None if "--long" in sys.argv else HUNG_SECONDS
+    limit: float | None = HUNG_SECONDS
+    if "--long" in sys.argv:
+        command.append("--hypothesis-profile=thorough")  # of tests/conftest.py
+        limit = None
     try:
         code = subprocess.run(command, env=VARIABLES, check=False, timeout=limit).returncode
     except subprocess.TimeoutExpired:

@@ -134,7 +134,7 @@ def run(end: str, python: Path, tests: Any) -> dict[str, Any]:
     report = CACHE / f"{end}.xml"
     report.unlink(missing_ok=True)
     cores = len(os.sched_getaffinity(0))
-    many = ["-n", str(min(cores, 8)), "--dist", "loadfile"] if cores > 1 else []
+    many = ["--processes", str(min(cores, 8))] if cores > 1 else []
     command = [str(python), "-m", "pytest", "-q", *many, "-m", "not long and not timing"]
     subprocess.run([*command, f"--junitxml={report}", *tests], cwd=ROOT, env=variables())
     if not report.exists():

@@ -10,9 +10,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,11 +19,13 @@ from hypothesis import HealthCheck, settings
 
 import interpreted_triton  # noqa: F401  # before all that may import Triton
 import sample_data
+import side_by_side
 import suite_report
 import warm
 from hasten.machine import environment, host
 from hasten.parts.kernels import registry
 from hasten.parts.nn import kernel_variants
+from hasten.recipe import read_conversations, sample
 
 SECONDS = {
     kernel_variants.PASS_PLAIN: 0.24,
@@ -51,22 +51,29 @@ _HERE = Path(__file__).parent
 _PATHS = [str(_HERE / "common"), str(_HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
 os.environ["PYTHONPATH"] = os.pathsep.join(_PATHS)
 
-# The same draws in every run, and no example has a time limit.
+# The same draws in every run, and no example has a time limit. Long runs draw more (`thorough`).
 settings.register_profile(
     "steady",
     derandomize=True,
     deadline=None,
     database=None,
-    suppress_health_check=[HealthCheck.too_slow],
+    max_examples=30,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
+settings.register_profile("thorough", settings.get_profile("steady"), max_examples=300)
 settings.load_profile("steady")
 # A shell lets what it starts in the background ignore Ctrl-C, and that is handed on to children.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    side_by_side.pytest_addoption(parser)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     suite_report.pytest_configure(config)
+    side_by_side.pytest_configure(config)
     # Toy tensors, here and in children: a second thread waits longer than it works.
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -82,41 +89,6 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure() -> None:
     warm.end_servers()
     shutil.rmtree(os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file's tests share a worker; files that mostly wait share one, too, beside the others."""
-    from xdist.scheduler import LoadFileScheduling
-
-    class Scheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            return "files that wait" if _waits(Path(config.rootpath, file)) else file
-
-        def remove_node(self, node: Any) -> str | None:
-            """The test during which a worker ended has failed; another worker has the rest.
-
-            The base class hands out what is done as well, waits for it forever, and repeats the
-            test that ended the worker (pytest-xdist 3.8).
-            """
-            files: dict[str, dict[str, bool]] = self.assigned_work.pop(node)
-            left = [(file, test) for file in files for test in files[file] if not files[file][test]]
-            if not left:
-                return None
-            for file, test in left[1:]:
-                self.workqueue.setdefault(file, {})[test] = False
-            for other in self.assigned_work:
-                self._reschedule(other)
-            return left[0][1]
-
-    return Scheduling(config, log)
-
-
-@cache
-def _waits(file: Path) -> bool:
-    """The process that deals out tests doesn't import them, so it looks for the mark's text."""
-    return "pytest.mark.waits" in file.read_text()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -152,9 +124,14 @@ def _cold_start(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _few_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recipe on Python's own modules reads some of them: all take 5 s."""
-    monkeypatch.setattr("hasten.recipe.read_conversations.stdlib_corpus", sample_data.some_modules)
+def _short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each training would repeat for seconds."""
+    # All of Python's own modules take 5 s.
+    monkeypatch.setattr(read_conversations, "stdlib_corpus", sample_data.some_modules)
+    # Half of a short training is the sample of 60 tokens at its end.
+    monkeypatch.setattr(sample, "ANSWER_TOKENS", warm.ANSWER_TOKENS)
+    # What kernels gain here is no test's business: a measurement takes four seconds.
+    monkeypatch.setattr(registry, "figures_here", lambda device="cpu", fresh=False: FIGURES)
 
 
 @pytest.fixture(autouse=True)
@@ -178,12 +155,6 @@ def _signals_end_a_process() -> Iterator[None]:
 def _one_thread() -> None:
     """Whatever a test before this one did to it."""
     torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def _measured_gain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What kernels gain here is no test's business: a measurement takes four seconds."""
-    monkeypatch.setattr(registry, "figures_here", lambda device="cpu", fresh=False: FIGURES)
 
 
 @pytest.fixture

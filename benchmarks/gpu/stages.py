@@ -221,7 +221,7 @@ def gpu_tests(until: float, rehearsal: bool) -> Found:
         if "mark.gpu" in file.read_text()
     ]
     asked = ["--collect-only"] if rehearsal else ["-rfEs"]
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-n", "0", "--no-header", *asked]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "--no-header", *asked]
     left = max(until - time.monotonic(), 1.0)
     # Where only the repository is, the package isn't installed: pytest finds it as this script does
     sources = [str(REPOSITORY / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]

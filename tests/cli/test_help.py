@@ -125,7 +125,7 @@ def test_the_version_is_printed() -> None:
     assert (found.exit_code, found.output) == (0, f"hasten {hasten.__version__}\n")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_the_package_is_installed_from_git_without_a_clone(tmp_path: Path) -> None:
     """Without dependencies, which the tests have already; help and version need none of torch."""

@@ -172,6 +172,7 @@ def test_a_device_without_figures_is_refused(simulated_recipe: str, device: str,
     assert part in complaint(simulated_recipe, "--simulate", device)
 
 
+@pytest.mark.cold
 def test_a_machine_without_a_compiler_says_so(
     simulated_recipe: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

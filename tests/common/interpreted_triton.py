@@ -1,6 +1,7 @@
 """Imported first by the tests: without a GPU, Triton's kernels run as Python, in every process.
 
-Triton reads the variable while it is imported, and Transformers imports it.
+Triton reads the variable while it is imported, and Transformers imports it. So does torch's
+compiler, which would start processes that import torch, to compile a few small functions.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 NARROW = {
     "bf16": torch.bfloat16,

@@ -16,7 +16,7 @@ KEPT_SECONDS, KEPT_REASONS = "hasten/seconds", "hasten/reasons"  # places in pyt
 
 
 class SuiteReport:
-    """Collects what all workers report; seconds of a test include its set-up and tear-down."""
+    """Collects what all processes report; seconds of a test include its set-up and tear-down."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -57,6 +57,4 @@ def _table(terminalreporter: Any, title: str, rows: list[tuple[str, float]]) -> 
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Workers of pytest-xdist send their reports to the process that has this plugin."""
-    if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(SuiteReport(config))
+    config.pluginmanager.register(SuiteReport(config))

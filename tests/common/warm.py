@@ -10,11 +10,12 @@ Importing takes 3 to 6 s of a core in each new interpreter, and the suite starts
   4. the child takes its descriptors and runs the module or script as ``__main__``
 
 What the child can't tell from a plain start: command, variables, folder, descriptors, process
-group, parent, umask, affinity. What libraries read while they are loaded comes from variables
-named in ``READ_WHEN_LOADED``. There is a server for each set of their values: for our own at once,
-for others from the second start on. Where we have entered other namespaces than the server, so
-does the middle process. Other starts stay plain: ``-c``, other programs, a ``preexec_fn`` that the
-child can't import. A test that is about a cold start has the mark ``cold``.
+group, parent, umask, affinity. Only the samples that it writes of a model are shorter. What
+libraries read while they are loaded comes from variables named in ``READ_WHEN_LOADED``. There is a
+server for each set of their values: for our own at once, for others from the second start on. Where
+we have entered other namespaces than the server, so does the middle process. Other starts stay
+plain: ``-c``, other programs, a ``preexec_fn`` that the child can't import. A test that is about a
+cold start has the mark ``cold``.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ READ_WHEN_LOADED = (
 # torch takes these later, too: the first differs between ranks and others.
 READ_LATER = ("OMP_NUM_THREADS", "TORCH_NCCL_ENABLE_MONITORING")
 THREADS = READ_LATER[0]
+ANSWER_TOKENS = 6  # of samples that trainings write in tests: each takes a forward pass
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
 NAME = b"warm-server"  # of a server in lists of processes
 LONGEST = 1 << 17  # bytes of a request
@@ -472,6 +474,7 @@ def _code(leaving: SystemExit) -> int:
 def _preload() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
+    importlib.import_module("hasten.recipe.sample").ANSWER_TOKENS = ANSWER_TOKENS
     with contextlib.suppress(ImportError):  # a table that takes a second when a model is saved
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 

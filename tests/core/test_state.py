@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.core.setup import Average
@@ -74,7 +74,6 @@ def session() -> Any:
     return session_of(language_job())
 
 
-@settings(max_examples=60, deadline=None)
 @given(value=NESTED)
 def test_every_nested_state_comes_back_from_disk(
     session: Any, tmp_path_factory: pytest.TempPathFactory, value: Any
@@ -256,7 +255,6 @@ def saved(session: Any) -> tuple[dict[str, torch.Tensor], str]:
     return {name: tensor.clone() for name, tensor in tensors.items()}, json.dumps(meta)
 
 
-@settings(max_examples=200, deadline=None)
 @given(data=st.data(), value=FOREIGN)
 def test_whatever_a_checkpoint_says_beside_its_tensors_is_used_or_refused(
     session: Any, saved: tuple[dict[str, torch.Tensor], str], data: Any, value: Any

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -83,7 +83,6 @@ def test_a_quarantine_that_cannot_be_written_does_not_end_the_run(tmp_path: Path
     assert [m.skipped for m in run(session)] == [False, True, False]
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int8]),
     st.integers(1, 300),

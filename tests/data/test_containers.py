@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.data import containers, json_reader
@@ -86,9 +86,7 @@ TEXTS = st.text(
     st.characters(exclude_categories=["Cs"], exclude_characters="\0\ufeff"), min_size=1
 ).filter(str.strip)
 every = pytest.mark.parametrize("name", WRITERS)
-calm = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+calm = settings(max_examples=25)
 
 
 def put(folder: Path, name: str, data: bytes) -> Path:

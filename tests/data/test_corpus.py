@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -150,9 +150,6 @@ def test_a_known_function_is_there_as_inspect_sees_it(corpus: Corpus) -> None:
 TEXTS = ["the cat sat on the mat", "def f(x):\n\treturn  x ** 2\n", "你好，世界"] * 5
 
 
-@settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
 def test_any_text_comes_back_unchanged(tokenizer: Any, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.data.readers import Message, ReadExamples, read_examples
@@ -284,9 +284,6 @@ LINES = st.one_of(
 )
 
 
-@settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 @given(lines=st.lists(LINES, max_size=6), as_list=st.booleans(), cut=st.integers(0, 8))
 def test_any_bytes_are_read_or_refused_in_words(
     tmp_path: Path, lines: list[bytes], as_list: bool, cut: int

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.data import json_reader
@@ -27,7 +27,6 @@ def found(data: bytes) -> list[JsonValue]:
     return list(scan_json(io.BytesIO(data)))
 
 
-@settings(max_examples=400, deadline=None)
 @given(
     examples=st.lists(EXAMPLES | WHOLE | st.booleans(), max_size=8),
     indent=st.sampled_from([None, 1]),

@@ -53,7 +53,7 @@ formats = pytest.mark.parametrize("suffix", [".arrow", ".parquet"])
 
 
 @formats
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     rows=st.lists(
         st.lists(st.tuples(st.integers(0, 200), st.booleans()), min_size=1, max_size=20),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.data.conversation import Conversation
@@ -32,9 +32,6 @@ CONVERSATIONS = st.lists(
 )
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 @given(first=CONVERSATIONS, second=CONVERSATIONS, data=st.data())
 def test_a_choice_of_spools_and_lists_is_the_same_choice_of_lists(
     tmp_path: Path, first: list[Conversation], second: list[Conversation], data: st.DataObject

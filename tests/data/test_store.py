@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.data import arrow_file
@@ -47,9 +47,6 @@ EXAMPLES = st.lists(
 )
 
 
-@settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 @given(examples=EXAMPLES, batch_tokens=st.sampled_from([1, 30, 10**6]))
 def test_records_come_back_as_written_however_they_are_batched(
     tmp_path: Path, examples: list[TokenizedExample], batch_tokens: int
@@ -180,7 +177,6 @@ def test_a_pickled_store_is_small_and_opens_the_same_file(tokenizer: Any, tmp_pa
     assert same(pickle.loads(data)[7], store[7])
 
 
-@settings(max_examples=50, deadline=None)
 @given(total=st.integers(2, 200), share=st.floats(0.01, 0.9), seed=st.integers(0, 2**32))
 def test_a_split_is_a_partition_that_the_seed_decides(total: int, share: float, seed: int) -> None:
     if max(1, round(share * total)) >= total:

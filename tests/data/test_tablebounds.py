@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.data import containers, table_reader
@@ -158,9 +158,7 @@ TYPES = pa.schema(
 )
 
 
-@settings(
-    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=8)
 @given(rows=ROWS)
 @pytest.mark.parametrize("name", WRITERS)
 @pytest.mark.parametrize("floor", [0, 1 << 28])

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.data.chat_template import _dialogue_example, encode, encode_all
@@ -162,7 +162,6 @@ def test_a_long_dialogue_is_cut_and_one_without_answer_is_rejected(tokenizer: An
         encode(tokenizer, chat("q", "a"), 1)
 
 
-@settings(max_examples=60, deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1), cutoff=st.integers(2, 9))
 def test_plain_text_loses_nothing_and_predicts_every_token_once(text: str, cutoff: int) -> None:
     tokenizer = _plain()
@@ -176,7 +175,6 @@ def test_plain_text_loses_nothing_and_predicts_every_token_once(text: str, cutof
 WORDS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
 
 
-@settings(max_examples=100, deadline=None)
 @given(contents=st.lists(WORDS, min_size=2, max_size=6).filter(lambda words: len(words) % 2 == 0))
 def test_ids_are_those_of_the_whole_text_and_trained_are_exactly_the_answers(
     contents: list[str],
@@ -223,7 +221,6 @@ def _plain() -> Any:
     return _TOKENIZERS[0]
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     answers=st.lists(st.text("ab \n", min_size=1, max_size=40).filter(str.strip), min_size=1),
     cutoff=st.integers(2, 30),

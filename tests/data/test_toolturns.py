@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.data.chat_template import encode
@@ -293,9 +293,6 @@ WORDS = st.text("abcxyz_", min_size=1, max_size=8)
 VALUES = st.recursive(TEXTS | st.integers(-9, 9) | st.none(), lambda v: st.lists(v, max_size=2))
 
 
-@settings(
-    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 @given(
     name=WORDS,
     arguments=st.dictionaries(WORDS, VALUES, max_size=3),

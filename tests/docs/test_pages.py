@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from hasten.core.technique import Technique
 from hasten.techniques import CATALOGUE
+from script_modules import load
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -20,16 +19,7 @@ MOST_WORDS = 260  # of a technique's page without its generated part
 kinds = pytest.mark.parametrize("kind", CATALOGUE, ids=lambda k: k.name())
 
 
-def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("write_docs", ROOT / "scripts/write_docs.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-docs = generator()
+docs = load("write_docs")
 PARTS: dict[Path, dict[str, str]] = docs.parts()
 
 
@@ -81,20 +71,8 @@ def test_links_to_results_lead_to_a_table(path: Path) -> None:
     assert [n for n in names if not (ROOT / f"benchmarks/results/{n}.md").is_file()] == []
 
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "gains_picture.py"
-
-
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gains_picture", SCRIPT)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_picture_is_that_of_the_table() -> None:
-    gains_picture = script()
+    gains_picture = load("gains_picture")
     page = gains_picture.PAGE.read_text(encoding="utf-8")
     assert gains_picture.PICTURE.read_text(encoding="utf-8") == gains_picture.drawing_of(page)
 
@@ -102,7 +80,9 @@ def test_the_picture_is_that_of_the_table() -> None:
 def test_a_bar_begins_where_the_one_above_ends() -> None:
     rows = ["| + a | 2.00× [1.5, 2.5] | helped | 2.00× [1.50, 2.50] | 1 |"]
     rows += ["| + b | 0.95× [0.9, 1.1] | undecided | 1.90× [1.40, 2.40] | 1 |"]
-    bars = script().bars_of("\n".join(["<!-- demo table -->", *rows, "<!-- /demo table -->"]))
+    bars = load("gains_picture").bars_of(
+        "\n".join(["<!-- demo table -->", *rows, "<!-- /demo table -->"])
+    )
     assert [bar.start for bar in bars] == [None, 1.0, 2.0]
     assert [bar.tone for bar in bars] == ["base", "gain", "other"]
     assert (bars[2].value, bars[2].low, bars[2].high) == (1.9, 1.4, 2.4)

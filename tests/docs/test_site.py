@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import re
 import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ import typer
 import yaml
 
 from hasten.cli.main import app
+from script_modules import load
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -25,16 +24,7 @@ PAGES = sorted(
 )
 
 
-def hook() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("site_pages", ROOT / "scripts/site_pages.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-site = hook()
+site = load("site_pages")
 
 
 def nav() -> list[Any]:

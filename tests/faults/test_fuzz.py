@@ -88,7 +88,7 @@ def damaged(data: bytes, damages: Damages) -> bytes:
 
 def fuzzed(test: Callable[[Damages], None]) -> Callable[[], None]:
     """A test with the found cases and new ones."""
-    wrapped = given(damages=DAMAGES)(settings(max_examples=EXAMPLES, deadline=None)(test))
+    wrapped = given(damages=DAMAGES)(settings(max_examples=EXAMPLES)(test))
     return functools.reduce(lambda each, case: example(damages=case)(each), FOUND, wrapped)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.errors import InputError
@@ -154,7 +154,6 @@ def test_manifests_have_documented_fields_only(name: str, spot: bool) -> None:
         assert each["metadata"] == {"name": "job", "namespace": "team"}
 
 
-@settings(deadline=None, max_examples=40)
 @given(recipe=st.text(st.characters(exclude_categories=["Cs"]), max_size=200))
 def test_whatever_the_recipe_says_reaches_the_config_map_as_it_is(recipe: str) -> None:
     printable = "".join(c for c in recipe if c.isprintable() or c in "\n\t")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.errors import InputError
@@ -104,7 +104,7 @@ def bash(script: Path, *words: str, **environment: str) -> subprocess.CompletedP
     )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25)
 @given(name=names)
 def test_no_path_is_read_as_shell_by_the_node_s_script(name: str) -> None:
     with tempfile.TemporaryDirectory() as place:
@@ -127,7 +127,7 @@ def test_no_path_is_read_as_shell_by_the_node_s_script(name: str) -> None:
         assert not list(root.rglob("PWNED"))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25)
 @given(name=names)
 def test_a_batch_script_s_directives_hold_nothing_of_a_path(name: str) -> None:
     texts = files(
@@ -278,7 +278,6 @@ def test_a_folder_that_takes_no_files_is_a_sentence(tmp_path: Path) -> None:
         write(files("torchrun", launched(), tmp_path), tmp_path / "file" / "under")
 
 
-@settings(deadline=None)
 @given(text=st.text(max_size=80))
 def test_any_text_becomes_a_name_that_schedulers_take(text: str) -> None:
     assert Launch(RECIPE, CLOUD, name=name_of(text)).name

@@ -10,7 +10,7 @@ import mmap
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.machine.memory import Headroom, host_meter, is_out_of_memory, memory_limit
@@ -72,7 +72,6 @@ def test_it_settles_near_the_largest_that_fits_and_stays_without_a_failure(
         assert sum(a != b for a, b in itertools.pairwise(window)) <= 3
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 64), st.integers(1, 600), st.floats(0, 700))
 def test_wherever_it_starts_it_never_swings(start: int, fits: int, fixed: float) -> None:
     allocator = Allocator(fixed, fits)

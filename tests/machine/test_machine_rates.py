@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.machine import benchmark
@@ -130,7 +130,6 @@ copies = st.builds(
 
 
 @given(st.lists(products), st.lists(copies), st.text(), st.lists(st.text(), max_size=3))
-@settings(max_examples=50, deadline=None)
 def test_rates_come_back_from_json_as_they_were(
     some: list[ProductRate], ways: list[CopyRate], name: str, skipped: list[str]
 ) -> None:

@@ -6,7 +6,7 @@ import itertools
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.measure.energy import EnergyMeter, RaplCounter, open_meter
@@ -42,7 +42,6 @@ def test_packages_and_memory_are_added_and_the_platform_is_not_counted_twice(
     assert "package-0, dram" in meter.source
 
 
-@settings(max_examples=50)
 @given(st.lists(st.integers(0, 999_999), min_size=1, max_size=30))
 def test_a_counter_that_turns_over_loses_nothing(steps: list[int]) -> None:
     import tempfile

@@ -1,7 +1,7 @@
 """Steps on a GPU that isn't there: budgets of syncs and launches, and a node's ranks.
 
-The toy recipes and a node of four are traced by one process, which imports once. Nodes of eight and
-whole models have the mark ``long``.
+The toy recipes and a node of two GPUs are traced by one process, which imports once. Nodes of
+eight and whole models have the mark ``long``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler"),
 ]
-RANKS = 4
+RANKS = 2
 VALUES_A_LAUNCH = 20e6  # of the optimizer
 OPTIMIZER = {"full": 14, "one pass": 12, "compact": 15}  # its launches in a toy's step
 STATE_BYTES = 2 + 4 + 8  # of a weight: in bf16, its master in float32, two moments

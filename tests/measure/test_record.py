@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.errors import InputError
@@ -86,7 +86,6 @@ def test_after_a_kill_at_the_end_the_techniques_are_asked_once_more(tmp_path: Pa
     assert found.variants[-1].eval_data[-1][0] == found.variants[-1].losses[-1][0] == 90
 
 
-@settings(max_examples=60, deadline=None)
 @given(share=st.floats(0, 1))
 def test_any_beginning_of_a_record_can_be_read(
     tmp_path_factory: pytest.TempPathFactory, share: float

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -137,7 +137,6 @@ def test_the_published_v3_has_37_billion_active_weights() -> None:
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=30))
-@settings(max_examples=50, deadline=None)
 def test_documents_cost_what_they_cost_apart(lengths: list[int]) -> None:
     flops = ModelFlops(per_token=12.0, per_pair=3.0)
     assert flops.of(lengths) == sum(n * flops.at(n) for n in lengths)

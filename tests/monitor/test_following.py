@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.errors import InputError
@@ -37,7 +37,6 @@ def drain(follow: FollowedFile) -> tuple[list[dict[str, Any]], bool]:
 texts = st.text(max_size=20)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     values=st.lists(st.dictionaries(texts, st.integers() | texts, max_size=3), max_size=30),
     cuts=st.lists(st.integers(0, 2000), max_size=12),
@@ -158,7 +157,6 @@ def merged(old: dict[str, Any] | None, part: dict[str, Any]) -> dict[str, Any]:
     return {**part, "start": 0, "x": old["x"][:start] + part["x"], "columns": columns}
 
 
-@settings(max_examples=100, deadline=None)
 @given(values=st.lists(numbers, max_size=200), most=st.integers(1, 9), every=st.integers(1, 20))
 def test_parts_put_together_are_the_whole(
     values: list[float | None], most: int, every: int
@@ -173,7 +171,6 @@ def test_parts_put_together_are_the_whole(
             assert held == series.since(0, 0)
 
 
-@settings(max_examples=100, deadline=None)
 @given(values=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), most=st.integers(1, 9))
 def test_extremes_and_the_mean_survive_any_number_of_joins(values: list[float], most: int) -> None:
     series = Series(("v",), most)

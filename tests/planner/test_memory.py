@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.models.architecture import Architecture
@@ -89,7 +89,6 @@ def test_a_plain_layer_keeps_what_its_backward_pass_reads(precision: str) -> Non
     assert found == pytest.approx(size * inputs + 2 * rest)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from([DENSE, V3, Architecture.from_config("deepseek-v2-lite")]),
     st.sampled_from(PRECISIONS),
@@ -145,7 +144,6 @@ def test_layers_are_dealt_to_stages(
     assert (found.first[0], found.most[0], found.last[0]) == expected
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(["gpipe", "1f1b", "zb1p", "interleaved"]),
     st.integers(2, 8),
@@ -165,7 +163,6 @@ def test_what_is_in_flight_is_what_the_played_schedule_keeps(
         assert counted == pytest.approx(played.peaks[rank])
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from([2, 4, 8]),
     st.sampled_from([1, 2, 4]),
@@ -217,7 +214,6 @@ def test_in_fp32_there_is_no_second_copy_of_the_weights() -> None:
     assert held.optimizer[0] == pytest.approx(8 * each)
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 3), st.sampled_from([2, 8]), st.sampled_from(RECOMPUTE))
 def test_doubt_is_the_larger_the_more_gradients_a_rank_has(zero: int, dp: int, word: str) -> None:
     layouts = Layouts.of([PlannedLayout(dp=dp, zero=z, recompute=word) for z in (0, zero)])

@@ -42,7 +42,7 @@ def run(place: int, truth: Calibration, noise: float = 1.0) -> OwnRun:
     return OwnRun(MODEL, cluster, job, layout, seconds(layout, job, rate, truth) * noise)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(st.floats(0.3, 3), st.floats(0.3, 3), st.floats(0.4, 2))
 def test_six_runs_foretell_other_batches_layouts_and_rates(
     compute: float, standing: float, links: float

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.errors import InputError
@@ -130,7 +130,6 @@ def test_advice_gains_what_predicting_the_neighbour_gains() -> None:
         assert shape.reason
 
 
-@settings(deadline=None)
 @given(st.floats(1e-3, 9e5), st.sampled_from("kmbtKMBT"))
 def test_counts_are_read_as_people_write_them(value: float, letter: str) -> None:
     times = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[letter.lower()]

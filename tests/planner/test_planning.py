@@ -52,7 +52,7 @@ def test_it_is_reached_as_hasten_search_plan_with_a_cloud_config() -> None:
     assert found.cluster == TWO
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     nodes=st.integers(1, 5),
     per_node=st.sampled_from([1, 2, 3, 4, 6, 8]),
@@ -161,7 +161,6 @@ def test_a_long_step_follows_from_two_short_ones(schedule: str) -> None:
     assert pipeline_seconds(layout, 96, seconds) == pytest.approx(whole, rel=0.005)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 12), st.integers(0, 40), st.floats(0, 8))
 def test_layers_are_dealt_so_that_no_other_deal_is_quicker(
     stages: int, more: int, head: float

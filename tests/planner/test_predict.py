@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.errors import InputError
@@ -57,7 +57,6 @@ def one(
     return predict(model, cluster, JOB, Layouts.of([layout]), PLAIN)
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.lists(layouts, min_size=1, max_size=6), st.sampled_from([DENSE, SPARSE]))
 def test_many_at_once_are_predicted_as_each_alone(
     many: list[PlannedLayout], model: Architecture
@@ -70,7 +69,6 @@ def test_many_at_once_are_predicted_as_each_alone(
         assert together.fits[place] == alone.fits[0]
 
 
-@settings(max_examples=60, deadline=None)
 @given(layouts, st.sampled_from([DENSE, SPARSE]), st.floats(1.01, 10))
 @pytest.mark.parametrize("field", ["intra", "inter"])
 def test_more_bandwidth_is_never_slower(
@@ -81,7 +79,6 @@ def test_more_bandwidth_is_never_slower(
     assert after <= before * (1 + 1e-12)  # sums of other numbers are rounded otherwise
 
 
-@settings(max_examples=60, deadline=None)
 @given(layouts, st.sampled_from([DENSE, SPARSE]), st.floats(1.01, 10))
 @pytest.mark.parametrize("field", ["memory_rate", "peak16", "reached16"])
 def test_a_faster_device_is_never_slower(
@@ -94,7 +91,6 @@ def test_a_faster_device_is_never_slower(
     assert after <= before * (1 + 1e-12)
 
 
-@settings(max_examples=60, deadline=None)
 @given(layouts, st.sampled_from([DENSE, SPARSE]))
 def test_parts_add_up_and_none_is_negative(layout: PlannedLayout, model: Architecture) -> None:
     found = one(layout, model)
@@ -114,7 +110,6 @@ def test_a_layout_survives_the_way_through_columns(layout: PlannedLayout) -> Non
     assert Layouts.of([layout, PlannedLayout()]).at(0) == layout
 
 
-@settings(max_examples=40, deadline=None)
 @given(layouts)
 def test_recomputation_takes_time_and_saves_memory(layout: PlannedLayout) -> None:
     none, full = (one(replace(layout, recompute=word)) for word in ("none", "full"))
@@ -132,7 +127,6 @@ def test_latent_attention_keeps_its_low_ranks_where_it_recomputes_selectively() 
     assert kept[0] < kept[1]
 
 
-@settings(max_examples=40, deadline=None)
 @given(layouts)
 def test_zero_shards_more_with_each_stage(layout: PlannedLayout) -> None:
     wide = replace(layout, dp=8)

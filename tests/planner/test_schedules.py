@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.errors import InputError
@@ -94,7 +94,6 @@ def pipelines(draw: st.DrawFn) -> tuple[str, int, int, int, StageSeconds]:
     return schedule, P, M, v, StageSeconds(*times)
 
 
-@settings(max_examples=60, deadline=None)
 @given(pipelines())
 def test_any_timetable_is_sound(case: tuple[str, int, int, int, StageSeconds]) -> None:
     schedule, P, M, v, seconds = case

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from foreign_configs import ACCELERATE, AXOLOTL, LLAMA_FACTORY, TRAINING_ARGUMENTS
@@ -223,7 +223,6 @@ plain: Any = st.recursive(
 known = st.sampled_from(sorted({key for form in FORMATS for key in form.KEYS}))
 
 
-@settings(max_examples=150, deadline=None)
 @given(values=st.dictionaries(known, plain, min_size=3, max_size=12))
 def test_any_value_under_any_key_is_taken_or_refused_in_a_sentence(
     tmp_path_factory: pytest.TempPathFactory, values: dict[str, Any]

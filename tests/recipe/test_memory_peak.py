@@ -159,8 +159,8 @@ CONFIG: dict[str, Any] = {
 @pytest.mark.parametrize(
     "names",
     [
-        ("plain", "fused", "recomputed"),
-        pytest.param(("bf16", "labels"), marks=pytest.mark.long),  # parts of those
+        ("fused", "recomputed"),
+        pytest.param(("plain", "bf16", "labels"), marks=pytest.mark.long),  # parts of those
     ],
     ids=", ".join,
 )
@@ -208,8 +208,9 @@ print(done.stdout, done.stderr, "PEAK", resource.getrusage(resource.RUSAGE_CHILD
         pytest.param(
             {"global_batch_size": 2, "cutoff_len": 64, "plan": []}, marks=pytest.mark.long
         ),
-        {"global_batch_size": 16, "plan": []},
-        {"global_batch_size": 32, "plan": ["packed", "document_attention", "labelled_token_loss"]},
+        # The tensors of each plan are compared one by one above.
+        pytest.param({"global_batch_size": 16, "plan": []}, marks=pytest.mark.long),
+        {"global_batch_size": 16, "plan": ["packed", "document_attention", "labelled_token_loss"]},
     ],
     ids=["nearly nothing", "whole logits", "labels alone"],
 )

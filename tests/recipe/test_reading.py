@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.errors import InputError
@@ -275,7 +275,6 @@ class Both:
 texts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=1, max_size=12)
 
 
-@settings(max_examples=80, deadline=None)
 @given(texts, texts)
 def test_the_count_is_that_of_a_plain_search(train: list[Any], eval_data: list[Any]) -> None:
     found = overlap(

@@ -124,7 +124,7 @@ def sent(url: str, path: str, data: bytes) -> tuple[int, bytes]:
         return error.code, error.read()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.booleans(), st.sampled_from((*KEYS, "stream", "tools")), st.sampled_from(HOSTILE))
 @example(True, "max_tokens", 2**63)
 @example(False, "prompt", "a " * 10_000)

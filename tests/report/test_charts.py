@@ -7,7 +7,7 @@ from itertools import pairwise
 from xml.etree import ElementTree as ET
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hasten.report.svg import (
@@ -142,7 +142,6 @@ def test_curves_share_their_axes_and_skip_what_was_not_measured() -> None:
 
 @given(rows=st.lists(st.tuples(st.text(max_size=60), NUMBERS, NUMBERS, NUMBERS), max_size=5))
 @example(rows=[("", 0.0, -1.0, -2.2250738585e-313)])  # quotients by the median overflow
-@settings(deadline=None, max_examples=60)
 def test_no_number_and_no_name_breaks_a_drawing(
     rows: list[tuple[str, float, float, float]],
 ) -> None:

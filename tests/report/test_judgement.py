@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -265,7 +265,6 @@ def test_one_pair_says_nothing() -> None:
 losses = st.floats(0.01, 20)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(losses, losses), min_size=2, max_size=8), st.floats(0.001, 0.5))
 def test_the_verdict_follows_from_the_interval(
     pairs: list[tuple[float, float]], margin: float

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 from hasten.errors import InputError
 from hasten.formatting import span
@@ -152,7 +152,6 @@ def _grown(report: Report, text: str) -> Report:
 
 
 @given(report=reports())
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 def test_any_report_that_can_be_read_becomes_a_page(report: Report) -> None:
     html = html_of(report)
     found = Page(html)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.errors import InputError
@@ -208,7 +208,6 @@ KEYS = ("steps", "tokens", "seconds", "plan", "hardware", "versions", "eval_loss
 HF_KEYS = ("global_step", "num_input_tokens_seen", "log_history", "best_metric")
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from(["summary.json", "trainer_state.json", "report.json"]),
     st.dictionaries(st.sampled_from([*KEYS, *HF_KEYS]), json_values),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -204,22 +205,31 @@ def on_two(world: World) -> dict[str, Any]:
     }
 
 
+COPIES: dict[str, tuple[Technique, Technique]] = {
+    "pieces": (FSDP2(replicas=2), BETWEEN),
+    "cut layers": (Hybrid(dp=2, tp=2), HALF),
+    "pieces of cut layers": (Hybrid(shard=2, tp=2), HALF),  # of both
+}
+
+
+def copies(world: World, name: str) -> dict[str, Any]:
+    layout, communication = COPIES[name]
+    found = seen(session(world, communication, EACH, layout=layout), communication)
+    return found | {"plain": [m.loss for m in run(session(world, EACH, layout=layout))]}
+
+
 def on_four(world: World) -> dict[str, Any]:
     """Copies: of pieces, and of layers that are cut."""
-    layouts: dict[str, tuple[Technique, Technique]] = {
-        "pieces": (FSDP2(replicas=2), BETWEEN),
-        "cut layers": (Hybrid(dp=2, tp=2), HALF),
-        "pieces of cut layers": (Hybrid(shard=2, tp=2), HALF),
-    }
-    found: dict[str, Any] = {}
-    for name, (layout, communication) in layouts.items():
-        found[name] = seen(session(world, communication, EACH, layout=layout), communication)
-        found[name]["plain"] = [m.loss for m in run(session(world, EACH, layout=layout))]
+    found: dict[str, Any] = {name: copies(world, name) for name in ("pieces", "cut layers")}
     pieces = FSDP2(replicas=2)
     found["resumed"] = resumed(world, BETWEEN, pieces, pieces)
     cases = {"everywhere": (pieces, INT8), "blocks": (Hybrid(dp=2, tp=2), INT8)}
     found["refused"] = refused(world, cases)
     return found
+
+
+def on_four_long(world: World) -> dict[str, Any]:
+    return {"pieces of cut layers": copies(world, "pieces of cut layers")}
 
 
 @pytest.fixture(scope="module")
@@ -305,8 +315,17 @@ def test_a_step_that_is_infinite_on_one_rank_is_skipped_by_all(found: list[Any])
     assert one["losses"][-1] < one["losses"][0]
 
 
-@pytest.mark.parametrize("name", ["pieces", "cut layers", "pieces of cut layers"])
+@pytest.mark.parametrize("name", ["pieces", "cut layers"])
 def test_copies_exchange_small_gradients_and_stay_alike(four: list[Any], name: str) -> None:
+    check_copies(four, name)
+
+
+@pytest.mark.long
+def test_copies_of_pieces_of_cut_layers_do_so_too(tmp_path: Path) -> None:
+    check_copies(on_ranks(on_four_long, tmp_path, 4), "pieces of cut layers")
+
+
+def check_copies(four: list[Any], name: str) -> None:
     """Their weights are compared after each step."""
     for rank in four:
         seen = rank[name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -55,6 +54,9 @@ CASES: dict[str, Case] = {
         torch.float32,
     ),
 }
+# Each is made of two others.
+LONG = ("stages of shards", "stages of shards, experts", "stages of cut layers, tied")
+USUAL = [name for name in CASES if name not in LONG]
 REFUSED: dict[str, tuple[Hybrid, tuple[Technique, ...]]] = {
     "masters of stages": (SHARDS, (BF16MasterWeights(),)),
     "masters beside experts": (EXPERTS, (BF16MasterWeights(),)),
@@ -65,7 +67,7 @@ REFUSED: dict[str, tuple[Hybrid, tuple[Technique, ...]]] = {
 
 
 def on_four(world: World) -> dict[str, Any]:
-    found: dict[str, Any] = {name: outcome(case.session(world)) for name, case in CASES.items()}
+    found: dict[str, Any] = {name: outcome(CASES[name].session(world)) for name in USUAL}
     for name, (layout, others) in REFUSED.items():
         experts = "deepseek_v3" if layout.ep > 1 else "llama"
         try:
@@ -73,6 +75,10 @@ def on_four(world: World) -> dict[str, Any]:
         except InputError as error:
             found[name] = str(error)
     return found
+
+
+def on_four_long(world: World) -> dict[str, Any]:
+    return {name: outcome(CASES[name].session(world)) for name in LONG}
 
 
 # Routers and DeepSeek V2's rotary embedding compute in float32 whatever the model's format is.
@@ -84,19 +90,30 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return on_ranks(on_four, tmp_path_factory.mktemp("four"), 4)
 
 
-@functools.cache
-def alone_of(name: str) -> dict[str, Any]:
-    """What one process comes to."""
-    return outcome(CASES[name].session(World()))
+@pytest.fixture(scope="module")
+def four_long(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return on_ranks(on_four_long, tmp_path_factory.mktemp("long"), 4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LONG)
+def test_further_products_come_to_what_one_process_comes_to(
+    four_long: list[Any], name: str
+) -> None:
+    same(four_long, name)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", USUAL)
 def test_products_with_stages_and_experts_come_to_what_one_process_comes_to(
     four: list[Any], name: str
 ) -> None:
+    same(four, name)
+
+
+def same(four: list[Any], name: str) -> None:
     case: Case = CASES[name]
-    alone, one, close = alone_of(name), four[0][name], CLOSE
+    alone, one, close = outcome(CASES[name].session(World())), four[0][name], CLOSE
     if "deepseek" in case.architecture:
         close = CLOSE_EXPERTS if case.dtype is torch.float64 else 1e-4
     for key in ("losses", "norms", "eval_data"):
@@ -110,12 +127,7 @@ def test_products_with_stages_and_experts_come_to_what_one_process_comes_to(
         assert other[name]["norms"] == one["norms"]
     seen = {"hybrid", "activation_checkpointing", "balanced_routing"} & set(one["proofs"])
     assert all(rank[name]["proofs"][technique] for rank in four for technique in seen)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_each_rank_holds_a_part(four: list[Any], name: str) -> None:
-    whole = alone_of(name)["pieces"]
-    assert all(rank[name]["pieces"] < 0.8 * whole for rank in four)
+    assert all(rank[name]["pieces"] < 0.8 * alone["pieces"] for rank in four), "each holds a part"
 
 
 def test_what_does_not_go_together_is_refused_on_every_rank(four: list[Any]) -> None:

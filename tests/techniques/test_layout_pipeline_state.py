@@ -56,7 +56,8 @@ ON_FOUR: dict[str, Case] = {
         Hybrid(shard=4, ep=2),
     ),
 }
-LONG = ("shards", "experts beside shards")  # each layout has a test of its own without stages
+# Each layout has a test of its own without stages.
+LONG = ("shards", "cut layers", "experts beside shards")
 WIRED: Case = ("llama", True, (Quantised(minimum=1, check_every=1),), Pipeline(stages=2))
 
 

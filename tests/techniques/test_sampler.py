@@ -19,13 +19,11 @@ from hasten.core.job import GlobalBatch, MicroBatch, Stop, WorkCounts
 from hasten.core.plan import Plan
 from hasten.core.setup import prepare
 from hasten.core.state import restore, state_of
-from hasten.core.step import batches, training
+from hasten.core.step import batches
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
-from hasten.parts import checkpoint
 from hasten.techniques.batch import GradientAccumulation
-from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.collate import Packed
 from hasten.techniques.feed import Prefetched, PrefetchedFeed
 from hasten.techniques.layout.ddp import DDP
@@ -120,27 +118,6 @@ def test_impossible_settings_are_refused(settings: dict[str, int]) -> None:
         LengthGrouped(window=settings["row_tokens"])
 
 
-@pytest.mark.parametrize("technique", [PackedEpoch(row_tokens=64), LengthGrouped(window=16)])
-def test_a_resumed_run_continues_with_the_same_bits(technique: Technique, tmp_path: Path) -> None:
-    def session() -> Any:
-        job = language_job(data=DATA[:20], batch=6, stop=Stop(epochs=2))
-        return session_of(job, technique, Packed())
-
-    whole = [m.loss for m in run(session())]
-    first = session()
-    steps = training(first)
-    for _ in range(5):  # into the second epoch
-        next(steps)
-    tensors, meta = state_of(first)
-    checkpoint.save(tmp_path, 5, tensors, meta)
-    found = checkpoint.load_latest(tmp_path)
-    assert found is not None
-    second = session()
-    restore(second, found[0], found[1])
-    assert second.progress.epoch == 1
-    assert [m.loss for m in run(second)] == whole[5:]
-
-
 def test_grouping_leaves_less_padding_in_padded_steps() -> None:
     shares = []
     for techniques in ((), (LengthGrouped(window=60),)):
@@ -179,20 +156,6 @@ def test_a_stream_that_draws_its_order_keeps_it() -> None:
     job = language_job(with_dropout, data=[], steps=10, stream=stream)
     plain = [m.loss for m in run(session_of(job))]
     assert [m.loss for m in run(session_of(job, Prefetched()))] == plain
-
-
-def test_a_run_resumes_behind_the_steps_it_took_not_those_read_ahead(tmp_path: Any) -> None:
-    job = language_job(data=examples(24), batch=2, steps=12)
-    whole = [m.loss for m in run(session_of(job))]
-    first = session_of(job, Prefetched(), Checkpoints(5), folder=tmp_path)
-    steps = training(first)
-    taken = [next(steps).loss for _ in range(6)]
-    steps.close()
-    assert not readers()
-    second = session_of(job, Prefetched(), Checkpoints(5), folder=tmp_path)
-    second.setup.checkpoint.resume(second)
-    assert second.progress.step_in_epoch == 5
-    assert taken[:5] + [m.loss for m in run(second)] == whole
 
 
 def test_two_ranks_that_read_ahead_have_the_bits_and_the_order_of_two_that_do_not(

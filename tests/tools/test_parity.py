@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,20 +12,10 @@ import pytest
 
 from hasten.core.plan import Plan
 from hasten.techniques import CATALOGUE
+from script_modules import load
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 Act = Callable[[Path], str]
-
-
-def load(name: str) -> Any:
-    """A script as a module; the others import it by this name."""
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 items, worker = load("parity_items"), load("parity_worker")
@@ -219,13 +207,7 @@ def test_each_part_has_items_with_names_of_their_own(tmp_path: Path) -> None:
 
 
 def test_every_technique_of_the_exam_is_trained() -> None:
-    spec = importlib.util.spec_from_file_location(
-        "exam", Path(__file__).parents[1] / "contract" / "test_techniques.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    exam = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(exam)
+    exam = load("exam", Path(__file__).parents[1] / "contract" / "test_techniques.py")
     plans = [items.LISTS["instead"].get(kind.name(), [kind.name()]) for kind in CATALOGUE]
     plans += [[more] for more in items.LISTS["more"]]
     trained = {t for plan in plans for t in Plan.from_list(plan, CATALOGUE)}

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from script_modules import load
 
 ROOT = Path(__file__).parents[2]
 
 
-def load_script() -> Any:
-    """The script as a module."""
-    spec = importlib.util.spec_from_file_location(
-        "planted_faults", ROOT / "scripts" / "planted_faults.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-script = load_script()
+script = load("planted_faults")
 
 
 def results(path: Path, **outcomes: str) -> Path:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from script_modules import load
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "quick.py"
 FILES = {
@@ -57,17 +57,7 @@ FILES = {
 }
 
 
-def load() -> Any:
-    spec = importlib.util.spec_from_file_location("quick_script", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look it up
-    spec.loader.exec_module(module)
-    return module
-
-
-quick = load()
+quick = load("quick_script", SCRIPT)
 
 
 def put(root: Path, files: dict[str, str]) -> None:
@@ -182,6 +172,8 @@ EXAM = """
 import sys
 sys.path.insert(0, "src")
 import pytest
+
+from script_modules import load
 from pkg.fast import Fast
 from pkg.wide import Wide
 

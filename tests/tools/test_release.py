@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shutil
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import transformers
@@ -19,6 +16,7 @@ from packaging.version import Version
 from hasten.errors import InputError
 from hasten.machine import versions
 from hasten.models.source_check import check_native
+from script_modules import load
 
 ROOT = Path(__file__).parents[2]
 FILES = ("deploy/Dockerfile", "deploy/Dockerfile.cuda")
@@ -38,18 +36,7 @@ USER x
 """
 
 
-def script() -> Any:
-    path = ROOT / "scripts" / "rehearse_dockerfile.py"
-    spec = importlib.util.spec_from_file_location("rehearse_dockerfile", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look it up
-    spec.loader.exec_module(module)
-    return module
-
-
-TOOL = script()
+TOOL = load("rehearse_dockerfile")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Both groups of tests run whatever fails; chance gets one more run and is named."""
+"""All tests run whatever fails; chance gets one more run and is named."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def outcome(folder: Path, tests: str, *scripts: str) -> tuple[int, str]:
     return done.returncode, said
 
 
-def test_a_failure_in_the_first_group_does_not_hide_one_in_the_second(tmp_path: Path) -> None:
+def test_a_failure_does_not_hide_one_of_a_test_that_judges_seconds(tmp_path: Path) -> None:
     code, said = outcome(tmp_path, TWO_GROUPS, "run_tests.py")
     assert code == 1
     last = said.splitlines()[-3:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
 import re
@@ -90,13 +91,19 @@ def default_device() -> str:
 
 def versions() -> dict[str, str]:
     """Versions of what decides speed and numbers."""
-    by_package = {"python": platform.python_version()}
-    for package in ("hasten", "torch", "transformers", "peft", "numpy", "deepspeed"):
-        try:
-            by_package[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return by_package
+    packages = ("hasten", "torch", "transformers", "peft", "numpy", "deepspeed")
+    installed = {package: _version_of(package) for package in packages}
+    python = {"python": platform.python_version()}
+    return python | {package: version for package, version in installed.items() if version}
+
+
+@functools.cache
+def _version_of(package: str) -> str | None:
+    """The installed version; each look parses the package's whole description."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def reset_memory_peak(device: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.core.context import ModelFacts
@@ -58,7 +58,6 @@ def test_a_machine_too_small_for_one_layer_is_told() -> None:
         limits_of(replace(KNOWN, model=SEVEN), memory=8e9)
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.integers(1, 10**10), st.floats(1e9, 1e12))
 def test_limits_leave_something_to_prove_with(parameters: int, work: float) -> None:
     model = ModelFacts("llama", parameters, 64, 4, 100)
@@ -85,7 +84,6 @@ def test_one_record_alone_proves_nothing() -> None:
         first_examples(language_job(data=data), CheckBudget(None, 1000, 1000))
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.integers(2, 300), st.integers(1, 299), st.integers(32, 128))
 def test_a_record_that_is_cut_keeps_a_trained_token(length: int, first: int, tokens: int) -> None:
     trained = np.arange(length) >= min(first, length - 1)

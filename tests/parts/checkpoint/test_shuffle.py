@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import safetensors
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -42,7 +42,6 @@ def back(
     return stored, whole / max(size, 1)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     shape=st.lists(st.integers(0, 40), max_size=3),
     dtype=st.sampled_from(list(DTYPES)),

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -15,7 +15,6 @@ from hasten.parts.comm.codecs import ChunkedTopK, Codec, QuantisedCodec, codec
 
 NAMES = ("none", "half", "bf16", "int8", "int4", "sign")
 names = pytest.mark.parametrize("name", NAMES)
-few = settings(max_examples=60, deadline=None)
 every = pytest.mark.parametrize(
     "communication", [*map(codec, NAMES), codec("int8", 32), ChunkedTopK(13)], ids=str
 )
@@ -51,7 +50,6 @@ def test_a_message_has_its_bits_for_each_number_and_one_scale_per_block(
 
 
 @pytest.mark.parametrize("bits", [8, 4, 1])
-@few
 @given(flat=cases(), block=st.sampled_from([32, 96, 256, 1024]))
 def test_a_message_reads_as_the_documented_layout_says(bits: int, flat: Tensor, block: int) -> None:
     communication = QuantisedCodec(bits, block)
@@ -61,7 +59,6 @@ def test_a_message_reads_as_the_documented_layout_says(bits: int, flat: Tensor, 
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@few
 @given(flat=cases(broken=False))
 def test_a_number_is_off_by_half_a_code_at_most(bits: int, flat: Tensor) -> None:
     communication, most = QuantisedCodec(bits), 2 ** (bits - 1) - 1
@@ -74,7 +71,6 @@ def test_a_number_is_off_by_half_a_code_at_most(bits: int, flat: Tensor) -> None
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@few
 @given(flat=cases(broken=False).filter(lambda flat: float(flat[:256].abs().max()) > 1e-20))
 def test_a_scale_is_the_next_bf16_above_its_share_of_the_largest(bits: int, flat: Tensor) -> None:
     most, flat = 2 ** (bits - 1) - 1, flat[:256].clamp(-1e38, 1e38)
@@ -87,7 +83,6 @@ def test_a_scale_is_the_next_bf16_above_its_share_of_the_largest(bits: int, flat
     assert float(codes.abs().max()) <= most
 
 
-@few
 @given(flat=cases(broken=False), block=st.sampled_from([32, 256]))
 def test_signs_are_sent_with_the_mean_magnitude_of_their_block(flat: Tensor, block: int) -> None:
     flat, communication = flat.clamp(-1e30, 1e30), QuantisedCodec(1, block)
@@ -114,7 +109,6 @@ def test_signs_have_no_chance_and_end_where_a_sum_might_be_infinite() -> None:
 
 
 @every
-@few
 @given(flat=cases(broken=False), seed=st.integers(0, 99), on_bf16=st.booleans())
 def test_what_is_sent_and_what_is_kept_are_what_was_there(
     communication: Codec, flat: Tensor, seed: int, on_bf16: bool
@@ -298,7 +292,6 @@ def by_hand(flat: Tensor, k: int) -> list[tuple[int, float]]:
     return found
 
 
-@settings(max_examples=60, deadline=None)
 @given(flat=cases(broken=False), k=st.sampled_from([1, 2, 13, 100, 256]), ties=st.booleans())
 def test_the_largest_travel_and_the_others_are_zero(flat: Tensor, k: int, ties: bool) -> None:
     flat = flat.clamp(-3e38, 3e38)

@@ -17,11 +17,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from compression_session_jobs import session
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.parts.comm import exchange
@@ -39,6 +38,7 @@ from parts.comm.compression_kit import (
     replicas,
 )
 from ranks import on_ranks
+from techniques.test_communication import session
 
 LATE = 0.01  # seconds
 LIMIT = 6.0  # seconds until a rank that does not answer counts as gone
@@ -251,7 +251,6 @@ def layouts(draw: st.DrawFn) -> list[list[Pieces]]:
     ]
 
 
-@settings(deadline=None)
 @given(layouts(), st.data())
 def test_memory_is_a_parameters_own_however_buckets_are_laid_out(
     given_layouts: list[list[Pieces]], data: st.DataObject

@@ -180,7 +180,9 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return on_ranks(troubled_four, tmp_path_factory.mktemp("four"), 4)
 
 
-@pytest.fixture(params=["trouble", "four"], ids=["2 ranks", "4 ranks"])
+@pytest.fixture(
+    params=["trouble", pytest.param("four", marks=pytest.mark.long)], ids=["2 ranks", "4 ranks"]
+)
 def several(request: pytest.FixtureRequest) -> list[Any]:
     found: list[Any] = request.getfixturevalue(request.param)
     return found

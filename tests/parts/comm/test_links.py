@@ -18,11 +18,12 @@ from parts.comm.compression_kit import METHODS
 
 pytestmark = pytest.mark.waits
 
-JOBS = Path(__file__).with_name("compression_link_jobs.py")
+COMPRESSION, LOCAL = "compression_link_jobs.py", "local_link_jobs.py"
 
 
-def command(*given: Any) -> list[str]:
-    return [sys.executable, "-W", "ignore", str(JOBS), *map(str, given)]
+def command(jobs: str, *given: Any) -> list[str]:
+    job = Path(__file__).with_name(jobs)
+    return [sys.executable, "-W", "ignore", str(job), *map(str, given)]
 
 
 def answer(output: str) -> Any:
@@ -31,7 +32,7 @@ def answer(output: str) -> Any:
 
 def test_the_interface_counts_what_was_predicted_before_the_first_step() -> None:
     with lab_with_links(hosts=2, ranks=1, rate="1gbit") as lab:
-        results = lab.run(command("sent", *METHODS), seconds=240)
+        results = lab.run(command(COMPRESSION, "sent", *METHODS), seconds=240)
     assert [r.code for r in results] == [0, 0], [r.output for r in results]
     for result in results:
         for method, seen in answer(result.output).items():
@@ -47,7 +48,7 @@ def test_every_kind_of_lab_counts_what_was_predicted(mode: Any) -> None:
     except InputError as error:
         pytest.skip(str(error))
     with lab:
-        results = lab.run(command("loop", *METHODS), seconds=240)
+        results = lab.run(command(COMPRESSION, "loop", *METHODS), seconds=240)
         counted = lab.bytes(0)[0]
     assert [r.code for r in results] == [0, 0], [r.output for r in results]
     for found in (answer(r.output) for r in results):
@@ -65,7 +66,7 @@ def test_a_link_that_is_cut_for_some_seconds_is_waited_for_and_one_for_good_is_a
         for heals in (True, False):
             # Where it doesn't heal, more steps than are done before the link is cut.
             steps = ("steps", 30, 0.05, 60) if heals else ("steps", 5000, 0.05, 4)
-            running = lab.begin(command(*steps), seconds=150)
+            running = lab.begin(command(COMPRESSION, *steps), seconds=150)
             end = time.monotonic() + 100
             while not list(running.place.glob("*.step-5")):
                 assert time.monotonic() < end, running.log(0).read_text()
@@ -172,9 +173,6 @@ def test_a_cut_for_good_is_an_error_of_all_ranks_within_the_limit() -> None:
         assert rank["seconds"] < 3 * LIMIT + 30
 
 
-LOCAL_JOBS = Path(__file__).with_name("local_link_jobs.py")
-
-
 def reached(running: Any, step: int) -> None:
     """Wait until a rank has written that it is so far."""
     end = time.monotonic() + 120
@@ -186,7 +184,7 @@ def reached(running: Any, step: int) -> None:
 def test_the_interface_counts_what_was_predicted() -> None:
     with lab_with_links(hosts=2, ranks=1, rate="1gbit") as lab:
         for name in ("none", "int8", "int4", "sign", "stream"):
-            for result in lab.run(command("sent", name, 8), seconds=240):
+            for result in lab.run(command(LOCAL, "sent", name, 8), seconds=240):
                 assert result.code == 0, result.output
                 found = answer(result.output)
                 assert found["counted"] == pytest.approx(found["predicted"], rel=0.05), name
@@ -194,7 +192,7 @@ def test_the_interface_counts_what_was_predicted() -> None:
 
 def test_a_link_that_is_cut_for_some_seconds_is_waited_for() -> None:
     with lab_with_links(hosts=2, ranks=1, rate="100mbit") as lab:
-        running = lab.begin(command("steps", 20, 0.05, 60), seconds=200)
+        running = lab.begin(command(LOCAL, "steps", 20, 0.05, 60), seconds=200)
         reached(running, 5)
         lab.cut(1)
         time.sleep(2)
@@ -208,7 +206,7 @@ def test_a_link_that_is_cut_for_some_seconds_is_waited_for() -> None:
 def test_a_link_that_is_cut_for_good_is_an_error_on_both_sides() -> None:
     with lab_with_links(hosts=2, ranks=1, rate="100mbit") as lab:
         # More steps than are done before the link is cut.
-        running = lab.begin(command("steps", 5000, 0.05, 8), seconds=200)
+        running = lab.begin(command(LOCAL, "steps", 5000, 0.05, 8), seconds=200)
         reached(running, 5)
         lab.cut(1)
         found = [answer(r.output)["error"] for r in running.wait()]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -207,7 +207,6 @@ def test_a_wish_to_stop_reaches_all_ranks_after_the_same_step(tmp_path: Path) ->
 
 
 @given(sizes=st.lists(st.integers(1, 900), min_size=1, max_size=6), fragments=st.integers(1, MOST))
-@settings(max_examples=60, deadline=None)
 def test_fragments_hold_every_weight_once(sizes: list[int], fragments: int) -> None:
     weights = [torch.zeros(n) for n in sizes]
     drift = Drift(weights, fragments)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
@@ -141,7 +141,6 @@ runs = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(runs, max_size=5))
 def test_any_mixture_of_orders_gives_the_records_asked_for(pieces: list[list[int]]) -> None:
     order = [i for piece in pieces for i in piece]

@@ -47,7 +47,7 @@ def ids(batch: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("form", numbers(0, 1))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6), first=st.integers(1, 8))
 def test_records_keep_their_order_and_none_is_lost(form: str, sizes: list[int], first: int) -> None:
     loader, start = [], 0

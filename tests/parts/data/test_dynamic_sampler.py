@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
@@ -28,7 +28,6 @@ def ranks(lengths: Any, world: int, **changes: Any) -> list[list[list[int]]]:
     return found
 
 
-@settings(max_examples=150, deadline=None)
 @given(LENGTHS, st.integers(50, 200), st.integers(1, 5), st.booleans(), st.booleans())
 def test_every_record_comes_once_over_the_ranks_and_no_batch_exceeds_the_budget(
     lengths: list[int], budget: int, world: int, padding: bool, shuffle: bool
@@ -46,7 +45,6 @@ def test_every_record_comes_once_over_the_ranks_and_no_batch_exceeds_the_budget(
         assert len(seen) - len(lengths) < world
 
 
-@settings(max_examples=80, deadline=None)
 @given(LENGTHS, st.integers(1, 5))
 def test_dropping_leaves_out_fewer_batches_than_there_are_ranks(
     lengths: list[int], world: int
@@ -58,7 +56,6 @@ def test_dropping_leaves_out_fewer_batches_than_there_are_ranks(
     assert 0 <= len(whole) - sum(map(len, found)) < world
 
 
-@settings(max_examples=60, deadline=None)
 @given(LENGTHS, st.data())
 def test_a_resumed_epoch_goes_on_where_it_stopped(lengths: list[int], data: Any) -> None:
     sampler = DynamicBatchSampler(None, 60, lengths=lengths, seed=1)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -67,7 +67,6 @@ class Counted:
         self.ended = True
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 40), st.integers(1, 6), st.integers(1, 3), st.integers(1, 100))
 def test_order_and_number_are_those_of_the_loader_in_every_epoch(
     count: int, lookahead: int, epochs: int, memory_bytes: int
@@ -313,7 +312,6 @@ def stalls(reads: list[float], use: float, room: int) -> float:
     return waited
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     quiet=st.floats(0.001, 0.009),
     burst=st.lists(st.floats(0.012, 0.1), min_size=1, max_size=4),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.parts.data.prefetch import ReadingThread
@@ -44,7 +44,6 @@ class Bell:
         self._rings.get()
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     count=st.integers(0, 60),
     room=st.integers(1, 6),

@@ -50,14 +50,13 @@ def test_ranks_share_the_same_steps_without_loss(
         assert sorted(i for part in parts for piece in part[number] for i in piece) == step
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
 @kinds
-def test_a_hundred_thousand_records_come_once_per_epoch(kind: str, ranks: int) -> None:
+def test_a_hundred_thousand_records_come_once_per_epoch(kind: str) -> None:
     lengths = np.random.default_rng(0).integers(1, 51, 100_000)
     made = order(kind, lengths)
     seen = np.zeros(len(lengths), np.int64)
-    for rank in range(ranks):
-        for step in made.local_steps(1, rank, ranks):
+    for rank in range(2):
+        for step in made.local_steps(1, rank, 2):
             for piece in step:
                 seen[piece] += 1
     assert (seen == 1).all()

@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.optimize import linprog
@@ -99,7 +99,6 @@ def planted(seed: int, row: int, rows: int, pieces: int) -> NDArray[np.int64]:
     return found
 
 
-@settings(deadline=None)
 @given(st.integers(0, 999), st.integers(8, 300), st.integers(1, 6), st.integers(1, 4))
 def test_a_perfect_packing_of_few_rows_is_found_and_holds_every_record_once(
     seed: int, row: int, rows: int, pieces: int
@@ -147,14 +146,12 @@ def programme(lengths: list[int], row: int) -> float:
     return float(found.fun)
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.lists(st.sampled_from([7, 11, 13, 18, 20, 29]), min_size=1, max_size=60))
 def test_the_bound_is_that_of_the_programme_over_all_patterns(lengths: list[int]) -> None:
     bound, _ = whole_patterns(np.bincount(lengths), 60)
     assert bound == int(np.ceil(programme(lengths, 60) - 1e-6))
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 40), max_size=120), st.integers(40, 90))
 def test_patterns_use_no_record_twice_and_leave_at_most_a_row_for_each_length(
     lengths: list[int], row: int

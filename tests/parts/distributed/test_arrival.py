@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as some
 from torch import nn
 
@@ -154,7 +154,6 @@ def test_each_host_has_its_own_sender_where_it_can(tmp_path: Path) -> None:
     assert {r["first"]["sent"] for r in four} == {4 * (15 + 3)}
 
 
-@settings(deadline=None)
 @given(some.lists(some.tuples(some.sampled_from("abc"), some.booleans()), min_size=1, max_size=9))
 def test_every_rank_is_in_one_group_whose_first_has_the_model(told: list[tuple[str, bool]]) -> None:
     hosts, reads = [host for host, _ in told], [reading for _, reading in told]

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -41,7 +41,6 @@ def every_cut(layers: int, stages: int) -> list[tuple[int, ...]]:
     return [tuple(b - a for a, b in itertools.pairwise((0, *c, layers))) for c in cuts]
 
 
-@settings(max_examples=150, deadline=None)
 @given(COSTS, st.integers(1, 5), st.floats(0, 10), st.floats(0, 10))
 def test_no_other_cut_has_a_faster_slowest_stage(
     costs: list[float], stages: int, first: float, last: float

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -180,7 +180,6 @@ def test_batches_that_cannot_be_cut_are_refused_in_one_sentence() -> None:
         whole.step(language, {"input_ids": torch.ones(2, 2)})
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.lists(st.lists(st.integers(3, 12), min_size=1, max_size=3), min_size=1, max_size=4))
 def test_filler_makes_packed_rows_alike_and_stays_a_document_of_its_own(
     lengths: list[list[int]],

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -40,7 +40,6 @@ def timetable(schedule: str, ranks: int, micro_batches: int, weights: float = 1.
     return simulate(cells, even)
 
 
-@settings(max_examples=60, deadline=None)
 @given(schedules, st.integers(1, 4), st.integers(1, 14))
 def test_every_rank_does_each_pass_of_its_stages_once_and_nobody_gets_stuck(
     schedule: str, ranks: int, wanted: int

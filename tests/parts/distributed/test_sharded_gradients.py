@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as some
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -180,7 +180,6 @@ def test_bytes_are_foretold_exactly(two: list[Any], four: list[Any], method: str
         assert found["sent"] == full + (STEPS - DENSE) * found["predicted"]
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     some.lists(some.lists(some.integers(1, 9), min_size=1, max_size=3), min_size=1, max_size=4),
     some.integers(1, 5),

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -20,7 +20,6 @@ from hasten.parts.kernels.build import LoadedLibrary
 needs_compiler = pytest.mark.skipif(
     not compiled.library().library, reason=compiled.library().reason
 )
-many = settings(max_examples=150, deadline=None)
 WAYS = (compiled, codec_reference)
 
 
@@ -42,7 +41,6 @@ def coded(
 
 
 @needs_compiler
-@many
 @given(
     flat=cases(),
     block=st.sampled_from([256, 32, 96, 1024]),
@@ -103,7 +101,6 @@ def chosen(way: ModuleType, flat: Tensor, rest: Tensor | None, k: int) -> list[T
 
 
 @needs_compiler
-@many
 @given(
     flat=cases(),
     k=st.sampled_from([1, 3, 13, 128, 255, 256]),

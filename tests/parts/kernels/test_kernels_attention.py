@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -90,9 +90,7 @@ def check_attention(
         assert (one - other).norm() <= bound * largest
 
 
-@settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=20)
 @given(
     lengths=st.lists(st.one_of(st.integers(0, 70), st.just(150)), min_size=1, max_size=6),
     groups=st.integers(1, 2),

@@ -127,7 +127,7 @@ def test_the_name_is_the_same_in_every_process() -> None:
         subprocess.check_output(
             [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": s}
         )
-        for s in ("1", "2", "3")
+        for s in ("1", "2")
     }
     assert len(names) == 1
 
@@ -238,7 +238,9 @@ def test_a_compiler_that_cannot_be_run_is_a_reason(
 
 def start(tmp_path: Path, *compilers: str) -> subprocess.Popen[str]:
     folders = (str(tmp_path / "sources"), str(tmp_path / "kernels"))
-    command = [sys.executable, "-c", PROGRAM, *folders, *compilers]
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    command = [sys.executable, str(program), *folders, *compilers]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 

@@ -36,7 +36,7 @@ def check_entropy(logits: Tensor, labels: Tensor) -> None:
 
 
 @formats
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(count=sizes, classes=st.integers(1, 300), size=st.sampled_from([0.0, 1.0, 30.0]))
 def test_cross_entropy_and_its_gradient_are_the_formulas(
     dtype: torch.dtype, count: int, classes: int, size: float

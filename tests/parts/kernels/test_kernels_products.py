@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -59,9 +59,7 @@ def check_product(out: Tensor, a: Tensor, b: Tensor, before: Tensor | None = Non
 
 
 @orientations
-@settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=20)
 @given(m=sides, n=sides, k=sides)
 def test_a_product_is_right_in_every_orientation(
     dtype: torch.dtype, a_turned: bool, b_turned: bool, m: int, n: int, k: int

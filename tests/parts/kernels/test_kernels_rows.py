@@ -79,7 +79,7 @@ def check_swiglu(gate: Tensor, up: Tensor) -> None:
 
 
 @formats
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(count=sizes, width=sizes)
 def test_a_norm_and_its_gradients_are_the_formulas(
     dtype: torch.dtype, count: int, width: int
@@ -88,7 +88,7 @@ def test_a_norm_and_its_gradients_are_the_formulas(
 
 
 @formats
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(count=sizes, width=sizes)
 def test_a_gate_and_its_gradients_are_the_formulas(
     dtype: torch.dtype, count: int, width: int
@@ -162,7 +162,7 @@ def tables(count: int, m: int) -> tuple[Tensor, Tensor]:
 @formats
 @pytest.mark.parametrize("pairs_in", [False, True])
 @pytest.mark.parametrize("pairs_out", [False, True])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(count=st.integers(1, 20), heads=st.integers(1, 5), m=st.integers(1, 33), more=sizes)
 def test_rotation_is_a_complex_product_in_every_layout(
     dtype: torch.dtype, pairs_in: bool, pairs_out: bool, count: int, heads: int, m: int, more: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -57,7 +57,6 @@ def test_noise_is_uniform_and_the_seed_decides_it() -> None:
     assert len(dice(5)) == 5
 
 
-@settings(deadline=None)
 @given(flat)
 def test_bf16_rounding_goes_to_one_of_the_two_neighbours(values: Tensor) -> None:
     rounded = to_bf16(values, dice(len(values))).float()
@@ -66,7 +65,6 @@ def test_bf16_rounding_goes_to_one_of_the_two_neighbours(values: Tensor) -> None
     assert bool((rounded * values >= 0).all())
 
 
-@settings(deadline=None)
 @given(flat)
 def test_bf16_numbers_are_left_as_they_are(values: Tensor) -> None:
     exact = values.bfloat16()
@@ -90,7 +88,6 @@ def test_the_tables_are_sorted_have_256_values_and_end_at_one() -> None:
     assert float(squared_table(CPU)[1]) < 1.1e-13  # what a second moment needs to reach
 
 
-@settings(deadline=None)
 @given(flat)
 def test_8_bits_err_by_half_a_step_of_the_table_at_most(values: Tensor) -> None:
     error = (signed_again(values) - values).abs()
@@ -98,7 +95,6 @@ def test_8_bits_err_by_half_a_step_of_the_table_at_most(values: Tensor) -> None:
     assert bool((error <= per_block(values) * widest * 0.5001).all())
 
 
-@settings(deadline=None)
 @given(flat)
 def test_large_values_of_a_block_err_by_seven_percent_at_most(values: Tensor) -> None:
     largest = per_block(values)
@@ -107,7 +103,6 @@ def test_large_values_of_a_block_err_by_seven_percent_at_most(values: Tensor) ->
     assert bool((error <= 0.0705 * values.abs()[large]).all())  # half of 0.9 / 64, against 0.1
 
 
-@settings(deadline=None)
 @given(flat)
 def test_zeros_stay_zero_and_scales_are_exact(values: Tensor) -> None:
     values[::2] = 0
@@ -118,7 +113,6 @@ def test_zeros_stay_zero_and_scales_are_exact(values: Tensor) -> None:
     )
 
 
-@settings(deadline=None)
 @given(flat, st.integers(0, 5))
 def test_a_second_moment_goes_to_a_neighbour_and_never_to_zero(values: Tensor, seed: int) -> None:
     moments = (values.abs() * 1e-15).square()
@@ -143,7 +137,6 @@ def test_second_moments_are_right_in_the_mean(share: float) -> None:
     assert abs(float(again.mean()) - share) < 5 * spread + 1e-6 * share
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(-1, 1, width=32, allow_subnormal=False), min_size=1, max_size=300))
 def test_the_fast_search_finds_what_a_binary_search_finds(shares: list[float]) -> None:
     signed, squared = signed_table(CPU), squared_table(CPU)

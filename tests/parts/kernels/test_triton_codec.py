@@ -14,7 +14,7 @@ from triton_marks import DEVICE, needs_triton, on_gpu
 pytestmark = [needs_triton, *on_gpu]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     flat=cases(),
     block=st.sampled_from([256, 32, 96]),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -104,7 +104,6 @@ def test_the_loss_over_whole_logits_has_the_same_terms(terms: LossTerms) -> None
     st.floats(0, 0.9),
     st.floats(0, 0.1),
 )
-@settings(deadline=None, max_examples=40)
 def test_any_labels_in_any_chunks_are_the_formula(
     rows: int, chunk: int, ignored: int, smoothing: float, z_loss: float
 ) -> None:

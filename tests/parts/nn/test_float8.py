@@ -47,7 +47,6 @@ def scales(q: Float8Blocks, shape: torch.Size) -> torch.Tensor:
     return wide[: shape[0], : shape[1]]
 
 
-@settings(deadline=None, max_examples=80)
 @given(
     st.integers(1, 40),
     st.integers(1, 300),
@@ -91,7 +90,7 @@ def test_an_outlier_harms_its_block_alone() -> None:
 
 
 @recipes
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.integers(1, 70), st.integers(1, 20), st.integers(1, 20), st.integers(0, 10**6))
 def test_a_linear_layer_and_its_gradients_agree_with_float64(
     recipe: Recipe, tokens: int, inside: int, outside: int, seed: int
@@ -198,7 +197,6 @@ def matrix(rows: int, columns: int, seed: int) -> Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 90), st.integers(-30, 30), st.integers(0, 10**6))
 def test_int8_is_off_by_half_a_step_at_most(rows: int, columns: int, power: int, seed: int) -> None:
     weight = matrix(rows, columns, seed) * 10.0**power
@@ -207,7 +205,6 @@ def test_int8_is_off_by_half_a_step_at_most(rows: int, columns: int, power: int,
     assert bool((error <= scale.double() * 0.5 * (1 + 1e-4)).all())
 
 
-@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 90), st.integers(-30, 30), st.integers(0, 10**6))
 def test_nf4_takes_the_nearest_level_of_each_block(
     rows: int, columns: int, power: int, seed: int

@@ -83,7 +83,7 @@ def test_an_expert_that_nobody_chose_gets_a_zero_gradient(dtype: torch.dtype) ->
     assert not found[4][3].any()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 70), st.integers(1, 4), st.integers(0, 10**6))
 def test_any_number_of_tokens_and_any_load(tokens: int, used: int, seed: int) -> None:
     torch.manual_seed(seed)

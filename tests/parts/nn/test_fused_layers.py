@@ -170,7 +170,9 @@ def test_dropout_of_attention_falls_on_the_same_places(architecture: str, attent
     assert (found[2] - found[0]).norm() > 1e-2 * found[0].norm(), "dropout is at work"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)], ids=str
+)
 def test_a_compiled_model_runs_them_in_one_graph(dtype: torch.dtype) -> None:
     def passes(forward: Callable[..., Any]) -> list[Tensor]:
         model.zero_grad()

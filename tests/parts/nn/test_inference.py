@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -87,7 +87,6 @@ def given_tensors(shape: tuple[int, ...], out: int, dtype: torch.dtype) -> list[
     return [torch.randn(s, dtype=dtype).requires_grad_() for s in sizes]
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(1, 9), st.booleans())
 def test_results_and_gradients_are_those_of_two_operators(
     shape: list[int], out: int, biased: bool

@@ -108,7 +108,7 @@ def check_rounding(x: Tensor, kind: torch.dtype) -> None:
         assert not data.view(torch.uint8)[:, rows:].any(), "filled up with zeros"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     rows=st.integers(1, 150),
     columns=st.integers(1, 150),
@@ -424,7 +424,7 @@ def test_what_isnt_kept_is_rounded_each_time_and_what_is_dropped_is_gone() -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     rows=st.integers(1, 70),
     columns=st.integers(1, 90),

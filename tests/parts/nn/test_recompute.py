@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
@@ -126,7 +126,6 @@ def test_a_budget_is_met_by_the_blocks_own_bytes(budget: float) -> None:
     assert kept > (budget - 0.2) * whole  # and no block too many is recomputed
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(1, 1000), st.integers(0, 1000)).map(lambda p: (sum(p), p[0])),

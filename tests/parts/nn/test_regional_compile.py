@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -160,7 +160,6 @@ def test_no_shape_at_all_is_refused() -> None:
         CompiledBlocks(shapes=0)
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(1, 6), st.integers(0, 50), st.integers(1, 70))
 def test_filler_rounds_up_trains_nothing_and_is_a_document_of_its_own(
     count: int, seed: int, bucket: int

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -74,7 +74,6 @@ def backward(balance: RouterBalance, loss_of: Any, batch: Any, where: Tensor) ->
 @given(
     st.integers(1, 4), st.lists(st.integers(0, 6), min_size=1, max_size=4), st.integers(0, 10**6)
 )
-@settings(deadline=None, max_examples=30)
 def test_the_balance_loss_is_the_papers_whatever_the_sequences(
     top_k: int, lengths: list[int], seed: int
 ) -> None:

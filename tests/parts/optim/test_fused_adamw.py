@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -33,7 +33,6 @@ def moved(kind: Any, start: Tensor, grads: list[Tensor], **changes: Any) -> Tens
     return weight.detach()
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.integers(1, 4000), st.integers(1, 5), st.sampled_from([0.0, 0.1]))
 def test_weights_move_as_torch_moves_them_in_float64(size: int, steps: int, decay: float) -> None:
     start, grads = torch.linspace(-2, 2, size), gradients((size,), steps, size)

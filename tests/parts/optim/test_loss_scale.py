@@ -7,13 +7,12 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.parts.optim.master_weights import LossScale
 
 
-@settings(deadline=None)
 @given(st.lists(st.booleans(), max_size=60), st.integers(1, 5))
 def test_it_moves_as_torchs_own_scaler_until_its_floor(steps: list[bool], interval: int) -> None:
     mine = LossScale(1024.0, interval=interval)

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -27,7 +27,6 @@ def averaged(steps: int, decay: float = 0.9) -> WeightAverage:
     return average
 
 
-@settings(deadline=None)
 @given(st.integers(1, 40), st.floats(0.01, 0.9999))
 def test_the_mean_is_that_of_a_float64_loop(steps: int, decay: float) -> None:
     found = averaged(steps, decay).means

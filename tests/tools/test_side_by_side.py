@@ -1,0 +1,94 @@
+"""Files side by side give what one process gives; what ends a worker fails one test alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FILES = {
+    "test_one.py": """
+        import os, pathlib, time, warnings
+        import pytest
+        PIDS = pathlib.Path(__file__).with_name("pids")
+
+        @pytest.fixture(scope="module")
+        def shared(tmp_path_factory):
+            yield tmp_path_factory.mktemp("shared")
+            PIDS.with_name("torn_down").touch()
+
+        def test_first(shared):
+            time.sleep(0.5)
+            print("a printed line")
+            PIDS.write_text(str(os.getpid()))
+        def test_second(shared):
+            assert PIDS.read_text() == str(os.getpid()) != os.environ["STARTED"]
+            warnings.warn("a planted warning")
+        def test_wrong(shared):
+            print("before the error")
+            assert [1] == [2]
+        @pytest.mark.skip(reason="a reason")
+        def test_left_out(): ...
+    """,
+    "test_two.py": """
+        import os, pathlib, signal
+        import pytest
+        def test_before(): ...
+        def test_killed(): os.kill(os.getpid(), signal.SIGKILL)
+        def test_after(): ...
+        def test_last(tmp_path): assert not list(tmp_path.iterdir())
+        @pytest.mark.timing
+        def test_alone(): assert pathlib.Path(__file__).with_name("torn_down").exists()
+    """,
+    "test_three.py": "def test_three(tmp_path): (tmp_path / 'mine').touch()",
+    "conftest.py": """
+        import os
+        def pytest_configure(): os.environ["STARTED"] = str(os.getpid())
+    """,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, text in FILES.items():
+        lines = [line.removeprefix("        ") for line in text.splitlines()]
+        (tmp_path / name).write_text("\n".join(lines))
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    waits:\n    timing:\n")
+    return tmp_path
+
+
+def run(folder: Path, *words: str) -> tuple[int, str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "side_by_side", *words]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.cold
+def test_two_workers_report_all_and_one_that_is_killed_fails_its_test_alone(folder: Path) -> None:
+    code, printed = run(folder, "--processes", "2", "-rfs")
+    assert code == 1
+    failed = re.findall(r"^FAILED (\S+)", printed, re.MULTILINE)
+    assert sorted(failed) == ["test_one.py::test_wrong", "test_two.py::test_killed"]
+    assert "2 failed, 7 passed, 1 skipped, 1 warning" in printed
+    assert "assert [1] == [2]" in printed
+    assert "before the error" in printed
+    assert "a printed line" not in printed
+    assert "UserWarning: a planted warning" in printed
+    assert "a reason" in printed
+    assert "the process of this test ended with -9" in printed
+    assert (folder / "torn_down").exists()
+
+
+@pytest.mark.cold
+def test_the_first_failure_ends_the_session_if_asked_to(folder: Path) -> None:
+    (folder / "test_two.py").unlink()
+    (folder / "test_wait.py").write_text("import time\ndef test_wait(): time.sleep(600)")
+    code, printed = run(folder, "--processes", "3", "-x")
+    assert code == 1
+    assert "stopping after 1 failures" in printed
