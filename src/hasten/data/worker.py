@@ -73,7 +73,15 @@ def write_part(work: TokenizeWork, chunk: ExampleChunk) -> None:
     def summary() -> dict[str, Any]:
         return {"rejected": rejected, "long": long, "thoughts": thoughts, "unopened": unopened}
 
-    arrow_file.write(chunk.path, examples(), summary, durable=False)
+    try:
+        arrow_file.write(chunk.path, examples(), summary, durable=False)
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise InputError(
+            f"the tokenizer can't encode an example ({' '.join(str(error).split())[:200]}): "
+            "correct its tokenizer.json, or choose another"
+        ) from error
 
 
 def main(handle: int) -> None:
