@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hasten.data import arrow_file
 from hasten.data.chat_template import LossOn, TooLong, encode_all
 from hasten.data.spool import unpack
-from hasten.errors import InputError
+from hasten.errors import InputError, is_panic
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
