@@ -188,8 +188,8 @@ def bounded_integer(digits: str) -> int:
 def path_inside(folder: Path, name: object, origin: str, *, follow_links: bool = False) -> Path:
     """The path of a name that a foreign file gives for a file in ``folder``.
 
-    With ``follow_links`` the file itself may be a link, as in the hub's cache; its folder may not,
-    and the name may not lead out in either case.
+    With ``follow_links`` the file itself may be a link, as in the hub's cache. Its folder may not.
+    The name may lead out in neither case.
 
     Raises:
         InputError: the name isn't a text or leads out of the folder.
