@@ -111,6 +111,9 @@ def test_a_link_inside_that_leads_out_counts_only_in_a_cache_of_links(tmp_path: 
     with pytest.raises(InputError, match="leads out of"):
         path_inside(folder, "file", "index")
     assert path_inside(folder, "file", "index", follow_links=True).read_text() == "x"
+    (folder / "out").symlink_to("..")
+    with pytest.raises(InputError, match="leads out of"):
+        path_inside(folder, "out/blob", "index", follow_links=True)
     (folder / "own").write_text("y")
     assert path_inside(folder, "own", "index").read_text() == "y"
 

@@ -39,6 +39,11 @@ class SameOnAllRanksError(InputError):
     """An error that is the same on every rank; only the first one reports it."""
 
 
+def is_panic(error: BaseException) -> bool:
+    """Returns True for the panic of a library in Rust, which no ``except Exception`` catches."""
+    return type(error).__name__ == "PanicException"
+
+
 class StoppedError(RuntimeError):
     """A run that was ended on purpose, because continuing is useless; ``code``: exit code.
 

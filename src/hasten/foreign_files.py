@@ -188,8 +188,8 @@ def bounded_integer(digits: str) -> int:
 def path_inside(folder: Path, name: object, origin: str, *, follow_links: bool = False) -> Path:
     """The path of a name that a foreign file gives for a file in ``folder``.
 
-    With ``follow_links`` the file itself may be a link, as in the hub's cache; the name may not
-    lead out in either case.
+    With ``follow_links`` the file itself may be a link, as in the hub's cache. Its folder may not.
+    The name may lead out in neither case.
 
     Raises:
         InputError: the name isn't a text or leads out of the folder.
@@ -198,8 +198,9 @@ def path_inside(folder: Path, name: object, origin: str, *, follow_links: bool =
         raise InputError(f"{origin}: {str(name)[:60]!r} is no file name; name a file in {folder}")
     parts = PurePath(name.replace("\\", "/"))
     leads_out = parts.is_absolute() or ".." in parts.parts
-    if not leads_out and not follow_links:
-        leads_out = not (folder / name).resolve().is_relative_to(folder.resolve())
+    if not leads_out:
+        inner = (folder / name).parent if follow_links else folder / name
+        leads_out = not inner.resolve().is_relative_to(folder.resolve())
     if leads_out:
         raise InputError(f"{origin}: {name!r} leads out of {folder}; name a file in it")
     return folder / name

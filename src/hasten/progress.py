@@ -37,7 +37,7 @@ class SilentProgress:
 
 
 class _Console(Console):
-    """A console whose reader may end before the work does; rich would end the process."""
+    """A console for work that continues if its reader has ended; rich would end the process."""
 
     def on_broken_pipe(self) -> None:
         """Continues without output."""

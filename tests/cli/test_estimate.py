@@ -126,17 +126,18 @@ def test_a_device_of_the_users_own(tmp_path: Path) -> None:
     small = ("deepseek-llm-1b", "--gpu", str(path), "--gpus-per-node", "2")
     assert "2 mine" in run(*small)
     for change, said in (
-        ({"link": None}, "must be a number"),
+        ({"link": None}, "must be a finite number"),
         ({"links": 3}, "unknown key"),
-        ({"peak16": -1}, "must be above 0"),
+        ({"peak16": -1}, "must be a finite number, 0 at least"),
+        ({"peak16": 0}, "must be above 0"),
     ):
         path.write_text(json.dumps({**figures, **change}))
         assert said in complaint(*small)
     path.write_text(json.dumps({"name": "mine"}))
     assert "lacks peak16" in complaint(*small)
     path.write_text("[]")
-    assert "JSON object" in complaint(*small)
-    assert "can't be read" in complaint(MODEL, "--gpu", str(tmp_path / "none.json"))
+    assert "expected an object" in complaint(*small)
+    assert "No such file" in complaint(MODEL, "--gpu", str(tmp_path / "none.json"))
 
 
 def test_what_cannot_be_is_one_sentence(tmp_path: Path) -> None:

@@ -275,6 +275,12 @@ def test_a_terminal_of_ascii_alone_and_a_name_that_is_not_utf_8_are_printed(
     assert b"Traceback" not in done.stderr
 
 
+def test_a_name_with_line_ends_and_orders_to_a_terminal_is_one_line(hasten: Hasten) -> None:
+    code, out, err = hasten("init", "deepseek-llm-tiny", "a\n\x1b[2Jb\u202ec")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "a \\x1b[2Jb\\u202ec" in err
+
+
 def test_half_a_surrogate_pair_in_a_run_s_files_is_printed_and_written(
     tmp_path: Path, hasten: Hasten
 ) -> None:

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.data import containers, json_reader
+from hasten.data import containers, json_reader, table_reader
 from hasten.data.conversation import conversation, shape_of
 from hasten.data.json_reader import scan_lines
 from hasten.data.readers import ReadExamples, other_splits, read_examples
@@ -212,6 +212,22 @@ def test_a_line_without_end_is_not_held(tmp_path: Path, monkeypatch: pytest.Monk
     reading = read_examples([path], max_rejected=1)
     assert len(reading.conversations) == 3
     assert [(row.line, row.reason[:18]) for row in reading.rejected] == [(2, "a line longer than")]
+
+
+def test_a_line_of_a_table_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_reader, "LONGEST_LINE", 1 << 20)
+    with pytest.raises(InputError, match="a line longer than 1 MiB"):
+        read_examples([put(tmp_path, "a.csv", b"text\n" + b"x" * (2 << 20))])
+
+
+@pytest.mark.skipif(not hasattr(os, "SEEK_HOLE"), reason="this system knows of no holes")
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
+def test_bytes_that_were_never_written_are_refused_at_once(tmp_path: Path, name: str) -> None:
+    path = put(tmp_path, name, lines(GOOD))
+    with path.open("r+b") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(InputError, match=r"has a hole from byte [\d,]+, which was never written"):
+        read_examples([path])
 
 
 def test_names_and_first_bytes_must_agree(tmp_path: Path) -> None:

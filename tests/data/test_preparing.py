@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from tokenizers import Regex, pre_tokenizers
 
 from data import preparation
 from data.preparation import CHUNK, COUNT, dialogues
@@ -335,3 +338,15 @@ def test_long_texts_make_small_chunks(
     texts = [Conversation((), "word " * 100, f"t:{n}") for n in range(6)]
     tokenize(texts, tokenizer, tmp_path, 64, on_progress=lambda done, _: calls.append(done))
     assert calls == [2, 4, 6]
+
+
+def test_a_tokenizer_whose_expression_takes_too_long_is_a_sentence(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    exploding = pre_tokenizers.Split(Regex("(d+)+$"), "isolated")
+    tokenizer = copy.deepcopy(tokenizer)
+    backend = tokenizer.backend_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.Sequence([exploding, backend.pre_tokenizer])
+    texts = [replace(dialogues(1)[0], text="d" * 40 + "!", messages=())]
+    with pytest.raises(InputError, match=r"the tokenizer can't encode an example \(.*retry-limit"):
+        tokenize(texts, tokenizer, tmp_path, 64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -292,7 +293,12 @@ def test_a_config_may_choose_among_attentions_of_transformers_itself(
 
 def test_a_config_that_is_not_json_is_refused(damaged: Path) -> None:
     (damaged / "config.json").write_text('{"model_type": ')
-    assert f"the config of {damaged} can't be read" in refusal(damaged)
+    assert f"{damaged / 'config.json'}:1 is not JSON" in refusal(damaged)
+
+
+def test_a_number_of_a_config_that_is_not_finite_is_refused(damaged: Path) -> None:
+    edit_config(damaged, lambda config: config.update(rope_scaling={"factors": [1.0, math.inf]}))
+    assert "sets factors to a number that isn't finite" in refusal(damaged)
 
 
 def test_a_name_that_is_nothing_is_answered_with_the_nearest_preset(tmp_path: Path) -> None:
@@ -326,6 +332,33 @@ def test_a_tokenizer_is_what_its_file_says_whatever_the_model_beside_it(
     assert loaded.pad_token_id == tokenizer.eos_token_id
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {
+            "normalizer": {
+                "type": "Sequence",
+                "normalizers": [
+                    {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 60}
+                ]
+                * 5,
+            }
+        },
+        {"normalizer": {"type": "Prepend", "prepend": "x" * (2 << 20)}},
+        {"padding": {"strategy": {"Fixed": 10**9}}},
+    ],
+    ids=["replace", "prepend", "padding"],
+)
+def test_a_tokenizer_that_makes_long_texts_of_short_ones_is_refused(
+    saved_llama: Path, tmp_path: Path, part: dict[str, Any]
+) -> None:
+    folder = Path(shutil.copytree(saved_llama, tmp_path / "model"))
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | part))
+    with pytest.raises(InputError, match="which no tokenizer needs: correct its normalizer"):
+        load_tokenizer(str(folder))
+
+
 def test_a_source_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="the preset v3-tiny has no tokenizer"):
         load_tokenizer("v3-tiny")
@@ -335,7 +368,7 @@ def test_a_source_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"tokenizer\.model but no tokenizer\.json: write it once"):
         load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(InputError, match="can't be loaded"):
+    with pytest.raises(InputError, match=r"tokenizer\.json:1 is not JSON"):
         load_tokenizer(str(tmp_path))
 
 

@@ -186,8 +186,9 @@ def _say(error: Exception) -> None:
     if _reported_by_supervisor(error):
         return
     if not isinstance(error, SameOnAllRanksError) or world().is_main:
+        text = " ".join(str(error).splitlines())  # a name may have line ends
         with contextlib.suppress(OSError, StoppedError):  # a full disk under the log
-            say(f"hasten: {error}", file=sys.stderr)
+            say(f"hasten: {text}", file=sys.stderr)
 
 
 def _reported_by_supervisor(error: Exception) -> bool:

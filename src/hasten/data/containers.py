@@ -13,7 +13,9 @@ times and more.
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -86,8 +88,26 @@ def container_of(path: Path) -> Container:
 def open_stream(path: Path, container: Container) -> IO[bytes]:
     """The plain bytes of a text container; reading on may raise DamagedStreamError, InputError."""
     if container.packed is None:
-        return open_regular(path)
+        file = open_regular(path)
+        _refuse_hole(file, path)
+        return file
     return io.BufferedReader(_Unpacked(path, container.packed), _CHUNK)
+
+
+def _refuse_hole(file: IO[bytes], path: Path) -> None:
+    """Raises InputError for a file with bytes that were never written.
+
+    A copy that was broken off has them, and a file of any size may consist of them.
+    """
+    size, hole = os.fstat(file.fileno()).st_size, None
+    with contextlib.suppress(OSError, AttributeError):  # not every system knows of holes
+        hole = os.lseek(file.fileno(), 0, os.SEEK_HOLE)
+        os.lseek(file.fileno(), 0, os.SEEK_SET)
+    if hole is not None and hole < size:
+        file.close()
+        raise InputError(
+            f"{path} has a hole from byte {hole:,}, which was never written: copy the file again"
+        )
 
 
 def growth_limit(path: Path) -> int:

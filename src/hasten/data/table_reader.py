@@ -29,7 +29,7 @@ from hasten.data.containers import (
     open_stream,
     too_large,
 )
-from hasten.data.json_reader import JsonValue, damage
+from hasten.data.json_reader import LONGEST_LINE, JsonValue, damage
 from hasten.errors import InputError
 
 # Bounds of tables: what Parquet and Arrow files become is known before any of it is made.
@@ -276,7 +276,7 @@ def scan_csv(path: Path, container: Container) -> Iterator[JsonValue]:
     with open_stream(path, container) as stream:
         text = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
         mark = "\t" if container.kind == "tsv" else ","
-        rows = _csv_rows(csv.reader(text, strict=True, delimiter=mark))
+        rows = _csv_rows(csv.reader(_lines(text, path), strict=True, delimiter=mark))
         header: list[str] | None = None
         blank: list[int] = []  # empty rows are faults only if something follows them
         for number, cells, reason, lost in rows:
@@ -288,6 +288,17 @@ def scan_csv(path: Path, container: Container) -> Iterator[JsonValue]:
                 yield from (JsonValue(row, None, "an empty row") for row in blank)
                 blank.clear()
                 yield _csv_example(number, header, cells, reason, lost)
+
+
+def _lines(text: io.TextIOWrapper, path: Path) -> Iterator[str]:
+    """The lines of a text; raises InputError at one that would take the machine's memory."""
+    while line := text.readline(LONGEST_LINE + 1):
+        if len(line) > LONGEST_LINE:
+            raise InputError(
+                f"{path} has a line longer than {LONGEST_LINE >> 20} MiB: save it as CSV with a "
+                "row in each line"
+            )
+        yield line
 
 
 def _csv_rows(reader: Any) -> Iterator[tuple[int, list[str], str | None, bool]]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hasten.data import arrow_file
 from hasten.data.chat_template import LossOn, TooLong, encode_all
 from hasten.data.spool import unpack
-from hasten.errors import InputError
+from hasten.errors import InputError, is_panic
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,7 +73,15 @@ def write_part(work: TokenizeWork, chunk: ExampleChunk) -> None:
     def summary() -> dict[str, Any]:
         return {"rejected": rejected, "long": long, "thoughts": thoughts, "unopened": unopened}
 
-    arrow_file.write(chunk.path, examples(), summary, durable=False)
+    try:
+        arrow_file.write(chunk.path, examples(), summary, durable=False)
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise InputError(
+            f"the tokenizer can't encode an example ({' '.join(str(error).split())[:200]}): "
+            "correct its tokenizer.json, or choose another"
+        ) from error
 
 
 def main(handle: int) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from hasten.errors import InputError
+from hasten.errors import InputError, is_panic
 from hasten.foreign_files import read_json_object
 from hasten.models.presets import PRESETS, build_config, with_vocabulary
 from hasten.models.source_check import check_folder, check_native, check_source, check_tokenizer
@@ -484,12 +484,14 @@ def _advice(failed: str) -> Iterator[None]:
         yield
     except (InputError, MemoryError):
         raise
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         reason = _one_line(error)
         if "automatic conversion of the weights" in reason:
             reason = "some experts' weights are missing or differ in shape from the others'"
         raise InputError(f"{failed}: {reason}") from error
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:_REASON_SHOWN]

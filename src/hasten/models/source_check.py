@@ -34,6 +34,9 @@ _COUNT_KEY: Final = re.compile(
     r"|(hidden|intermediate|vocab|moe_intermediate)_size|[a-z_]*(head_dim|lora_rank)"
 )
 _MOST_LAYERS: Final = 10_000
+_LARGEST_TOKENIZER: Final = 256 << 20  # bytes; that of 256,000 tokens has 35 million
+_MOST_GROWTH: Final = 1000  # characters of one
+_MOST_ADDED: Final = 1 << 20
 _MOST_FEATURES: Final = 1 << 30
 # What transformers computes with code of its own. Any other name is a kernel: transformers would
 # fetch it from the hub and run it.
@@ -209,7 +212,10 @@ def check_tokenizer(source: str) -> None:
             f"the preset {source} has no tokenizer: give the folder of one, or train one"
         )
     folder = check_source(source)
-    if folder is None or (folder / "tokenizer.json").is_file():
+    if folder is None:
+        return
+    if (folder / "tokenizer.json").is_file():
+        _check_growth(folder / "tokenizer.json")
         return
     vocabularies = [name for name in ("tokenizer.model", "vocab.json") if (folder / name).is_file()]
     if not vocabularies:
@@ -218,3 +224,27 @@ def check_tokenizer(source: str) -> None:
         f"{folder} has {vocabularies[0]} but no tokenizer.json: write it once with "
         "transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
     )
+
+
+def _check_growth(file: Path) -> None:
+    """InputError if a tokenizer makes long texts of short ones, which takes memory without end."""
+    content = read_json_object(file, "tokenizer", _LARGEST_TOKENIZER)
+    growth, added = 1, 0
+    for part in _parts({"normalizer": content.get("normalizer")}):
+        growth *= max(1, _length(part.get("content")))
+        added += _length(part.get("prepend"))
+    padding = content.get("padding")
+    fixed = padding.get("strategy") if isinstance(padding, dict) else None
+    if isinstance(fixed, dict) and isinstance(fixed.get("Fixed"), int):
+        added += fixed["Fixed"]
+    for part in _parts({"post_processor": content.get("post_processor")}):
+        added += _length(part.get("ids"))
+    if growth > _MOST_GROWTH or added > _MOST_ADDED:
+        raise InputError(
+            f"{file} makes up to {growth:,} characters of one and adds {added:,} to a text, which "
+            "no tokenizer needs: correct its normalizer, post_processor and padding"
+        )
+
+
+def _length(text: Any) -> int:
+    return len(text) if isinstance(text, str | list) else 0

@@ -256,7 +256,7 @@ def _open(file: Path) -> Any:
     refuse_pointer(file)
     try:
         return safe_open(file, framework="pt")
-    except SafetensorError as error:
+    except (SafetensorError, OSError, MemoryError) as error:
         raise InputError(
             f"{file} is damaged or cut off ({error}): copy or download it again"
         ) from error
