@@ -155,7 +155,7 @@ def unread_words(names: Collection[str]) -> str:
 
 
 def placeholder_words(placeholders: Mapping[str, int]) -> str:
-    """A sentence on examples whose pictures, sounds or films are missing; empty without any."""
+    """A sentence on examples without their pictures, sounds or films; empty if there are none."""
     if not placeholders:
         return ""
     marks = " or ".join(placeholders)
@@ -272,8 +272,8 @@ def _read_file(path: Path, columns: ColumnNames, reading: ReadExamples) -> None:
 
 def _placeholder(example: Conversation) -> str:
     """A medium's placeholder in an example; an answer may well write one."""
-    asked = (turn.content for turn in example.messages if turn.role != "assistant")
-    texts = asked if example.text is None else (example.text,)
+    questions = (turn.content for turn in example.messages if turn.role != "assistant")
+    texts = questions if example.text is None else (example.text,)
     return next((mark for text in texts if (mark := placeholder_in(text))), "")
 
 

@@ -201,7 +201,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _refuse_second_set(folder: Path) -> None:
-    """Raises InputError if the index names other files beside the single one.
+    """Raises InputError if the index names other files than the single one.
 
     A model that is saved again in more or fewer files leaves the former ones in its folder.
     """

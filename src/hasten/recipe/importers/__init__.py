@@ -288,8 +288,7 @@ def _schedule_rows(draft: RecipeDraft, settings: Mapping[str, Any]) -> None:
     """Adds a row for each key of a DeepSpeed schedule that isn't followed."""
     timing = (settings.get("scheduler") or {}).get("params") or {}
     for key, explanation in schedule_differences(settings):
-        value = timing.get(key.rpartition(".")[2], "left out")
-        draft.row(key, value, "unmapped", explanation)
+        draft.row(key, timing.get(key.rpartition(".")[2], "left out"), "unmapped", explanation)
 
 
 def _one_format(draft: RecipeDraft, number_format: str | None, name: str, key: str) -> None:

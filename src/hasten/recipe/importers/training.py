@@ -80,9 +80,9 @@ def schedule(draft: RecipeDraft, key: str, value: Any) -> None:
             draft.note(key, "unmapped", explanation)
 
 
-def schedule_settings(draft: RecipeDraft, key: str, value: Any) -> None:
+def schedule_settings(draft: RecipeDraft, key: str, written: Any) -> None:
     """``lr_scheduler_kwargs``: the lowest rate is followed, as a share or a rate."""
-    settings = parse_json(value, key) if isinstance(value, str) and value.strip() else value
+    settings = parse_json(written, key) if isinstance(written, str) and written.strip() else written
     for name, item in (settings or {}).items():
         peak = draft.source.get("learning_rate")
         if name == "min_lr_rate":
