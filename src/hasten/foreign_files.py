@@ -92,6 +92,8 @@ def parse_json(data: bytes | str, origin: str) -> Any:
     """
     try:
         text = data.decode("utf-8-sig") if isinstance(data, bytes) else data
+        if is_too_deep(text):  # from Python 3.12 on the reader itself has no such limit
+            raise RecursionError
         return json.loads(text, object_pairs_hook=unique_keys, parse_int=bounded_integer)
     except UnicodeDecodeError as error:
         raise InputError(f"{origin} is not UTF-8 text: {error.reason}; save it as UTF-8") from error
@@ -101,6 +103,25 @@ def parse_json(data: bytes | str, origin: str) -> Any:
         raise InputError(f"{origin} is not JSON that can be read: nested too deeply") from error
     except ValueError as error:
         raise InputError(f"{origin} is ambiguous: {error}; correct it") from error
+
+
+DEEPEST = 500  # levels of a JSON text
+
+
+def is_too_deep(text: str) -> bool:
+    """True if the objects and lists of a JSON text are nested in more than :data:`DEEPEST` levels.
+
+    Code that goes through a value calls itself once a level, and Python bounds such calls.
+    """
+    if text.count("[") + text.count("{") <= DEEPEST:
+        return False
+    outside = text.replace("\\\\", "").replace('\\"', "").split('"')[::2]  # of strings
+    brackets = re.sub(r"[^][]+", "", "".join(outside).replace("{", "[").replace("}", "]"))
+    for _ in range(DEEPEST):  # the innermost level goes each time
+        before, brackets = brackets, brackets.replace("[]", "")
+        if brackets == before:
+            return False
+    return bool(brackets)
 
 
 def read_json_object(path: Path, what: str, limit: int = LARGEST_JSON) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from hasten.data.readers import ReadExamples, read_examples, read_sources
 from hasten.data.sources import Source, source_of
 from hasten.data.tokenize import train_bpe
 from hasten.errors import InputError
-from hasten.foreign_files import open_regular
+from hasten.foreign_files import is_too_deep, open_regular
 from hasten.formatting import shown
 
 CASES = {
@@ -234,3 +234,10 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path: P
 def test_control_characters_are_shown_and_text_stays() -> None:
     assert shown("a\x1b]0;b\x07\x7f\r\tc\n你") == "a\\x1b]0;b\\x07\\x7f\\x0d\tc\n你"
     assert shown("a\x9b\u202eb\u2028c") == "a\\u009b\\u202eb\\u2028c"
+
+
+@pytest.mark.parametrize(("opens", "closes", "levels"), [("[", "]", 1), ('{"[": ["]", ', "]}", 2)])
+def test_the_same_depth_is_refused_by_every_python(opens: str, closes: str, levels: int) -> None:
+    for depth in (500, 502):
+        count = depth // levels
+        assert is_too_deep(opens * count + "1" + closes * count) == (depth > 500)

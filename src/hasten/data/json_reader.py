@@ -18,13 +18,12 @@ import codecs
 import io
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator
 from typing import IO, Any, NamedTuple
 
 from hasten.data.containers import DamagedStreamError
 from hasten.errors import InputError
-from hasten.foreign_files import duplicate_reason
+from hasten.foreign_files import DEEPEST, duplicate_reason, is_too_deep
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _BAD_BYTE = re.compile("[\udc80-\udcff]")
@@ -167,6 +166,8 @@ class Decoder:
         """Raise FaultError if the value decoded last, or its text, holds what isn't allowed."""
         if reason := damage(raw) or self._dubious:
             raise FaultError(reason)
+        if is_too_deep(raw):
+            raise FaultError("nested too deeply")
 
     def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
@@ -211,7 +212,6 @@ _OBJECT = re.compile(r'\{[ \t\r\n]*"')  # inside a string the quote would be esc
 _READ = 1 << 16  # bytes
 _LEAST = 1 << 20  # characters that a window holds, where the file has them
 _VAIN, _TIMES = 1 << 22, 4  # characters that are read in vain, and how often those before
-_DEEP = sys.getrecursionlimit() // 2  # levels that are at least read of what is nested too deeply
 _LEVEL = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]')
 _MARGIN = 16  # characters: what a cut literal, number or escape has at most before the cut
 
@@ -445,7 +445,7 @@ def _deep_end(text: str, at: int) -> int:
     for bracket in _LEVEL.finditer(text, at):
         mark = text[bracket.start()]
         depth += (mark in "[{") - (mark in "]}")
-        if depth >= _DEEP:
+        if depth >= DEEPEST:
             return bracket.end()
     return len(text)
 
