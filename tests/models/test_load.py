@@ -450,6 +450,26 @@ def test_a_size_that_no_model_has_is_refused_by_key(damaged: Path, key: str, val
     assert f"sets {key}" in refusal(damaged, from_scratch=True)
 
 
+@pytest.mark.parametrize(
+    ("kind", "key", "other", "computed"),
+    [
+        ("deepseek_v2", "norm_topk_prob", True, "False"),
+        ("deepseek_v2", "scoring_func", "sigmoid", "'softmax'"),
+        ("deepseek_v2", "topk_method", "noaux_tc", "'greedy' or 'group_limited_greedy'"),
+        ("deepseek_v2", "moe_layer_freq", 2, "1"),
+        ("deepseek_v3", "scoring_func", "softmax", "'sigmoid'"),
+        ("deepseek_v3", "topk_method", "greedy", "'noaux_tc'"),
+        ("deepseek_v32", "moe_layer_freq", 2, "1"),
+    ],
+)
+def test_a_routing_that_the_class_does_not_compute_is_refused(
+    damaged: Path, kind: str, key: str, other: object, computed: str
+) -> None:
+    edit_config(damaged, lambda config: config.update({"model_type": kind, key: other}))
+    said = refusal(damaged, from_scratch=True)
+    assert f"sets {key} to {other!r}, but transformers' {kind} computes {computed}:" in said
+
+
 def test_a_size_in_a_part_of_a_config_is_checked_too(damaged: Path) -> None:
     edit_config(damaged, lambda config: config.update(text_config={"num_hidden_layers": -1}))
     assert "sets num_hidden_layers to -1" in refusal(damaged)

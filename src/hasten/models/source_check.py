@@ -44,6 +44,23 @@ _OWN_KERNELS: Final = {
     "attn": ("eager", "sdpa", "flex_attention"),
     "experts": ("eager", "grouped_mm", "batched_mm"),
 }
+# What transformers' classes compute whatever the config says. A published model with other values
+# runs by code in its own folder.
+_SIGMOID: Final = {
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "moe_layer_freq": (1,),
+}
+_COMPUTED: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
+    "deepseek_v2": {
+        "scoring_func": ("softmax",),
+        "topk_method": ("greedy", "group_limited_greedy"),
+        "norm_topk_prob": (False,),
+        "moe_layer_freq": (1,),
+    },
+    "deepseek_v3": _SIGMOID,
+    "deepseek_v32": _SIGMOID,
+}
 
 
 def check_source(source: str) -> Path | None:
@@ -122,6 +139,7 @@ def check_native(source: str, raw: dict[str, Any], *, needs_weights: bool) -> No
     for part in _parts(raw):
         _check_kernels(source, part)
         _check_numbers(source, part)
+        _check_routing(source, part)
 
 
 def _parts(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -151,6 +169,19 @@ def _check_numbers(source: str, part: dict[str, Any]) -> None:
             raise InputError(
                 f"the config.json of {source} sets {key} to {value}; write a number from 0 to "
                 f"{most:,}"
+            )
+
+
+def _check_routing(source: str, part: dict[str, Any]) -> None:
+    """InputError if the class would choose other experts than the config demands."""
+    model_type = part.get("model_type")
+    for key, values in _COMPUTED.get(str(model_type), {}).items():
+        if part.get(key) is not None and part[key] not in values:
+            computed = " or ".join(map(repr, values))
+            raise InputError(
+                f"the config.json of {source} sets {key} to {part[key]!r}, but transformers' "
+                f"{model_type} computes {computed}: the model would be another one. Choose a model "
+                "of that kind, or correct the key"
             )
 
 
