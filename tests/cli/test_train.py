@@ -29,11 +29,12 @@ from hasten.cli.train import StepLine
 from hasten.core.plan import Plan
 from hasten.errors import FAILED
 from hasten.machine.locks import only_run_in
-from hasten.models.load import load_model, load_tokenizer
+from hasten.models.load import load_model, load_tokenizer, read_config
 from hasten.models.save import save_model
 from hasten.models.weights import NumberFormats
 from hasten.parts.checkpoint import checkpoints
 from hasten.parts.checkpoint.format import read_manifest
+from hasten.recipe.prepare import weight_notes
 from hasten.recipe.schema import Recipe
 from hasten.training import folder as folder_module
 from hasten.training.run import train as run_training
@@ -180,6 +181,12 @@ def test_a_finished_training_is_saved_whatever_lies_beside_the_weights(
     summary = run_training(recipe, tell=lines.append)
     assert summary["unsaved"] == []
     assert "weights will be saved in bfloat16 (save_dtype)" in lines
+    notes = weight_notes(recipe.model_copy(update={"cutoff_len": 2**20}))
+    assert [note for note in notes if note not in lines] == [
+        f"cutoff_len is 1,048,576, and the model has learned "
+        f"{read_config(str(base)).max_position_embeddings:,} positions "
+        "(max_position_embeddings): later ones are new to it"
+    ]
     assert any("generation_config.json contradictory (temperature, top_p)" in x for x in lines)
     generation = json.loads((output / "model" / "generation_config.json").read_text())
     assert (generation["temperature"], generation["top_p"]) == (0.6, 0.9)

@@ -186,7 +186,14 @@ def weight_notes(recipe: Recipe) -> list[str]:
     """
     if is_random(recipe):
         return []
-    notes = check_weights(recipe.model, read_config(recipe.model, needs_weights=True))
+    config = read_config(recipe.model, needs_weights=True)
+    notes = check_weights(recipe.model, config)
+    longest = getattr(config, "max_position_embeddings", None)
+    if isinstance(longest, int) and recipe.cutoff_len > longest:
+        notes.append(
+            f"cutoff_len is {recipe.cutoff_len:,}, and the model has learned {longest:,} positions "
+            "(max_position_embeddings): later ones are new to it"
+        )
     if recipe.finetuning_type == "full" and Path(recipe.model).is_dir():
         notes.append(f"weights will be saved in {saved_formats(recipe)} (save_dtype)")
     return notes
