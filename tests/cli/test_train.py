@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import re
 import resource
@@ -19,13 +20,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import hasten as package
 from hasten.cli import train
 from hasten.cli.main import app
 from hasten.cli.train import StepLine
+from hasten.core.health import NotFiniteError
 from hasten.core.plan import Plan
 from hasten.errors import FAILED
 from hasten.machine.locks import only_run_in
@@ -171,6 +173,17 @@ def saved_base(folder: Path) -> Path:
     save_model(model, load_tokenizer(str(base)), base, NumberFormats(torch.bfloat16))
     (base / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.9}')
     return base
+
+
+def test_a_training_in_which_no_weight_moved_fails(tmp_path: Path) -> None:
+    base = saved_base(tmp_path)
+    weights = load_file(base / "model.safetensors")
+    weights["model.norm.weight"][0] = math.nan
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    recipe = Recipe(**small(tmp_path, model=str(base), max_steps=2))
+    with pytest.raises(NotFiniteError, match="not finite in any step, so no weight has moved"):
+        run_training(recipe, tell=lambda text: None)
+    assert not (tmp_path / "run" / "model").exists()
 
 
 def test_a_finished_training_is_saved_whatever_lies_beside_the_weights(
