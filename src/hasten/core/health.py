@@ -94,8 +94,8 @@ class StepChecks:
         """Raises NotFiniteError at the end of a training in which no step moved a weight."""
         if 0 < session.progress.step <= self.in_a_row:
             raise NotFiniteError(
-                "the gradients were not finite in any step, so no weight has moved: look for NaN in "
-                "the model's weights, or lower the learning rate"
+                "the gradients were not finite in any step, so no weight has moved: look for NaN "
+                "in the model's weights, or lower the learning rate"
             )
 
     def _skipped(self, session: Session, batch: StepBatch, metrics: StepMetrics) -> None:
