@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import math
 import os
@@ -374,9 +375,12 @@ def test_preparing_is_entered_twice_at_most(tmp_path: Path, hasten: Hasten) -> N
     entered: Counter[str] = Counter()
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
-        if event != "call" or not frame.f_code.co_filename.endswith(WATCHED):
+        code = frame.f_code  # a generator is entered again for each of its items
+        if event != "call" or code.co_flags & inspect.CO_GENERATOR:
             return
-        name = frame.f_code.co_qualname
+        if not code.co_filename.endswith(WATCHED):
+            return
+        name = code.co_qualname
         if name != "<module>" and not name.startswith(OF_THE_JOB):
             file = home(frame)
             if home(frame.f_back) != file:

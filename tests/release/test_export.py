@@ -273,7 +273,7 @@ def test_the_findings_of_an_experiment_join_the_card(full_run: Path, tmp_path: P
     assert "| only fused_layers" in (tmp_path / "out" / "README.md").read_text()
     (tmp_path / "list.json").write_text("[]")
     words = (full_run, "-o", tmp_path / "new", "--report", tmp_path / "list.json")
-    assert "is not the report.json of an experiment" in refusal(*words)
+    assert "is not a report.json of an experiment" in refusal(*words)
 
 
 def test_bad_input_is_one_sentence_and_nothing_is_written(

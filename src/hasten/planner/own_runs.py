@@ -275,6 +275,8 @@ def terms_of_run(predicted: PlanCandidate, run: Path) -> list[CalibratedTerm]:
 def measured_steps(run: Path) -> list[dict[str, Any]]:
     """The lines of ``metrics.jsonl``, those of the warm-up and of discarded steps left out."""
     path = run / "metrics.jsonl"
+    if not path.exists():
+        raise InputError(f"{run} has no {path.name}: name the folder of a run")
     rows = [
         row
         for row in json_lines(path, "run's log")
