@@ -452,3 +452,18 @@ def test_a_router_that_rounding_decides_is_no_fault_and_hides_none(fault: bool) 
     removed = proof.check({"input_ids": torch.arange(6)})
     assert ["head" in str(each.difference) for each in removed] == [True] * fault
     assert all(map(torch.equal, before, passes.model.parameters()))
+
+
+def test_no_memory_for_another_rounding_ends_the_proof_and_not_the_training(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape == (6, 4):
+            raise torch.OutOfMemoryError("no room")
+        return usual(tensor)
+
+    usual = torch.Tensor.clone
+    monkeypatch.setattr(torch.Tensor, "clone", fails)
+    proof = FirstStepProof(RoutedPasses(fault=False), [DocumentAttention()], "the host")
+    assert proof.check({"input_ids": torch.arange(6)}) == []
+    assert "ended because memory ran out" in caplog.text

@@ -48,7 +48,6 @@ GRADIENT_BOUND = 1e-3  # of a parameter's norm
 # rounding alone, and has no relative accuracy.
 GRADIENT_FLOOR = 1e-6
 COSINE_BOUND = 0.99
-ANGLE_BOUND = math.sqrt(2 * (1 - COSINE_BOUND))  # the same as a share of the norm
 NOISE_FACTOR = 4.0  # two draws of a host's noise may differ more than the two that were measured
 ROUNDING = 2.0**-8  # of a number in bf16
 ROUNDINGS = 2  # other roundings of the host's inputs that are measured
@@ -357,8 +356,9 @@ class FirstStepProof:
     def _add_rounding(self, noise: _Noise, batch: Any, host: GradientRecord) -> None:
         """Adds to the noise by how much other roundings change the host's gradients."""
         largest: dict[str, float] = {}  # relative to the norm, by kind of parameter
+        weight = _input_embedding(self.passes.model)
         for draw in range(ROUNDINGS):
-            with _rounded_otherwise(self.passes.model, SEED + draw):
+            with _rounded_otherwise(weight, SEED + draw):
                 other = self._run(batch, [], is_host=True)
             for name, gradient in other.gradients.items():
                 share = host.distance(name, gradient) / (host.norms[name] or 1.0)
@@ -407,16 +407,15 @@ class FirstStepProof:
             norm = host.norms[name]
             if norm <= 1e-3 * host.norm and wide is None:
                 continue
-            if noise.gradients.get(name, 0.0) > ANGLE_BOUND / NOISE_FACTOR * norm:
-                continue
             if wide is not None and wide.cosine(name, host) <= COSINE_BOUND:
                 continue
             cosine_gap = 1 - host.cosine(name, gradient)
-            if not cosine_gap < 1 - COSINE_BOUND and (
-                worst is None or _number(cosine_gap) > worst.size
-            ):
+            # Gradients that differ by a share s of their norm have a cosine of about 1 - s²/2.
+            share = NOISE_FACTOR * noise.gradients.get(name, 0.0) / (norm or 1.0)
+            bound = max(1 - COSINE_BOUND, share**2 / 2)
+            if not cosine_gap < bound and (worst is None or _number(cosine_gap) > worst.size):
                 where = f"1 - cosine of the gradients of {name}"
-                worst = Difference(where, _number(cosine_gap), 1 - COSINE_BOUND)
+                worst = Difference(where, _number(cosine_gap), bound)
         return worst
 
     def _run(
@@ -540,20 +539,42 @@ def _float32(passes: TechniquePasses) -> Iterator[bool]:
             tensor.data = data
 
 
-@contextlib.contextmanager
-def _rounded_otherwise(model: nn.Module, seed: int) -> Iterator[None]:
-    """Each number of the input embeddings differs by up to one rounding inside."""
+def _input_embedding(model: nn.Module) -> Tensor | None:
+    """The weight of the input embeddings, if it is whole on this rank."""
+    embedding: Any = getattr(model, "get_input_embeddings", lambda: None)
     try:
-        weight: Any = model.get_input_embeddings().weight
-        original = weight.detach().clone()
-        generator = torch.Generator(original.device).manual_seed(seed)
-        draw = torch.rand(original.shape, generator=generator, device=original.device)
-    except (AttributeError, NotImplementedError, TypeError):  # no model of transformers
+        weight = getattr(embedding(), "weight", None)
+    except NotImplementedError:  # transformers' word for a model without one
+        return None
+    return weight if isinstance(weight, nn.Parameter) and type(weight.data) is Tensor else None
+
+
+@contextlib.contextmanager
+def _rounded_otherwise(weight: Tensor | None, seed: int) -> Iterator[None]:
+    """Each number of the weight differs by up to one rounding inside.
+
+    Raises:
+        _ShortOfMemoryError: no memory for a copy of it, on some rank.
+    """
+    original: Tensor | None = None
+    error: BaseException | None = None
+    try:
+        original = None if weight is None else weight.detach().clone()
+    except Exception as raised:
+        error = raised
+    if _on_any_rank(error is not None and memory.is_out_of_memory(error)):
+        raise _ShortOfMemoryError from error
+    if error is not None:
+        raise error
+    if weight is None or original is None:
         yield
         return
-    with torch.no_grad():
-        weight.mul_(1 + ROUNDING * (2 * draw - 1))
+    generator = torch.Generator(weight.device).manual_seed(seed)
     try:
+        with torch.no_grad():
+            for rows in weight.detach().split(4096):  # the draws need no memory worth mentioning
+                draw = torch.rand(rows.shape, generator=generator, device=rows.device)
+                rows.mul_(1 + ROUNDING * (2 * draw - 1))
         yield
     finally:
         with torch.no_grad():
