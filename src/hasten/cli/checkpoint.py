@@ -93,7 +93,7 @@ def convert(
     """
     from hasten.models.convert import convert as write
 
-    count = write(source, output, typer.echo)
+    count = write(source, output, say)
     say(f"{count} tensors: {output}")
 
 

@@ -82,7 +82,7 @@ def export(
     chosen: Any = {"form": "adapter" if adapter else to.value}
     chosen |= {"weights": weights, "gguf_type": gguf_type}
     request = Export(run, output, report=_report(report), **chosen)
-    result = write(request, typer.echo if not as_json else lambda text: None)
+    result = write(request, say if not as_json else lambda text: None)
     if as_json:
         say((output / "export.json").read_text(encoding="utf-8").strip())
     else:

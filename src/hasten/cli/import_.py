@@ -85,8 +85,8 @@ def tell_format(values: Mapping[str, Any]) -> None:
     autocast = settings.get("autocast", {"dtype": "none"}).get("dtype", "bf16")
     if "bf16_master_weights" not in settings and autocast != "bf16":
         return
-    if why := why_no_gain(facts.seen_at_start()):
-        say(f"bf16 is kept, since the file requests it; hasten wouldn't choose it here: {why}")
+    if reason := why_no_gain(facts.seen_at_start()):
+        say(f"bf16 is kept, since the file requests it; hasten wouldn't choose it here: {reason}")
 
 
 def show(imported: ImportedRecipe, path: Path) -> None:

@@ -200,7 +200,7 @@ def rehearsal(recipe: Recipe, made: Launch, folder: Path, wanted: str | None) ->
         f"{scripts_folder}"
     )
     rehearsed: Rehearsed = rehearse(
-        replace(tiny_launch, workdir=str(Path.cwd())), scripts_folder, output, rate, tell=print
+        replace(tiny_launch, workdir=str(Path.cwd())), scripts_folder, output, rate, tell=say
     )
     for result in rehearsed.results:
         if result.code != 0 or not rehearsed.worked:

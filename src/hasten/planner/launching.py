@@ -120,7 +120,7 @@ def _from_values(kind: type[Planned], values: Any) -> Planned:
     """A layout or job out of a file's object.
 
     Raises:
-        ValueError: a field isn't known, or its number is of another type.
+        ValueError: an unknown field, or a number of another type.
     """
     if not isinstance(values, dict):
         raise ValueError(f"no {kind.__name__} but {str(values)[:40]!r}")
