@@ -153,7 +153,7 @@ def _same_draws() -> None:
 def _signals_end_a_process() -> Iterator[None]:
     """A run that left ignores the signals that asked it to, for a process that ends with it."""
     yield
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import pty
+import select
 import signal
 import subprocess
 import sys
@@ -214,6 +216,32 @@ def test_a_repeated_sigterm_changes_nothing_until_the_process_has_ended(
     assert process.returncode == 75
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["stopped"] == "left"
+
+
+@pytest.mark.parametrize("nohup", [False, True])
+def test_a_closed_terminal_ends_a_training_that_is_saved_and_nohup_keeps_it(
+    tmp_path: Path, nohup: bool
+) -> None:
+    path, run = tmp_path / "recipe.yaml", tmp_path / "run"
+    path.write_text(yaml.safe_dump(small(tmp_path, max_steps=40 if nohup else 5000)))
+    pid, terminal = pty.fork()
+    if pid == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+        os.execv(sys.executable, [sys.executable, "-m", "hasten", "train", str(path)])
+    metrics = run / "metrics.jsonl"
+    until(lambda: was_read(terminal) and metrics.exists() and metrics.read_text().count("\n") >= 2)
+    os.close(terminal)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    summary = json.loads((run / "summary.json").read_text())
+    assert (code, summary["stopped"]) == ((0, "done") if nohup else (75, "left"))
+    assert (run / "model" / "model.safetensors").is_file()
+
+
+def was_read(terminal: int) -> bool:
+    """True, after what the terminal shows was read: a full one would hold the process up."""
+    while select.select([terminal], [], [], 0)[0]:
+        os.read(terminal, 4096)
+    return True
 
 
 @pytest.mark.parametrize(

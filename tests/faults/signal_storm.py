@@ -60,7 +60,7 @@ def fork(folder: Path, steps: int, pause: float) -> int:
     if pid == 0:
         code = 1
         for number in HASTE:  # once the run is over, signals that still come would end it
-            signal.signal(number, signal.SIG_IGN)
+            signal.signal(number, lambda *_: None)
         try:
             code = live(folder, steps, pause)
         finally:

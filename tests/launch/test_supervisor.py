@@ -236,7 +236,7 @@ def test_a_seat_that_fails_twice_in_a_row_is_left_out_where_allowed(
     assert "restart 2 of 3, without device 1: 2 rank(s)" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT])
 def test_who_asks_the_supervisor_to_leave_asks_the_ranks(
     run: Any, tmp_path: Path, number: signal.Signals
 ) -> None:

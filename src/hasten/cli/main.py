@@ -9,7 +9,6 @@ Exit codes are listed in docs/reference/metrics.md.
 from __future__ import annotations
 
 import contextlib
-import io
 import sys
 import traceback
 from collections.abc import Callable
@@ -33,7 +32,7 @@ from hasten.cli.init import init
 from hasten.cli.keys import keys
 from hasten.cli.launch import launch
 from hasten.cli.monitor import monitor
-from hasten.cli.output import dropped_output, say, unwritable
+from hasten.cli.output import dropped_output, prepare_streams, say, unwritable
 from hasten.cli.profile import profile
 from hasten.cli.report import report
 from hasten.cli.serve import serve
@@ -126,10 +125,7 @@ def run(take_signals: Callable[[], None] = lambda: None) -> None:
         take_signals: called first, where an exception that it causes ends with its sentence.
     """
     use_defaults()
-    for stream in (sys.stdout, sys.stderr):
-        # Names may have bytes that aren't UTF-8, and a terminal may show ASCII alone.
-        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", None):
-            stream.reconfigure(errors="backslashreplace")
+    prepare_streams()
     try:
         take_signals()
         _refuse_other_flags(sys.argv[1:])

@@ -2,11 +2,46 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
-from typing import TextIO
+import sys
+from typing import Any, TextIO
 
 from hasten.errors import StoppedError
 from hasten.formatting import shown
+
+
+class _Terminal(io.FileIO):
+    """A terminal that may be closed while the command goes on: it then drops its output."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return memoryview(data).nbytes
+
+
+def prepare_streams() -> None:
+    """Makes stdout and stderr fit for any text, and for a terminal that is closed meanwhile.
+
+    Names may have bytes that aren't UTF-8, and a terminal may show ASCII alone.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if not isinstance(stream, io.TextIOWrapper):
+            continue
+        if stream.errors in ("strict", None):
+            stream.reconfigure(errors="backslashreplace")
+        if stream.isatty():
+            file = io.BufferedWriter(_Terminal(stream.fileno(), "w", closefd=False))
+            options: dict[str, Any] = {
+                key: getattr(stream, key)
+                for key in ("encoding", "errors", "line_buffering", "write_through")
+            }
+            setattr(sys, name, io.TextIOWrapper(file, **options))
 
 
 def say(

@@ -24,7 +24,7 @@ from hasten.core.setup import Setup
 from hasten.core.step import training, without_loss
 from hasten.core.timing import StepMetrics, data_stall, seconds_by_part, step_stability
 from hasten.machine import processes
-from hasten.machine.signals import HASTE
+from hasten.machine.signals import HASTE, heard_signals
 
 # Eval loss over every trained token of the eval examples, and the user's own metrics.
 
@@ -123,6 +123,7 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
 #
 #     Ctrl-C (SIGINT)    the step is finished, state and model are saved; a second one ends at once
 #     SIGTERM, SIGUSR1   the same in haste: no evaluation, no samples; more of them change nothing
+#     SIGHUP             as SIGTERM: the terminal was closed
 #     a notice           as SIGTERM: a file that appears, or a command that ends with code 0
 #
 # Schedulers repeat themselves and send SIGKILL after a grace time, so that saving must not be ended
@@ -149,7 +150,7 @@ def interruptible(session: Session) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # Python delivers signals to the main thread alone
         return
-    before = {s: signal.getsignal(s) for s in (signal.SIGINT, *HASTE)}
+    before = {n: signal.getsignal(n) for n in heard_signals()}
 
     def ask(number: int, frame: object) -> None:
         request_stop(session, haste=number != signal.SIGINT)
@@ -175,7 +176,7 @@ def defer_signals(session: Callable[[], Session | None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {s: signal.getsignal(s) for s in (signal.SIGINT, *HASTE)}
+    before = {n: signal.getsignal(n) for n in heard_signals()}
 
     def hear(number: int, frame: object) -> None:
         active_session = session()
@@ -199,7 +200,7 @@ def defer_signals(session: Callable[[], Session | None]) -> Iterator[None]:
 
 
 def ignore_stop_signals() -> None:
-    """Ignores SIGTERM and SIGUSR1 until the process ends, for a process that leaves with its code.
+    """Ignores the signals of `HASTE` until the process ends, for one that leaves with its code.
 
     A scheduler repeats them; the default action would replace the exit code, even while Python
     finalises.
@@ -372,6 +373,9 @@ def fit(session: Session, watch: EvaluationSchedule | None = None) -> Outcome:
     After an interrupt, the current step finishes on all ranks (``interruptible``). If the
     machine is about to be lost, the evaluation at the end is left out. The caller decides
     what follows: the session is intact.
+
+    Raises:
+        NotFiniteError: no step has moved a weight.
     """
     watch = watch or EvaluationSchedule()
     outcome = Outcome(
@@ -399,6 +403,7 @@ def fit(session: Session, watch: EvaluationSchedule | None = None) -> Outcome:
                     outcome.stopped = "early stop"
                     break
         session.is_trained = True
+    session.setup.step_checks.require_moved(session)
     stopped, in_haste = stop_flags(session)
     if stopped:
         outcome.stopped = "left" if in_haste else session.stop_reason

@@ -31,7 +31,7 @@ from hasten.machine import environment
 from hasten.machine import environment as environment_
 from hasten.machine.environment import World
 from hasten.machine.processes import attempt_number, ended_by
-from hasten.machine.signals import HASTE, StopSignal
+from hasten.machine.signals import HASTE, StopSignal, heard_signals
 
 # An exchange that failed, told with the rank that it failed for.
 #
@@ -418,7 +418,7 @@ def _forwarding(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[s
 
     before = [
         (signal.SIGINT, signal.signal(signal.SIGINT, signal.SIG_IGN)),
-        *((n, signal.signal(n, forward)) for n in HASTE),
+        *((n, signal.signal(n, forward)) for n in heard_signals() if n in HASTE),
     ]
     try:
         yield received

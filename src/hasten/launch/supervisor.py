@@ -39,7 +39,7 @@ from hasten.machine.processes import (
     read_heartbeat,
     read_words,
 )
-from hasten.machine.signals import HASTE, StopSignal
+from hasten.machine.signals import HASTE, StopSignal, heard_signals
 
 # Spares: processes that have imported everything and wait, one for each rank, to take its place.
 #
@@ -339,7 +339,6 @@ def _is_stopped(pid: int) -> bool:
 FINAL = {0, 2, 3, 4, 5, 6, 75, 130}  # not restarted (docs/reference/metrics.md)
 WORN_OUT = 7
 LONGEST_PAUSE = 30.0  # seconds before a restart, where attempts end before their first step
-SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1")
 
 
 @dataclass(frozen=True)
@@ -547,8 +546,7 @@ class _Supervisor:
             if self._running is not None:
                 self._running.signal(self._asked)
 
-        numbers = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
-        before = [(number, signal.signal(number, forward)) for number in numbers]
+        before = [(number, signal.signal(number, forward)) for number in heard_signals()]
         try:
             yield
         finally:

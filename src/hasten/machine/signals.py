@@ -19,8 +19,11 @@ from typing import Final, NoReturn
 from hasten.errors import INTERRUPTED, LEFT
 from hasten.machine.environment import started_by_hasten, world
 
-# What schedulers send before they take a machine away; Slurm sends SIGUSR1 if it is asked to.
-HASTE: Final = tuple(getattr(signal, n) for n in ("SIGTERM", "SIGUSR1") if hasattr(signal, n))
+# What schedulers send before they take a machine away (Slurm sends SIGUSR1 if it is asked to), and
+# what a terminal sends when it is closed.
+HASTE: Final = tuple(
+    getattr(signal, n) for n in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, n)
+)
 INTERRUPT: Final = signal.SIGINT.name
 REPEAT_SECONDS = 5.0  # schedulers repeat a signal at once; a later one counts again
 
@@ -36,6 +39,14 @@ class StopSignal(KeyboardInterrupt):
 def stop_words(name: str) -> str:
     """The sentence for a command that the signal ended."""
     return "hasten: interrupted" if name == INTERRUPT else f"hasten: ended by {name}"
+
+
+def heard_signals() -> list[signal.Signals]:
+    """The signals that stop a command, less those that the process was started to ignore.
+
+    ``nohup`` ignores SIGHUP; a shell's script ignores SIGINT for what it runs in the background.
+    """
+    return [n for n in (signal.SIGINT, *HASTE) if signal.getsignal(n) is not signal.SIG_IGN]
 
 
 def interrupt_behind(error: BaseException) -> KeyboardInterrupt | None:

@@ -303,7 +303,6 @@ def _train(
     counting = closing(comparison) if comparison is not None else nullcontext()
     with counting, advising(helps), watch_notices(session, recipe), keeping as watch:
         outcome = fit(session, watch)
-    session.setup.step_checks.require_moved(session)
     heartbeat.beat(session.progress.step, over=True)
     used = energy.totals() if energy is not None else {}
     proofs = {t.name(): asdict(t.check_effect(session)) for t in plan}
