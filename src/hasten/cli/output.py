@@ -13,7 +13,7 @@ from hasten.formatting import shown
 
 
 class _Terminal(io.FileIO):
-    """A terminal that may be closed while the command goes on: it then drops its output."""
+    """A terminal that the user may close during the command: then it drops its output."""
 
     def write(self, data: Any) -> int:
         try:
