@@ -18,33 +18,11 @@ from hasten.parts.comm.collectives import WorkQueue
 from hasten.parts.comm.compression_settings import CompressionSettings
 from hasten.parts.comm.groups import _work
 from hasten.parts.comm.link_model import LATENCY_SHARE, by_link, flat
-from hasten.parts.comm.methods import BucketPart
+from hasten.parts.comm.methods import BucketPart, OneRank
 from hasten.parts.comm.topology import Link, Topology
 
 PIECES = (BucketPart("a", (64, 64)), BucketPart("unused", (32, 64)), BucketPart("b", (100,)))
 COMMUNICATIONS = ("none", "half", "int8", "int4", "topk", "powersgd")
-
-
-class OneRank:
-    """Ranks of which there is one: what it sends comes back."""
-
-    rank, world = 0, 1
-
-    class Pending:
-        def __init__(self, values: Tensor) -> None:
-            self._values = values
-
-        def wait(self) -> Tensor:
-            return self._values
-
-    def all_reduce(self, values: Tensor, stage: int) -> Pending:
-        return self.Pending(values)
-
-    def all_gather(self, row: Tensor, stage: int) -> Pending:
-        return self.Pending(row[None])
-
-    def all_to_all(self, rows: Tensor) -> Pending:
-        return self.Pending(rows.clone())
 
 
 def gradients(step: int) -> Tensor:
@@ -59,13 +37,12 @@ def exchanged(method: str, bad: int | None, steps: int = 5) -> tuple[list[Tensor
     """The means of some steps, one of which may have an infinite number; and the memory left."""
     travel = BucketExchange(CompressionSettings(method=method, minimum=0))
     found = []
-    ranks: Any = OneRank()
     for step in range(steps):
         travel.begin()
         flat = gradients(step)
         if step == bad:
             flat[7] = torch.inf
-        found.append(travel.send(flat, PIECES, ranks, travel.way)())
+        found.append(travel.send(flat, PIECES, OneRank(), travel.way)())
     return found, travel.state()
 
 

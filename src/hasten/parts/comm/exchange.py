@@ -33,14 +33,15 @@ class CommunicationError(CollectiveError):
 
 @dataclass
 class Pending:
-    """A collective under way."""
+    """A collective under way; without a ``work`` it is over."""
 
     work: Any
     result: Tensor
 
     def wait(self) -> Tensor:
         """Its result; on a processor this thread waits, on a GPU its stream does."""
-        self.work.wait()
+        if self.work is not None:
+            self.work.wait()
         return self.result
 
 
