@@ -161,12 +161,6 @@ def test_what_saves_no_bytes_never_pays_and_what_costs_nothing_always_does() -> 
     assert break_even(dense, free) == math.inf
 
 
-def test_traffic_that_is_hidden_anyway_saves_nothing() -> None:
-    at = Topology(grid(2, 1), FAST, SLOW, "")
-    dense = hierarchical(at, MANY)
-    assert dense.exposed(1e9) == 0
-
-
 @given(hosts_and_ranks, some.floats(1e-6, 0.1), some.floats(1e6, 1e11))
 def test_latency_takes_a_tenth_of_a_bucket_at_most_unless_it_is_the_largest(
     shape: tuple[int, int], latency: float, bandwidth: float

@@ -28,7 +28,6 @@ from torch import Tensor
 from hasten.parts.comm.topology import Link, Topology
 
 FLOAT32 = 4
-WORTH = 0.05  # a gain below it isn't worth a change
 LATENCY_SHARE = 0.1  # of a bucket's time, beyond which buckets are too small
 
 
@@ -58,10 +57,6 @@ class Cost:
     @property
     def seconds(self) -> float:
         return self.link_seconds + self.fixed_seconds + self.codec_seconds
-
-    def exposed(self, overlap: float) -> float:
-        """Returns the part that ``overlap`` seconds of parallel computation don't hide."""
-        return max(0.0, self.seconds - overlap)
 
     def __str__(self) -> str:
         name = self.way if self.codec == "none" else f"{self.way} {self.codec}"
@@ -159,7 +154,8 @@ def bucket_bytes(topology: Topology) -> int:
     """The smallest bucket of which latency takes at most a tenth: delay x bandwidth.
 
     Smaller buckets leave earlier, larger ones waste less; between 1 and 256 MB. A ring of N steps
-    with S bytes takes 2 (N-1) (alpha + S / N / beta), so S = 9 N alpha beta.
+    with S bytes takes 2 (N-1) (alpha + S / N / beta), so S = 9 N alpha beta. DDP lays its buckets
+    before the first backward pass, so the link alone decides.
     """
     link = topology.between if len(topology.hosts) > 1 else topology.within
     waits = (1 - LATENCY_SHARE) / LATENCY_SHARE
@@ -192,41 +188,32 @@ def measure(
 
     None where there is nothing between: no host with two ranks, or one host.
     """
-    me = dist.get_rank()
     inside = next((tuple(host[:2]) for host in hosts if len(host) > 1), None)
     across = (hosts[0][0], hosts[1][0]) if len(hosts) > 1 else None
-    measurements: list[tuple[float, float, int] | None] = [None, None]
-    for index, pair in enumerate((inside, across)):
-        if pair is not None and me == pair[0]:
-            measurements[index] = _lead(pair[1], seconds / 3, device)
-        elif pair is not None and me == pair[1]:
-            _follow(pair[0], device)
-    within = _from(measurements[0], inside, device)
-    between = _from(measurements[1], across, device)
-    if between is None:
-        return _link(within), None
-    width = min(len(hosts[0]), len(hosts[1]))
-    latency, bandwidth, size = between
-    if width > 1:
-        taken = _at_once(hosts, width, int(size), device)
-        bandwidth = width * size / max(taken - 2 * latency, 1e-9)
-    return _link(within), Link(latency, bandwidth)
+    within, between = (_of_pair(pair, seconds / 3, device) for pair in (inside, across))
+    if between is not None:
+        link, size = between
+        width = min(len(hosts[0]), len(hosts[1]))
+        if width > 1:
+            taken = _at_once(hosts, width, size, device)
+            bandwidth = width * size / max(taken - 2 * link.latency, 1e-9)
+            between = Link(link.latency, bandwidth), size
+    return (within and within[0]), (between and between[0])
 
 
-def _link(measurement: tuple[float, float, float] | None) -> Link | None:
-    return None if measurement is None else Link(measurement[0], measurement[1])
-
-
-def _from(
-    measurement: tuple[float, float, int] | None, pair: tuple[int, ...] | None, device: str
-) -> tuple[float, float, float] | None:
-    """Returns the measurement of the pair's first rank, on all ranks."""
+def _of_pair(pair: tuple[int, ...] | None, seconds: float, device: str) -> tuple[Link, int] | None:
+    """Link between two ranks and the largest size tried, on all ranks, which all call it."""
     if pair is None:
         return None
-    values = torch.tensor(measurement or (0.0, 0.0, 0), dtype=torch.float64).to(device)
+    values = torch.zeros(3, dtype=torch.float64)
+    if dist.get_rank() == pair[0]:
+        values = torch.tensor(_lead(pair[1], seconds, device), dtype=torch.float64)
+    elif dist.get_rank() == pair[1]:
+        _follow(pair[0], device)
+    values = values.to(device)
     dist.broadcast(values, pair[0])
     latency, bandwidth, size = values.tolist()
-    return latency, bandwidth, size
+    return Link(latency, bandwidth), int(size)
 
 
 def _lead(peer: int, seconds: float, device: str) -> tuple[float, float, int]:
@@ -307,24 +294,3 @@ def _synchronize(device: str) -> None:
     """A measurement has to wait for the device; on a processor send and recv wait themselves."""
     if not device.startswith("cpu"):
         torch.accelerator.synchronize(device)
-
-
-# How large gradient buckets should be: many leave early, and each pays the link's delay.
-#
-# DDP lays its buckets before the first backward pass, so the window in which gradients get ready
-# isn't known when the size is due. ``bucket_bytes`` says it by the link alone: the smallest bucket
-# of which delays take a tenth.
-
-
-@dataclass(frozen=True)
-class BucketChoice:
-    """A size in MB, and why."""
-
-    megabytes: int
-    reason: str
-
-
-def by_link(topology: Topology) -> BucketChoice:
-    """The smallest size of which delays take a tenth, by delay x bandwidth x ranks."""
-    chosen = max(1, math.ceil(bucket_bytes(topology) / 2**20))
-    return BucketChoice(chosen, f"{chosen} MB for {topology}")
