@@ -233,8 +233,8 @@ def alone() -> CollectivePlan:
     return CollectivePlan(Topology(((0,),), NOWHERE, NOWHERE, "one rank"), ("flat",) * SIZES, {})
 
 
-def agreed(settings: CollectiveSettings, host: str) -> tuple[CollectivePlan, list[str]]:
-    """Rank 0's plan and the names of all ranks' hosts; every rank calls it.
+def agreed(settings: CollectiveSettings, host: str) -> CollectivePlan:
+    """Rank 0's plan; every rank calls it.
 
     Raises:
         ValueError: on all ranks, if they were given different settings, or a way that these hosts
@@ -251,15 +251,14 @@ def agreed(settings: CollectiveSettings, host: str) -> tuple[CollectivePlan, lis
                     f"ranks disagree: rank {rank} has {name}={value!r}, rank 0 "
                     f"{name}={first[name]!r}; give all ranks the same settings"
                 )
-    names = [name for name, _ in reports]
-    hosts = hosts_of(names)
+    hosts = hosts_of([name for name, _ in reports])
     topology_hosts = settings.topology.hosts if isinstance(settings.topology, Topology) else hosts
     check_way("hierarchical" if settings.coded else settings.way, topology_hosts)
     topology = _topology(settings.topology, hosts)
     plan = [_made(settings, topology) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(plan, 0)
     assert plan[0] is not None  # rank 0 made it
-    return plan[0], names
+    return plan[0]
 
 
 def check_way(way: str, hosts: Sequence[Sequence[int]]) -> None:

@@ -28,7 +28,6 @@ time, in the same order on all ranks.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -55,7 +54,7 @@ from hasten.parts.comm.collective_plan import (
 )
 from hasten.parts.comm.groups import Groups
 from hasten.parts.comm.methods import ErrorMemory
-from hasten.parts.comm.rank_check import CollectiveError, error_of_ranks
+from hasten.parts.comm.rank_check import CollectiveError, RankReports
 from hasten.parts.comm.topology import Topology, host_name
 
 if TYPE_CHECKING:
@@ -69,7 +68,6 @@ OPS = {
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
-_numbers = itertools.count()  # collectives are built in the same order on all ranks
 
 
 class TopoAwareCollective:
@@ -84,7 +82,7 @@ class TopoAwareCollective:
         within, between: the codec within and between hosts: "none", "bf16", "half", "int8",
             "int4".
         host: name of this rank's host, if not its machine and network.
-        timeout: seconds that a collective, and the search for a missing rank, may take.
+        timeout: seconds that a collective may take.
 
     Raises:
         ValueError: a setting is unknown. At the first call, on all ranks: settings differ.
@@ -111,9 +109,7 @@ class TopoAwareCollective:
         self._host = host
         self._plan: CollectivePlan | None = None
         self._groups: Groups | None = None
-        self._hosts: list[str] = []
-        self._subject = ""
-        self._failed: CollectiveError | None = None
+        self._reports: RankReports | None = None
         self._queue = WorkQueue()
 
     @property
@@ -293,10 +289,8 @@ class TopoAwareCollective:
         if self._plan is None:
             if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
                 return collective_plan.alone()
-            self._subject = f"collective-{next(_numbers)}"
             with self._named("agreeing on a plan"):
-                host = self._host or host_name()
-                self._plan, self._hosts = collective_plan.agreed(self.settings, host)
+                self._plan = collective_plan.agreed(self.settings, self._host or host_name())
         return self._plan
 
     def _groups_of(self, topology: Topology) -> Groups:
@@ -312,17 +306,18 @@ class TopoAwareCollective:
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
         """A failure inside becomes an error that names the ranks which are missing."""
-        if self._failed is not None:
-            raise CollectiveError(f"no further collective: {self._failed}", self._failed.missing)
+        if self._reports is None:
+            members, seconds = range(dist.get_world_size()), self.settings.timeout
+            self._reports = RankReports("collective", members, seconds)
+        failure = self._reports.told
+        if failure is not None:
+            raise CollectiveError(f"no further collective: {failure}", failure.missing)
         try:
             yield
         except CollectiveError:
             raise
         except RuntimeError as error:  # torch has no class of its own for gloo's
-            hosts = self._hosts or [""] * dist.get_world_size()
-            limit = self.settings.timeout
-            self._failed = error_of_ranks(what, error, self._subject, hosts, limit)
-            raise self._failed from error
+            raise self._reports.failed(what, error) from error
 
 
 def _divides_early(op: str, tensor: Tensor, route: Route) -> bool:
