@@ -235,7 +235,7 @@ class BucketExchange:
         self, buffer: Tensor, pieces: Pieces, hosts: Hosts, way: AveragingMethod
     ) -> Callable[[], Tensor]:
         """The same where only hosts are to exchange it compressed."""
-        owner = hosts.owner(len(self.buckets))
+        owner = len(self.buckets) % hosts.within.world  # takes it to the other hosts
         self.buckets.append(pieces)
         within = hosts.within.all_reduce(buffer.div_(hosts.within.world), FIRST)
 

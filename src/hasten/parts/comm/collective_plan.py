@@ -12,7 +12,7 @@ import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,10 +45,6 @@ from hasten.parts.comm.topology import (
     with_detected_links,
     with_named_links,
 )
-
-if TYPE_CHECKING:
-    from hasten.parts.comm.codecs import Codec
-
 
 # The two halves of an all-reduce in one group, dense or by a codec: scatter a sum, gather pieces.
 #

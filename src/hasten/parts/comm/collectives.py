@@ -32,7 +32,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,7 @@ from torch import Tensor
 
 from hasten.machine.host import has_cuda
 from hasten.parts.comm import collective_plan
+from hasten.parts.comm.codecs import Codec
 from hasten.parts.comm.collective_plan import (
     HALVES,
     CollectivePlan,
@@ -56,9 +57,6 @@ from hasten.parts.comm.groups import Groups
 from hasten.parts.comm.methods import ErrorMemory
 from hasten.parts.comm.rank_check import CollectiveError, RankReports
 from hasten.parts.comm.topology import Topology, host_name
-
-if TYPE_CHECKING:
-    from hasten.parts.comm.codecs import Codec
 
 __all__ = ["CollectiveError", "TopoAwareCollective"]
 

@@ -374,7 +374,7 @@ class GradientCompressor:
     def gathered(self, values: Tensor) -> Tensor:
         """Everybody's ``values`` as rows, on the host; all ranks call it between two steps."""
         ranks = self._meeting.ranks
-        return values[None] if ranks is None else ranks.others_states(values)
+        return values[None] if ranks is None else ranks.gathered(values)
 
     def _start(self, bucket: Any) -> Any:
         """DDP's hook: a bucket is full; the future is its mean."""

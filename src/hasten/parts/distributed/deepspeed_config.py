@@ -135,9 +135,7 @@ def explicit(value: Any) -> Any:
     return None if value == AUTO else value
 
 
-def batch_sizes(  # noqa: C901  # each size may be what is missing
-    config: Mapping[str, Any], trainer_settings: TrainerSettings
-) -> BatchSizes:
+def batch_sizes(config: Mapping[str, Any], trainer_settings: TrainerSettings) -> BatchSizes:
     """Completes the three sizes from each other and from the trainer's settings.
 
     Raises:
@@ -174,17 +172,12 @@ def batch_sizes(  # noqa: C901  # each size may be what is missing
             )
     if train and not micro and not steps and train % world == 0:
         micro, steps = train // world, 1
-    if all(sizes) and train != (micro or 0) * (steps or 0) * world:
+    product = (micro or 0) * (steps or 0) * world
+    if sizes[1] and sizes[2] and train and train != product:
+        actual = f"train_batch_size is {train}" if sizes[0] else f"the step has {train} examples"
         raise ValueError(
-            f"train_batch_size is {train}, but train_micro_batch_size_per_gpu {micro} x "
-            f"gradient_accumulation_steps {steps} x {world} rank(s) is "
-            f"{(micro or 0) * (steps or 0) * world}"
-        )
-    if sizes[1] and sizes[2] and train and train != (micro or 0) * (steps or 0) * world:
-        raise ValueError(
-            f"the step has {train} examples, but train_micro_batch_size_per_gpu {micro} x "
-            f"gradient_accumulation_steps {steps} x {world} rank(s) is "
-            f"{(micro or 0) * (steps or 0) * world}"
+            f"{actual}, but train_micro_batch_size_per_gpu {micro} x "
+            f"gradient_accumulation_steps {steps} x {world} rank(s) is {product}"
         )
     return BatchSizes(train, micro, steps)
 
