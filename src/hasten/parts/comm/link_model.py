@@ -2,13 +2,12 @@
 
 A message of b bytes takes alpha + b / beta (Thakur, Rabenseifner, Gropp 2005,
 "Optimization of Collective Communication Operations in MPICH"). Let N ranks be on H
-hosts of R. Let S be the bytes of a tensor in float32, and m(n) the bytes of a codec's
-message for n numbers. Then a host's link carries each way:
+hosts of R. Let S be the bytes of a tensor in float32. Then a host's link carries each
+way:
 
 - flat ring, ordered: 2 (N-1)/N S. Each step of the ring leaves a host once.
 - flat ring, unordered: 2 (N-1)/N S c. It leaves a host c times, at most R.
 - hierarchical: 2 (H-1)/H S. R ranks each send a share of 1/R.
-- hierarchical with a codec: 2 (H-1) R m(S/4/N)
 - leader: 2 (H-1)/H S. One rank sends for all of its host.
 
 A host's ranks share its link, so the host's total bytes are divided by its bandwidth.
@@ -18,7 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,36 +31,21 @@ LATENCY_SHARE = 0.1  # of a bucket's time, beyond which buckets are too small
 
 
 @dataclass(frozen=True)
-class CodecModel:
-    """Message size of a codec for n numbers, and its speed.
-
-    The speed is in bytes of float32 per second, each way.
-    """
-
-    name: str
-    message_bytes: Callable[[int], int]
-    bytes_per_second: float
-
-
-@dataclass(frozen=True)
 class Cost:
-    """Seconds of one all-reduce, in three parts, and the bytes that the busiest host sends."""
+    """Seconds of one all-reduce, in two parts, and the bytes that the busiest host sends."""
 
     way: str
-    codec: str
     host_bytes: float
     link_seconds: float  # the bytes on the link between hosts
     fixed_seconds: float  # latencies, and what happens within hosts
-    codec_seconds: float
 
     @property
     def seconds(self) -> float:
-        return self.link_seconds + self.fixed_seconds + self.codec_seconds
+        return self.link_seconds + self.fixed_seconds
 
     def __str__(self) -> str:
-        name = self.way if self.codec == "none" else f"{self.way} {self.codec}"
         seconds = f"{self.seconds:.3g} s" if self.seconds >= 1 else f"{self.seconds * 1e3:.3g} ms"
-        return f"{name}: {seconds}, {self.host_bytes / 1e6:.3g} MB per host link"
+        return f"{self.way}: {seconds}, {self.host_bytes / 1e6:.3g} MB per host link"
 
 
 def flat(topology: Topology, numbers: int, ordered: bool = True) -> Cost:
@@ -72,14 +56,12 @@ def flat(topology: Topology, numbers: int, ordered: bool = True) -> Cost:
     crossings = topology.crossings(order) if ranks > 1 else 0
     name = "flat" if ordered or order == topology.order else "flat, ranks unordered"
     if not crossings:
-        return Cost(name, "none", 0.0, 0.0, steps * topology.within.seconds(share), 0.0)
+        return Cost(name, 0.0, 0.0, steps * topology.within.seconds(share))
     sent = crossings * steps * share
-    return Cost(
-        name, "none", sent, sent / topology.between.bandwidth, steps * topology.between.latency, 0.0
-    )
+    return Cost(name, sent, sent / topology.between.bandwidth, steps * topology.between.latency)
 
 
-def hierarchical(topology: Topology, numbers: int, codec: CodecModel | None = None) -> Cost:
+def hierarchical(topology: Topology, numbers: int) -> Cost:
     """Reduce-scatter within hosts, the same and all-gather across, all-gather within.
 
     Raises:
@@ -88,23 +70,11 @@ def hierarchical(topology: Topology, numbers: int, codec: CodecModel | None = No
     if not topology.uniform:
         raise ValueError("hierarchical needs the same number of ranks on every host")
     hosts, host_size = len(topology.hosts), len(topology.hosts[0])
-    size, shard_size = FLOAT32 * numbers, math.ceil(numbers / topology.ranks)
-    message = FLOAT32 * shard_size if codec is None else codec.message_bytes(shard_size)
-    sent = 2.0 * (hosts - 1) * host_size * message
+    size = FLOAT32 * numbers
+    sent = 2.0 * (hosts - 1) * host_size * FLOAT32 * math.ceil(numbers / topology.ranks)
     inside = 2 * (host_size - 1) * topology.within.seconds(size / host_size)
     latency = 2 * (hosts - 1) * topology.between.latency
-    coded = 0.0
-    if codec is not None and hosts > 1:
-        # Encode a share, decode the fellows' pieces, encode their mean, decode the whole share.
-        coded = FLOAT32 * shard_size * (3 * hosts + 1) / codec.bytes_per_second
-    return Cost(
-        "hierarchical",
-        "none" if codec is None else codec.name,
-        sent,
-        sent / topology.between.bandwidth,
-        inside + latency,
-        coded,
-    )
+    return Cost("hierarchical", sent, sent / topology.between.bandwidth, inside + latency)
 
 
 def leader(topology: Topology, numbers: int) -> Cost:
@@ -114,16 +84,13 @@ def leader(topology: Topology, numbers: int) -> Cost:
     sent = 2 * (hosts - 1) / hosts * size
     inside = 2 * depth * topology.within.seconds(size)
     latency = 2 * (hosts - 1) * topology.between.latency
-    return Cost("leader", "none", sent, sent / topology.between.bandwidth, inside + latency, 0.0)
+    return Cost("leader", sent, sent / topology.between.bandwidth, inside + latency)
 
 
-def route_costs(
-    topology: Topology, numbers: int, codecs: Iterable[CodecModel] = (), on_nccl: bool = False
-) -> list[Cost]:
-    """Returns the cost of each route, cheapest first.
+def route_costs(topology: Topology, numbers: int, on_nccl: bool = False) -> list[Cost]:
+    """Returns the cost of each dense route, cheapest first.
 
-    NCCL finds rings, trees and rank order itself. There only the codec remains to be
-    chosen.
+    NCCL finds rings, trees and rank order itself.
     """
     costs = [flat(topology, numbers)]
     if not on_nccl and topology.order != tuple(range(topology.ranks)):
@@ -133,21 +100,7 @@ def route_costs(
         costs.append(leader(topology, numbers))
         if topology.uniform:
             costs.append(hierarchical(topology, numbers))
-    if several and topology.uniform:
-        costs += [hierarchical(topology, numbers, codec) for codec in codecs]
     return sorted(costs, key=lambda cost: cost.seconds)
-
-
-def break_even(dense: Cost, small: Cost) -> float:
-    """Bytes per second of a host's link above which ``small`` takes longer than ``dense``.
-
-    0 where it never pays, infinity where it always does; overlap doesn't change it.
-    """
-    saved = dense.host_bytes - small.host_bytes
-    extra = small.fixed_seconds + small.codec_seconds - dense.fixed_seconds - dense.codec_seconds
-    if saved <= 0:
-        return 0.0
-    return saved / extra if extra > 0 else math.inf
 
 
 def bucket_bytes(topology: Topology) -> int:
