@@ -16,10 +16,8 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cache, partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -124,26 +122,6 @@ def work_per_token(module: nn.Module, active: float = 1.0) -> float:
     return total or float(sum(p.numel() for p in module.parameters()))
 
 
-def pass_seconds(run: Callable[[], torch.Tensor], device: torch.device, times: int = 3) -> float:
-    """Fastest of some forward and backward passes; gradients they leave are the caller's."""
-    best = math.inf
-    for _ in range(times):
-        _wait(device)
-        began = time.perf_counter()
-        out = run()
-        if out.requires_grad:
-            out.backward(torch.ones_like(out))
-        _wait(device)
-        best = min(best, time.perf_counter() - began)
-    return best
-
-
-def _wait(device: torch.device) -> None:
-    """A measurement ends when the device has done the work."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
 # The views.
 
 # Trunks that embed, run layers that map hidden states to hidden states, and end with a norm;
@@ -169,9 +147,6 @@ class Cuttable(Protocol):
 
     def costs(self) -> tuple[list[float], float, float]:
         """Estimated work of each layer, and the further work of the first and the last stage."""
-
-    def measured(self, inputs: Inputs) -> tuple[list[float], float, float]:
-        """The same in seconds, on one micro-batch."""
 
     def stage(self, span: range) -> nn.Module:
         """Maps (hidden or None, inputs of the micro-batch) to hidden states, or to the loss."""
@@ -213,47 +188,6 @@ class LanguageModel:
         active = config.num_experts_per_tok / routed if routed else 1.0
         each = [work_per_token(layer, active) for layer in self.trunk.layers]
         return each, 0.0, float(config.vocab_size * config.hidden_size)
-
-    def measured(self, inputs: Inputs) -> tuple[list[float], float, float]:
-        device = inputs["input_ids"].device
-        calls: list[tuple[Any, Any]] = []
-
-        def note(layer: nn.Module, args: Any, kwargs: Any) -> None:
-            calls.append((args, kwargs))
-
-        hooks = [
-            layer.register_forward_pre_hook(note, with_kwargs=True) for layer in self.trunk.layers
-        ]
-        model_inputs = {k: v for k, v in inputs.items() if k != "labels"}
-        try:
-            with torch.no_grad():
-                hidden = self.trunk(use_cache=False, **model_inputs).last_hidden_state
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-        def layer(index: int) -> Tensor:
-            (before, *more), named = calls[index]
-            output: Tensor = self.trunk.layers[index](_leaf(before), *more, **named)
-            return output
-
-        def embedding() -> Tensor:
-            output: Tensor = self.trunk.embed_tokens(inputs["input_ids"])
-            return output
-
-        last = self.stage(range(self.layers, self.layers))
-
-        def head() -> Tensor:
-            output: Tensor = last(_leaf(hidden), inputs)
-            return output
-
-        with _gradients_put_back(self.loss):
-            each = [pass_seconds(partial(layer, i), device) for i in range(self.layers)]
-            return (
-                each,
-                pass_seconds(embedding, device),
-                pass_seconds(head, device),
-            )
 
     def stage(self, span: range) -> nn.Module:
         """The stage that begins at layer 0 embeds; the one that ends at the last computes loss."""
@@ -317,16 +251,6 @@ class Layers:
     def costs(self) -> tuple[list[float], float, float]:
         return [work_per_token(child) for child in self.model], 0.0, 0.0
 
-    def measured(self, inputs: Inputs) -> tuple[list[float], float, float]:
-        hidden, each = inputs["x"], []
-        with _gradients_put_back(self.model):
-            for child in self.model:
-                taken = _leaf(hidden)
-                each.append(pass_seconds(partial(child, taken), taken.device))
-                with torch.no_grad():
-                    hidden = child(hidden)
-        return each, 0.0, 0.0
-
     def stage(self, span: range) -> nn.Module:
         return SequentialStage([self.model[i] for i in span], span.stop == self.layers)
 
@@ -357,23 +281,6 @@ def _entering(inputs: Inputs, hidden: Tensor | None) -> dict[str, Any]:
         return dict(inputs)
     other_inputs = {k: v for k, v in inputs.items() if k != "input_ids"}
     return {"inputs_embeds": hidden, **other_inputs}
-
-
-def _leaf(hidden: Tensor) -> Tensor:
-    return hidden.detach().requires_grad_(hidden.is_floating_point())
-
-
-@contextmanager
-def _gradients_put_back(module: nn.Module) -> Iterator[None]:
-    """Restores ``.grad`` after a measurement."""
-    saved_gradients = [(p, p.grad) for p in module.parameters()]
-    for parameter, _ in saved_gradients:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in saved_gradients:
-            parameter.grad = gradient
 
 
 # A head tied to the embedding, when the two are on different ranks: one weight in two places.
