@@ -160,8 +160,7 @@ class Stream(LocalTraining):
         codec_seconds, numbers = self._own_seconds(kinds[index]), self.drift.anchor.numel()
         count = needed(wholes[index], rate, quickest, codec_seconds, numbers)
         choice = self.drift.anchor.new_tensor([index, count])
-        first = dist.get_global_rank(self.drift.group, 0)
-        self.drift.travel(dist.broadcast, choice, first)
+        self.drift.travel(dist.broadcast, choice, 0)
         index, count = (int(number) for number in choice.tolist())
         self.codec = kinds[index]
         self._cut(count)
