@@ -103,7 +103,8 @@ class MissingUpdates:
             warnings.warn(
                 f"after {PATIENCE} gradients, no torch optimizer with the model's first trained "
                 "weight has made a step: nothing is exchanged, and ranks drift apart. If the "
-                "optimizer is of another kind, or has copies of the weights, use hasten.parts.comm.local_sgd.LocalSteps or "
+                "optimizer is of another kind, or has copies of the weights, use "
+                "hasten.parts.comm.local_sgd.LocalSteps or "
                 "hasten.parts.comm.streaming_local_sgd.Stream, and call after_step() after each "
                 "update",
                 stacklevel=2,
