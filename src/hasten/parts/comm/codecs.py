@@ -189,11 +189,6 @@ def _check_plain(tensor: Tensor, name: str) -> None:
         )
 
 
-# A codec that sends each number in a format of its own: float32, float16 or bf16.
-#
-# float16 ends at 65504. What lies beyond, or is too large for bf16, is infinite in the message and
-# counts as not finite: scale before encoding, rather than have it cut off unseen.
-
 FORMATS = {"none": torch.float32, "half": torch.float16, "bf16": torch.bfloat16}
 # Bits without the sign are ordered as magnitudes are. These are infinity's; a NaN's lie above.
 INFINITIES = {
@@ -206,7 +201,11 @@ PIECE = 65_536  # numbers
 
 @dataclass(frozen=True)
 class CastCodec(Codec):
-    """Each number in a format of its own: float32, float16 or bf16."""
+    """Each number in a format of its own: float32, float16 or bf16.
+
+    float16 ends at 65504. What lies beyond, or is too large for bf16, is infinite in the message
+    and counts as not finite: scale before encoding.
+    """
 
     format: str
 
@@ -273,12 +272,6 @@ def _pieces(flat: Tensor) -> list[slice]:
     return [slice(at, at + each) for at in range(0, len(flat), each)]
 
 
-# A codec that sends blocks of numbers as codes of 8, 4 or 1 bits with one scale for each block.
-#
-# A message is the codes of all blocks, then their scales; in int4 the first half of a block lies in
-# the lower halves of its bytes, of signs each eighth in a bit of its own.
-# :mod:`hasten.parts.kernels.codec_reference` says how a scale and a code are made.
-
 WIDTHS = {"int8": 8, "int4": 4, "sign": 1}
 LARGEST_BLOCK = 4096
 TRITON = "codec"  # the name of the Triton kernels where they are checked
@@ -286,7 +279,11 @@ TRITON = "codec"  # the name of the Triton kernels where they are checked
 
 @dataclass(frozen=True)
 class QuantisedCodec(Codec):
-    """Blocks of numbers as whole codes of 8 or 4 bits, or as signs, with a bf16 scale for each."""
+    """Blocks of numbers as whole codes of 8 or 4 bits, or as signs, with a bf16 scale for each.
+
+    A message is the codes of all blocks, then their scales. In int4 the first half of a block is in
+    the lower halves of its bytes. Each eighth of the signs has a bit of its own.
+    """
 
     bits: int
     block: int = 256
@@ -362,9 +359,6 @@ def _takes_triton(device: torch.device) -> bool:
     )
 
 
-# Which codec a name stands for.
-
-
 def codec(name: str, block: int = 256) -> Codec:
     """The codec of that name; ``block`` is how many numbers share a scale in int8, int4 and sign.
 
@@ -379,23 +373,18 @@ def codec(name: str, block: int = 256) -> Codec:
     raise ValueError(f"there is no codec {name!r}; there are {names}")
 
 
-# The k largest numbers of every chunk of 256, as a message of three bytes for each.
-#
-# Within a chunk a place is one byte, and the value is a bf16; a top-k over a whole tensor with
-# int64 places needs ten. Aji and Heafield (Sparse Communication for Distributed Gradient Descent,
-# arXiv:1704.05021) send the largest with error feedback; that chunks choose for themselves spreads
-# what is sent evenly, and lets every rank's message have the same length.
-#
-# Of equal magnitudes the one at the lowest place is sent. The residual, how what isn't finite is
-# told, and the order of sums are those of the other codecs. The kernel is in C++; where no compiler
-# is, and on a GPU, torch's operators write the same bits.
-
 INFINITE_BF16 = 0x7F80
 
 
 @dataclass(frozen=True)
 class ChunkedTopK(Codec):
-    """A codec that keeps the ``k`` largest magnitudes of each chunk of 256 numbers."""
+    """A codec that keeps the ``k`` largest magnitudes of each chunk of 256 numbers.
+
+    Each takes three bytes: a place within the chunk, and a bf16; a top-k over a whole tensor with
+    int64 places needs ten. Chunks that choose for themselves spread what is sent evenly, and every
+    rank's message has the same length. Of equal magnitudes the one at the lowest place is sent
+    (Aji and Heafield, arXiv:1704.05021).
+    """
 
     k: int
 

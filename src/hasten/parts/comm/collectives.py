@@ -323,15 +323,12 @@ def _divides_early(op: str, tensor: Tensor, route: Route) -> bool:
     return op == "mean" and (tensor.dtype in HALVES or "half" in (route.within, route.between))
 
 
-# Collectives that are begun now and waited for later, as torch.distributed's ``async_op``.
-#
-# One thread runs them in the order of the calls, so that all ranks issue them in one order. A loop
-# that drops a work instead of waiting for it would read a tensor that is still on its way: so the
-# work is finished as it is dropped, and an error in it is raised by the next call.
-
-
 class CollectiveWork:
-    """A collective under way."""
+    """A collective under way.
+
+    A loop that drops it instead of waiting would read a tensor that is still on its way. So it is
+    finished as it is dropped, and the next call raises its error.
+    """
 
     def __init__(self, future: Future[Tensor], awaited: set[Future[Tensor]]) -> None:
         self._future, self._seen = future, awaited
@@ -355,7 +352,7 @@ class CollectiveWork:
 
 
 class WorkQueue:
-    """Runs collectives in one thread, which begins with the first."""
+    """Runs collectives in one thread, in the order of the calls, as all ranks issue them."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None

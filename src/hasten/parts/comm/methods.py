@@ -1,8 +1,7 @@
 """Averaging methods with fewer bytes: top-k, quantised, PowerSGD; their error memory.
 
 The errors of messages are stored by parameter, in float32, and added to the next
-gradient. This is error feedback (Seide et al., 1-Bit Stochastic Gradient Descent,
-Interspeech 2014; Karimireddy et al., arXiv:1901.09847).
+gradient (error feedback, see :mod:`hasten.parts.comm.codecs`).
 
 DDP groups parameters in buckets and regroups them after the first step. So memory
 belongs to a parameter's name. While the buckets stay the same, memory has their layout

@@ -36,9 +36,6 @@ TOP: Mapping[str, Sequence[str]] = _KEYS["top"]  # of each key its fate, and as 
 INSIDE: Mapping[str, Mapping[str, Sequence[str]]] = _KEYS["inside"]
 OFFLOAD: Mapping[str, Sequence[str]] = _KEYS["offload"]
 
-
-# Reading, checking, filling.
-
 AUTO = "auto"
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 

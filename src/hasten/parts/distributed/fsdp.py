@@ -239,15 +239,12 @@ def _parts(rows: Tensor, group: ShardGroup) -> list[tuple[Weight, Tensor]]:
     return list(zip(group.weights, pieces, strict=True))
 
 
-# Stages of a pipeline whose weights are sharded (FSDP2): each block a group, the rest another.
-#
-# A stage is a root of its own, whose groups come together for each pass over a micro-batch and let
-# go after it. Gradients are cut and added up (reduce-scatter) in every backward pass, since a
-# rank's passes of the next micro-batches stand between. ``shard`` is for a model in one piece.
-
-
 def shard_stage(stage: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh) -> None:
-    """Turn a stage's parameters into shards, in place; ``layers`` are those of all stages here."""
+    """Turn a pipeline stage's parameters into shards, in place: a root of its own.
+
+    Gradients are cut and added up in every backward pass, since a rank's passes over the next
+    micro-batches stand between. ``layers`` are those of all stages here.
+    """
     layer_ids = {id(layer) for layer in layers}
     for module in list(stage.modules()):
         if id(module) in layer_ids:

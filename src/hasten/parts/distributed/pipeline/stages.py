@@ -26,13 +26,6 @@ from torch import distributed as dist
 
 from hasten.parts.nn.causal_lm import causal_lm, trunk
 
-# Where a model is cut into pipeline stages: the cut whose slowest stage is as fast as can be.
-#
-# A pipeline goes at the pace of its slowest stage, so the cut to look for has the smallest largest
-# stage (the linear partition problem; Skiena, The Algorithm Design Manual, 10.7). Layers stay in
-# order; the embedding is more work for the first stage, norm and head for the last. Among all cuts
-# with that bottleneck the evenest is taken, which is the one that keeps memory even too.
-
 SLACK = 1 + 1e-9  # sums of the same costs in another order differ by less
 
 
@@ -40,6 +33,10 @@ def balanced_layers(
     costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0
 ) -> tuple[int, ...]:
     """Returns the number of layers of each stage; every stage gets at least one.
+
+    A pipeline goes at the pace of its slowest stage, so the largest stage is as small as can be
+    (the linear partition problem; Skiena, The Algorithm Design Manual, 10.7). Among all such cuts
+    the evenest is taken, which keeps memory even too.
 
     Args:
         costs: cost of each layer, in any unit.
@@ -121,8 +118,6 @@ def work_per_token(module: nn.Module, active: float = 1.0) -> float:
             total += parameter.numel() * (active if routed else 1.0)
     return total or float(sum(p.numel() for p in module.parameters()))
 
-
-# The views.
 
 # Trunks that embed, run layers that map hidden states to hidden states, and end with a norm;
 # nothing is scaled or added between (Gemma scales embeddings), so that a stage may begin anywhere.
