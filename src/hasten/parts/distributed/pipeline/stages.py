@@ -62,40 +62,23 @@ def balanced_layers(
         more = (first if index == 0 else 0.0) + (last if index == stages - 1 else 0.0)
         return ends[end] - ends[start] + more
 
-    bound = _bottleneck(len(costs), stages, stage) * SLACK
-    return _evenest(len(costs), stages, stage, bound)
+    def best_cut(join: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]]:
+        """The smallest score and its sizes; ``join`` adds a stage's cost to a score."""
 
+        @cache
+        def best(end: int, index: int) -> tuple[float, tuple[int, ...]]:
+            if index < 0:
+                return (0.0, ()) if end == 0 else (math.inf, ())
+            cuts = []
+            for start in range(index, end):
+                score, sizes = best(start, index - 1)
+                cuts.append((join(score, stage(start, end, index)), (*sizes, end - start)))
+            return min(cuts, default=(math.inf, ()))
 
-Stage = Callable[[int, int, int], float]  # cost of layers start..end as the stage of that index
+        return best(len(costs), stages - 1)
 
-
-def _bottleneck(layers: int, stages: int, stage: Stage) -> float:
-    """The smallest possible largest stage; ``best[end]`` is that of the layers before ``end``."""
-    best = [0.0] + [math.inf] * layers
-    for index in range(stages):
-        row = [math.inf] * (layers + 1)
-        for end in range(index + 1, layers + 1):
-            row[end] = min(max(best[s], stage(s, end, index)) for s in range(index, end))
-        best = row
-    return best[layers]
-
-
-def _evenest(layers: int, stages: int, stage: Stage, bound: float) -> tuple[int, ...]:
-    """Returns the cut with the smallest sum of squares among all cuts within the bound."""
-
-    @cache
-    def best(end: int, index: int) -> tuple[float, tuple[int, ...]]:
-        if index < 0:
-            return (0.0, ()) if end == 0 else (math.inf, ())
-        smallest: tuple[float, tuple[int, ...]] = (math.inf, ())
-        for start in range(index, end):
-            cost = stage(start, end, index)
-            if cost <= bound:
-                squares, sizes = best(start, index - 1)
-                smallest = min(smallest, (squares + cost * cost, (*sizes, end - start)))
-        return smallest
-
-    return best(layers, stages - 1)[1]
+    bound = best_cut(max)[0] * SLACK
+    return best_cut(lambda total, c: total + c * c if c <= bound else math.inf)[1]
 
 
 def ranges(sizes: Sequence[int]) -> list[range]:
