@@ -203,8 +203,8 @@ PIECE = 65_536  # numbers
 class CastCodec(Codec):
     """Each number in a format of its own: float32, float16 or bf16.
 
-    float16 ends at 65504. What lies beyond, or is too large for bf16, is infinite in the message
-    and counts as not finite: scale before encoding.
+    float16 ends at 65504. A number beyond its format is infinite in the message and counts as not
+    finite: scale before encoding.
     """
 
     format: str

@@ -242,8 +242,8 @@ def _parts(rows: Tensor, group: ShardGroup) -> list[tuple[Weight, Tensor]]:
 def shard_stage(stage: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh) -> None:
     """Turn a pipeline stage's parameters into shards, in place: a root of its own.
 
-    Gradients are cut and added up in every backward pass, since a rank's passes over the next
-    micro-batches stand between. ``layers`` are those of all stages here.
+    Gradients are reduced and scattered in every backward pass, because passes of other
+    micro-batches follow. ``layers`` holds the layers of all stages of this rank.
     """
     layer_ids = {id(layer) for layer in layers}
     for module in list(stage.modules()):

@@ -34,9 +34,9 @@ def balanced_layers(
 ) -> tuple[int, ...]:
     """Returns the number of layers of each stage; every stage gets at least one.
 
-    A pipeline goes at the pace of its slowest stage, so the largest stage is as small as can be
-    (the linear partition problem; Skiena, The Algorithm Design Manual, 10.7). Among all such cuts
-    the evenest is taken, which keeps memory even too.
+    A pipeline goes at the pace of its slowest stage, so the largest stage is as small as possible
+    (Skiena, The Algorithm Design Manual, 10.7). Among all such cuts the evenest is taken, which
+    keeps memory even too.
 
     Args:
         costs: cost of each layer, in any unit.
