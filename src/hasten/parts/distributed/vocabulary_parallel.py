@@ -86,8 +86,8 @@ class VocabularyParallelHead(nn.Module):
 class _VocabularyLoss(torch.autograd.Function):
     """Forward forms the gradients, backward scales them: the loss is a sum.
 
-    ``options`` holds the first row of this rank's part of the head, the process group, the rows
-    with logits in memory at one time, the loss's terms, and the vocabulary's size.
+    ``options``: first row of this rank's part of the head, group, rows of a chunk, terms of the
+    loss, size of the vocabulary.
     """
 
     @staticmethod
