@@ -163,7 +163,7 @@ def shard_groups(module: nn.Module) -> list[ShardGroup]:
     """The groups of a module that has been sharded and hasn't run yet, those that learn.
 
     Raises:
-        ValueError: this torch keeps its groups elsewhere.
+        ValueError: this torch keeps its groups elsewhere, or nothing that learns is in shards.
     """
     names = {id(p): name for name, p in module.named_parameters()}
     weight_groups = []
@@ -176,6 +176,8 @@ def shard_groups(module: nn.Module) -> list[ShardGroup]:
             if weights:
                 ranks = int(group.mesh_info.shard_mesh_size)
                 weight_groups.append(ShardGroup(member, tuple(weights), ranks))
+    if not weight_groups:
+        raise ValueError("no weight that learns is in shards: call fully_shard before")
     return weight_groups
 
 
