@@ -136,7 +136,6 @@ SUMS = {  # and how far off they may be: codes of 8 bits round
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cut_of_some_seconds_is_waited_for_and_nothing_is_lost(kind: str) -> None:
     found = cut(kind, heals=True)
@@ -147,7 +146,6 @@ def test_a_cut_of_some_seconds_is_waited_for_and_nothing_is_lost(kind: str) -> N
         assert found[0]["sum"] == pytest.approx(exact, rel=error)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cut_for_good_is_an_error_of_all_ranks_within_the_limit(kind: str) -> None:
     for rank, found in enumerate(cut(kind, heals=False)):
