@@ -147,8 +147,6 @@ def _encoded(
     return rows
 
 
-# The plan.
-
 BACKENDS = ("nccl", "gloo")
 WAYS = ("auto", "flat", "hierarchical", "leader")
 CODECS = ("none", "half", "bf16", "int8", "int4")

@@ -45,14 +45,13 @@ from hasten.parts.comm.methods import (
 from hasten.parts.comm.rank_check import checksum, drift_message
 from hasten.parts.comm.weight_methods import start_method
 
-# A tensor as other ranks would read it: compress and decompress on one rank, with error feedback.
-#
-# A loop that compresses each gradient by hand and then averages gives tensors no name. They are
-# told apart by the order of calls between two averages, which must then stay the same.
-
 
 class LocalCompression:
-    """State of ``compress``; ``calls`` counts them since the last average."""
+    """State of ``compress``; ``calls`` counts them since the last average.
+
+    A loop that compresses each gradient by hand gives tensors no name. The order of calls between
+    two averages identifies a tensor, and must then stay the same.
+    """
 
     def __init__(self, settings: CompressionSettings) -> None:
         self.calls = 0
@@ -411,10 +410,6 @@ class GradientCompressor:
         """At the first call with several ranks they compare settings and open their groups.
 
         Every rank calls it, each with its own ``group``.
-
-        Raises:
-            ValueError: hosts are the scope, and the group has some of the ranks.
-            CommunicationError: their settings differ, or hosts have different numbers of ranks.
         """
         if world_size() == 1 or self._ranks is not None:
             return

@@ -360,8 +360,6 @@ def rank_answers(headers: Sequence[Sequence[float]]) -> tuple[list[float], bool]
     return shares, any(int(flags) & STOP for _, flags in headers)
 
 
-# Local steps.
-
 OUTER = ("mean", "nesterov")
 RATE, MOMENTUM = 0.7, 0.9  # of the outer step, as in DiLoCo
 
@@ -542,9 +540,6 @@ def check(every: int, outer: str) -> None:
         raise ValueError(f"every is {every}; ranks average after at least 1 step")
     if outer not in OUTER:
         raise ValueError(f"outer is {outer!r}; it is one of {', '.join(OUTER)}")
-
-
-# A module's buffers while ranks train apart, and the start that all have in common.
 
 
 class Buffers:

@@ -215,9 +215,6 @@ class ShardedGradients:
         output.copy_(self._codec.decode_mean(received, row).mul_(factor))
 
 
-# Copies of a sharded model.
-
-
 class CopiedShards:
     """An exchange between copies.
 

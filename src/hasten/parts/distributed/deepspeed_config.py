@@ -335,11 +335,7 @@ def _offloads(zero: Mapping[str, Any], what: str) -> bool:
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Returns the mapping under a key, empty if it is missing or null.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """Returns the mapping under a key, empty if it is missing or null."""
     section = config.get(name)
     if section is not None and not isinstance(section, Mapping):
         raise ValueError(f"{name} is {section!r}; it must be a JSON object")
@@ -347,11 +343,7 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _number(section: Mapping[str, Any], name: str) -> float | None:
-    """A number from 0 on, or None where it is left to the trainer.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """A number from 0 on, or None where it is left to the trainer."""
     value = explicit(section.get(name))
     if value is None:
         return None
@@ -384,11 +376,7 @@ def _given(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _peak_rate(optimizer: Mapping[str, Any], timing: Mapping[str, Any], kind: str) -> float | None:
-    """The rate after the warm-up, which most of DeepSpeed's schedules set over the optimizer's.
-
-    Raises:
-        ValueError: the two rates differ.
-    """
+    """The rate after the warm-up, which most of DeepSpeed's schedules set over the optimizer's."""
     rate = _number(optimizer, "lr")
     if kind not in SETS_RATE:
         return rate

@@ -154,10 +154,7 @@ def _piece(self: Any, x: Tensor) -> Tensor:
 
 
 def _own_columns(self: Any, dropout: Any, between: Placement, width: int, x: Tensor) -> Tensor:
-    """A of an adapter on a row-cut layer: its columns times this rank's input, summed.
-
-    The sum is over ranks.
-    """
+    """A of an adapter on a row-cut layer: its columns times the local input, summed over ranks."""
     weight = self.weight
     if not isinstance(weight, DTensor):
         return F.linear(_dropped(x, dropout), weight)
@@ -185,8 +182,6 @@ def _dropped(x: Tensor, dropout: Any, start: int = 0, width: int | None = None) 
     drawn = F.dropout(x.new_ones(*x.shape[:-1], width or x.shape[-1]), share)
     return x * drawn[..., start : start + x.shape[-1]]
 
-
-# The layers of a model.
 
 SEQUENCE = 1  # the dimension of (batch, sequence, hidden)
 HEADS = 2  # of (batch, sequence, heads, head size)
