@@ -44,15 +44,13 @@ def by_buckets(world: World) -> dict[str, Any]:
     """Several buckets by each route: the largest difference to plain DDP, and a checksum."""
     plain, _ = _trained(world, None)
     found: dict[str, Any] = {}
-    routes = {"dense": Route("hierarchical"), "flat": Route(), "int4": CODED}
+    routes = {"dense": Route("hierarchical"), "int4": CODED}
     for name, route in routes.items():
         weights, buckets = _trained(world, route)
         found[name] = {
             "error": float((weights - plain).abs().max()),
             "sum": weights.double().sum().item(),
-            "buckets": buckets.last.buckets,
             "routed": buckets.routed,
-            "traffic": [buckets.last.busy, buckets.last.exposed, buckets.last.window],
             "sent": buckets.collective.bytes_sent,
         }
     return found
@@ -102,7 +100,7 @@ def poisoned(world: World) -> dict[str, Any]:
         ddp.module[0].register_forward_hook(lambda m, i, o: o * torch.nan)
     _backward(ddp, world, 4)
     seen = all(torch.isfinite(p.grad).all() for p in ddp.parameters() if p.grad is not None)
-    buckets._begin(0.0)  # the next step begins: the skipped one is forgotten
+    buckets._begin()  # the next step begins: the skipped one is forgotten
     after = buckets.state_dict()["ranks"]
     return {
         "finite": bool(seen),
@@ -202,20 +200,11 @@ def four(tmp_path_factory: Any) -> list[Any]:
 
 @pytest.mark.slow
 def test_buckets_by_any_route_train_the_same_model_on_all_ranks(four: list[Any]) -> None:
-    for name, bound in {"dense": 1e-6, "flat": 1e-6, "int4": 2e-2}.items():
+    for name, bound in {"dense": 1e-6, "int4": 2e-2}.items():
         found = [rank["by_buckets"][name] for rank in four]
         assert found[0]["error"] < bound
-        assert found[0]["buckets"] > 1
+        assert found[0]["routed"] > 6  # several in a step
         assert len({rank["sum"] for rank in found}) == 1
-        assert (found[0]["routed"] > found[0]["buckets"]) == (name != "flat")
-
-
-def test_the_clock_tells_exposed_from_hidden_traffic(four: list[Any]) -> None:
-    for name in ("dense", "flat", "int4"):
-        busy, exposed, window = four[0]["by_buckets"][name]["traffic"]
-        assert busy > 0
-        assert exposed > 0
-        assert window > 0
 
 
 def test_int4_sends_an_eighth_between_hosts_once_buckets_have_names(four: list[Any]) -> None:

@@ -58,14 +58,9 @@ def naming_ranks(world: World) -> Iterator[None]:
     if world.size == 1:
         yield
         return
-    import torch.distributed as dist
-    from torch.distributed.distributed_c10d import _get_default_store
+    from hasten.parts.comm.rank_check import CollectiveError, RankReports, of_an_exchange
 
-    from hasten.parts.comm.rank_check import CollectiveError, error_of_ranks, of_an_exchange
-
-    subject = f"run/{attempt_number()}"
-    hosts = dist.PrefixStore(f"hasten/{subject}/hosts", _get_default_store())
-    hosts.set(str(world.rank), socket.gethostname())
+    reports = RankReports(f"run/{attempt_number()}", range(world.size), ANSWER_SECONDS)
     try:
         yield
     except CollectiveError as error:
@@ -73,22 +68,7 @@ def naming_ranks(world: World) -> Iterator[None]:
     except RuntimeError as error:
         if isinstance(error, StoppedError) or not of_an_exchange(error):
             raise
-        host_names = _known_hosts(hosts, world.size)
-        what = "an exchange between ranks"
-        raise LinkError(
-            str(error_of_ranks(what, error, subject, host_names, ANSWER_SECONDS))
-        ) from error
-
-
-def _known_hosts(store: object, size: int) -> list[str]:
-    host_names = []
-    for rank in range(size):
-        try:
-            registered = store.check([str(rank)])  # type: ignore[attr-defined]
-            host_names.append(store.get(str(rank)).decode() if registered else "never met")  # type: ignore[attr-defined]
-        except RuntimeError:  # the meeting place is gone
-            host_names.append("host not known")
-    return host_names
+        raise LinkError(str(reports.failed("an exchange between ranks", error))) from error
 
 
 # Ranks join: they meet, and make sure before training that they are about to do the same.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hasten.machine.environment import World
 from hasten.parts.comm.gradient_compressor import GradientCompressor
 
 METHODS = ("none", "half", "bf16", "int8", "int4", "topk", "powersgd")
@@ -75,3 +77,24 @@ def averaged(values: Tensor) -> Tensor:
 def memory(c: GradientCompressor) -> dict[str, Tensor]:
     found: dict[str, Tensor] = c.state_dict()["travel"]["residual"]
     return found
+
+
+def given_and_applied(
+    ddp: DistributedDataParallel, world: World, after_step: Callable[[], object] = lambda: None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """By name, what this rank's gradients and the averaged ones add up to in the compressed steps
+    of eight."""
+    given: dict[str, Tensor] = {}
+    applied: dict[str, Tensor] = {}
+    for step in range(8):
+        x, alone = inputs(world.rank, step), Small()
+        loss_of(alone, x).backward()
+        loss_of(ddp, x).backward()
+        pairs = zip(ddp.module.named_parameters(), alone.parameters(), strict=True)
+        for (name, p), q in pairs:
+            if step >= 2 and p.grad is not None and q.grad is not None:
+                given[name] = given.get(name, torch.zeros(())) + q.grad.double()
+                applied[name] = applied.get(name, torch.zeros(())) + p.grad.double()
+        after_step()
+        ddp.zero_grad()
+    return given, applied

@@ -30,13 +30,13 @@ from parts.comm.compression_kit import (
 def troubled_four(world: World) -> dict[str, Any]:
     """What may depend on how many ranks there are."""
     return {
-        "infinite": {m: _infinite(m, world) for m in LEARNT},
+        "infinite": {m: infinite(m, world) for m in LEARNT},
         "accumulated": {m: _accumulated(m, world) for m in LEARNT},
         "scaled": {m: _scaled(m, world) for m in ("int4", "topk", "powersgd")},
         "bf16": {m: _formats(m, world, torch.bfloat16) for m in LEARNT},
         "unused": {m: _unused(m, world) for m in LEARNT},
         "frozen": _frozen(world),
-        "resumed": {m: _resumed(m, world) for m in LEARNT},
+        "resumed": {m: resumed(m, world) for m in LEARNT},
     }
 
 
@@ -58,9 +58,9 @@ def _error(action: Callable[[], Any]) -> str:
     return ""
 
 
-def _infinite(method: str, world: World) -> dict[str, Any]:
+def infinite(method: str, world: World, **changes: Any) -> dict[str, Any]:
     """Rank 1 has one infinite number in one step: what all ranks see, and what is remembered."""
-    ddp, c = replicas(Small(), find_unused_parameters=True), compressor(method)
+    ddp, c = replicas(Small(), find_unused_parameters=True), compressor(method, **changes)
     c.attach(ddp)
     seen, before = [], {}
     for step in range(6):
@@ -208,22 +208,22 @@ def _by_hand(method: str, world: World) -> dict[str, Any]:
     return {"first": losses[0], "last": losses[-1], "error": dist_error, "same": same}
 
 
-def _resumed(method: str, world: World) -> dict[str, Any]:
+def resumed(method: str, world: World, **changes: Any) -> bool:
     """Killed after the fourth step and gone on with from its state, against one never stopped."""
     whole, stopped = [], []
     for found, stop in ((whole, False), (stopped, True)):
-        model, c = Small(), compressor(method)
+        model, c = Small(), compressor(method, **changes)
         for step in range(7):
             if step == 4 and stop:
                 state = c.state_dict()
-                c = compressor(method)
+                c = compressor(method, **changes)
                 c.load_state_dict(state)
             model.zero_grad()
             loss_of(model, inputs(world.rank, step)).backward()
             c.synchronize_gradients(model)
         found += [p.grad for p in model.parameters()]
     pairs = zip(whole, stopped, strict=True)
-    return {"same": all(a is not None and torch.equal(a, b) for a, b in pairs)}
+    return all(a is not None and torch.equal(a, b) for a, b in pairs)
 
 
 def _drifted(world: World) -> None:

@@ -109,8 +109,8 @@ def _flat(weights: list[Tensor]) -> Tensor:
 BUILDS: dict[str, Callable[[list[Tensor]], Any]] = {
     "exact": lambda w: LocalSteps(w, 5),
     "coarse": lambda w: LocalSteps(w, 5, codec=COARSE),
-    "momentum": lambda w: LocalSteps(w, 4, "nesterov", COARSE, 0.7, 0.9),
-    "exact momentum": lambda w: LocalSteps(w, 4, "nesterov", None, 0.7, 0.9),
+    "momentum": lambda w: LocalSteps(w, 4, "nesterov", COARSE),
+    "exact momentum": lambda w: LocalSteps(w, 4, "nesterov", None),
     "every step": lambda w: LocalSteps(w, 1),
     "stream": lambda w: Stream(w, COARSE, 2),
     "stream of one": lambda w: Stream(w, COARSE, 1),

@@ -299,8 +299,8 @@ def test_a_core_has_little_to_do_for_a_fragment(own: float, seconds: float, numb
 
 
 def test_shares_are_of_trained_tokens_and_equal_without_any() -> None:
-    assert rank_answers([[30, 0], [10, 0]]).shares == [0.75, 0.25]
-    assert rank_answers([[0, 0], [0, 0]]).shares == [0.5, 0.5]
+    assert rank_answers([[30, 0], [10, 0]])[0] == [0.75, 0.25]
+    assert rank_answers([[0, 0], [0, 0]])[0] == [0.5, 0.5]
 
 
 def test_one_rank_alone_keeps_its_weights() -> None:

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import math
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as some
 
-from hasten.parts.comm import collective_plan
-from hasten.parts.comm.codecs import codec
-from hasten.parts.comm.collective_plan import ADVISED, advice, rail_order
+from hasten.parts.comm.collective_plan import rail_order
 from hasten.parts.comm.link_model import (
-    CodecModel,
-    break_even,
     bucket_bytes,
     flat,
     hierarchical,
@@ -38,7 +32,6 @@ from hasten.parts.comm.topology import (
 
 FAST, SLOW = Link(1e-5, 1e10), Link(1e-4, 1.25e7)
 MANY = 10**7
-INT4 = CodecModel("int4", codec("int4").message_bytes, 4e9)
 
 hosts_and_ranks = some.tuples(some.integers(1, 5), some.integers(1, 5))
 
@@ -78,10 +71,6 @@ def test_hierarchy_sends_as_much_as_one_rank_per_host_would(shape: tuple[int, in
     numbers = 1000 * hosts * ranks
     expected = 2 * (hosts - 1) / hosts * 4 * numbers
     assert hierarchical(topology, numbers).host_bytes == pytest.approx(expected)
-    coded = hierarchical(topology, numbers, INT4)
-    assert coded.host_bytes == 2 * (hosts - 1) * ranks * codec("int4").message_bytes(1000)
-    assert (coded.codec_seconds > 0) == (hosts > 1)
-    assert hierarchical(topology, numbers).seconds <= coded.seconds + expected / SLOW.bandwidth
 
 
 @given(hosts_and_ranks)
@@ -102,69 +91,15 @@ def test_the_figures_of_two_hosts_of_two_ranks() -> None:
     assert flat(bad, MANY, ordered=False).host_bytes == 3 * size
     assert hierarchical(bad, MANY).host_bytes == size
     assert leader(bad, MANY).host_bytes == size
-    assert hierarchical(bad, MANY, INT4).host_bytes / size == pytest.approx(0.127, abs=1e-3)
 
 
 def test_the_cheapest_way_depends_on_size_and_link() -> None:
     topology = Topology(grid(2, 8), FAST, SLOW, "")
     assert route_costs(topology, 1)[0].way == "leader"
     assert route_costs(topology, MANY)[0].way == "hierarchical"
-    assert route_costs(topology, MANY, [INT4])[0].codec == "int4"
     assert [c.way for c in route_costs(topology, MANY, on_nccl=True)] == ["flat"]
     one_host = Topology(grid(1, 4), FAST, SLOW, "")
-    assert [c.way for c in route_costs(one_host, MANY, [INT4])] == ["flat"]
-
-
-@given(some.floats(1e6, 1e12))
-def test_a_codec_pays_below_its_break_even_bandwidth_and_not_above(bandwidth: float) -> None:
-    at = Topology(grid(2, 2), FAST, Link(1e-4, bandwidth), "")
-    dense, small = hierarchical(at, MANY), hierarchical(at, MANY, INT4)
-    limit = break_even(dense, small)
-    assert 1e6 < limit < 1e12
-    assert (small.seconds < dense.seconds) == (bandwidth < limit)
-
-
-@pytest.mark.parametrize(("bandwidth", "pays"), [(1.25e7, True), (1e12, False)])
-def test_the_advice_says_of_each_codec_whether_it_pays_on_this_link(
-    bandwidth: float, pays: bool
-) -> None:
-    at = Topology(grid(2, 2), FAST, Link(1e-4, bandwidth), "")
-    *lines, last = advice(at, dict.fromkeys(ADVISED, 4e9))
-    lines += [last] if pays else []
-    assert [line.split()[0] for line in lines] == list(ADVISED)
-    assert all(line.endswith("codec: on this link") == pays for line in lines)
-    assert pays or last == "don't compress on this link"
-
-
-def test_a_codec_is_timed_where_it_will_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    timed = []
-
-    def speed(name: str, device: str) -> float:
-        timed.append((name, device))
-        return 1e9
-
-    monkeypatch.setattr(collective_plan, "codec_speed", speed)
-    monkeypatch.setattr(collective_plan, "own_accelerator", lambda: torch.device("cuda", 1))
-    at = Topology(grid(2, 2), FAST, SLOW, "")
-    for backend in ("nccl", "gloo"):
-        monkeypatch.setattr(collective_plan.dist, "get_backend", lambda group, found=backend: found)
-        asked = collective_plan.CollectiveSettings(backend, at, "auto", "none", "int8", 60.0)
-        assert collective_plan._made(asked, at).speeds == {"int8": 1e9}
-    assert timed == [("int8", "cuda:1"), ("int8", "cpu")]
-
-
-def test_what_saves_no_bytes_never_pays_and_what_costs_nothing_always_does() -> None:
-    at = Topology(grid(2, 1), FAST, SLOW, "")
-    dense = hierarchical(at, MANY)
-    free = hierarchical(at, MANY, CodecModel("int4", INT4.message_bytes, math.inf))
-    assert break_even(dense, dense) == 0
-    assert break_even(dense, free) == math.inf
-
-
-def test_traffic_that_is_hidden_anyway_saves_nothing() -> None:
-    at = Topology(grid(2, 1), FAST, SLOW, "")
-    dense = hierarchical(at, MANY)
-    assert dense.exposed(1e9) == 0
+    assert [c.way for c in route_costs(one_host, MANY)] == ["flat"]
 
 
 @given(hosts_and_ranks, some.floats(1e-6, 0.1), some.floats(1e6, 1e11))

@@ -99,20 +99,6 @@ def test_any_sequence_of_layers_trains_to_the_same_weights() -> None:
         torch.testing.assert_close(one, two, rtol=0, atol=1e-14)
 
 
-def test_measured_costs_leave_no_gradient_and_cut_where_the_time_goes() -> None:
-    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(5)], nn.Linear(4, 1))
-    wide = nn.Sequential(nn.Linear(4, 3000), nn.Linear(3000, 3000), nn.Linear(3000, 4))
-    model.insert(0, wide)
-    pipeline = AsyncPipeline(stages=2, microbatch_size=2)
-    stages = pipeline.partition_model(model, "measured", (torch.randn(64, 4), None))
-    assert stages.sizes[0] == 1
-    assert all(p.grad is None for p in model.parameters())
-    language = language_model("deepseek_v2")
-    found = pipeline.partition_model(language, "measured", language_batch(width=9))
-    assert sum(found.sizes) == 5
-    assert all(p.grad is None for p in language.parameters())
-
-
 def test_a_recorded_step_is_drawn_and_its_passes_follow_each_other() -> None:
     pipeline = AsyncPipeline(stages=2, microbatch_size=2, optimizer=False)
     stages = pipeline.partition_model(layers())
@@ -148,7 +134,6 @@ def in_order(events: Any) -> None:
         (lambda: AsyncPipeline(2, schedule="gPipe"), "no schedule 'gPipe'"),
         (lambda: AsyncPipeline(2).partition_model(nn.Linear(2, 2)), "not a Hugging Face causal"),
         (lambda: AsyncPipeline(2).partition_model(layers(), [1.0]), "each of the 5 layers"),
-        (lambda: AsyncPipeline(2).partition_model(layers(), "measured"), "needs sample"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_in_one_sentence(make: Any, said: str) -> None:

@@ -1,19 +1,17 @@
-"""A model's gradients in buckets: names and shapes, their way in a step, and where ranks meet."""
+"""A model's gradients in buckets: names and shapes, and their way in a step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hasten.parts.comm import methods
 from hasten.parts.comm.compression_settings import CompressionSettings
-from hasten.parts.comm.exchange import FIRST, Hosts, Ranks, found_hosts
+from hasten.parts.comm.exchange import FIRST, Hosts, Ranks
 from hasten.parts.comm.methods import (
     AveragingMethod,
     BucketPart,
@@ -235,7 +233,7 @@ class BucketExchange:
         self, buffer: Tensor, pieces: Pieces, hosts: Hosts, way: AveragingMethod
     ) -> Callable[[], Tensor]:
         """The same where only hosts are to exchange it compressed."""
-        owner = hosts.owner(len(self.buckets))
+        owner = len(self.buckets) % hosts.within.world  # takes it to the other hosts
         self.buckets.append(pieces)
         within = hosts.within.all_reduce(buffer.div_(hosts.within.world), FIRST)
 
@@ -280,72 +278,3 @@ class BucketExchange:
         self.steps = int(state["steps"])
         self._memory.load(state["residual"])
         self.way.load(state["way"])
-
-
-# Where ranks meet: they compare settings, find out who shares a host, and open their groups.
-
-
-class RankMeeting:
-    """``ranks`` are None until several ranks have met; ``hosts`` where only these exchange
-    compressed gradients, and there are several ranks on each of several hosts."""
-
-    def __init__(self, settings: CompressionSettings, seconds: float, backend: str | None) -> None:
-        self.ranks: Ranks | None = None
-        self.hosts: Hosts | None = None
-        self.count = 0  # of hosts with several ranks, where hosts are the scope
-        self._settings, self._seconds, self._backend = settings, seconds, backend
-
-    def meet(self, travel: BucketExchange, group: dist.ProcessGroup | None = None) -> None:
-        """At the first call with several ranks; every rank calls it, each with its own ``group``.
-
-        Raises:
-            ValueError: hosts are the scope, and the group has some of the ranks.
-            CommunicationError: their settings differ, or hosts have different numbers of ranks.
-        """
-        running = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        if not running or self.ranks is not None:
-            return
-        members = None  # the ranks of each rank's group, every group once
-        if group is not None and dist.get_world_size(group) < dist.get_world_size():
-            groups: list[tuple[int, ...]] = [()] * dist.get_world_size()
-            dist.all_gather_object(groups, tuple(dist.get_process_group_ranks(group)))
-            members = sorted(set(groups))
-        if members and self._settings.scope == "hosts":
-            raise ValueError("scope 'hosts' is for gradients of all ranks; set scope='all'")
-        self.ranks = Ranks(self._seconds, self._backend, members)
-        self.ranks.agree(asdict(self._settings))
-        if self._settings.scope == "hosts":
-            hosts = found_hosts(self.ranks)
-            travel.quiet = len(hosts) == 1  # nothing is between hosts
-            self.count = len(hosts) if len(hosts) < self.ranks.world else 0
-            if self.count > 1:
-                self.hosts = Hosts(hosts, self._seconds, self._backend, self.ranks.reports)
-
-    @property
-    def sent_bytes(self) -> int:
-        """By this rank for gradients: to other hosts, where these are the scope."""
-        ranks = self.ranks if self.hosts is None else self.hosts.across
-        return 0 if ranks is None else ranks.sent_bytes
-
-    @property
-    def world(self) -> int:
-        """How many exchange compressed gradients: ranks, or hosts."""
-        if self.hosts is not None:
-            return self.hosts.across.world
-        if self.ranks is not None:
-            return self.ranks.world
-        running = dist.is_available() and dist.is_initialized()
-        return int(dist.get_world_size()) if running else 1
-
-    def send(
-        self,
-        travel: BucketExchange,
-        flat: Tensor,
-        pieces: Pieces,
-        ranks: Ranks,
-        way: AveragingMethod,
-    ) -> Callable[[], Tensor]:
-        """A bucket on its way; what is returned waits for its mean."""
-        if self.hosts is None:
-            return travel.send(flat, pieces, ranks, way)
-        return travel.send_between(flat, pieces, self.hosts, way)

@@ -37,10 +37,9 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -50,19 +49,47 @@ from hasten.parts.kernels import codec_gpu, codec_reference
 from hasten.parts.kernels.codec_reference import CHUNK
 from hasten.parts.kernels.registry import LEAST_CAPABILITY, is_refused
 
+ALIGNED = 16  # bytes: a view in any number format may begin there
 
-class Codec(Protocol):
-    """Encodes float32 or bf16 numbers, flat and without gaps, into a message of bytes."""
+
+class Codec(ABC):
+    """Encodes float32 or bf16 numbers, flat and without gaps, into a message of bytes.
+
+    All methods raise ``ValueError`` if a tensor has another shape, format, size or device.
+    """
 
     @property
+    @abstractmethod
     def name(self) -> str:
         """Returns the name as written in a recipe."""
 
+    @abstractmethod
     def message_bytes(self, numbers: int) -> int:
         """The exact length of a message of so many numbers."""
 
+    @abstractmethod
+    def finite(self, message: Tensor, numbers: int) -> Tensor:
+        """A bool tensor: whether all that was encoded was finite and within the format's range."""
+
+    @abstractmethod
+    def _encoded(
+        self, flat: Tensor, residual: Tensor | None, residual_out: Tensor | None, message: Tensor
+    ) -> None:
+        """Fills the message; ``residual_out`` may be the residual if ``_may_replace`` is true."""
+
+    @abstractmethod
+    def _may_replace(self, flat: Tensor, residual: Tensor) -> bool:
+        """Returns True if the error of the message may be written over the residual."""
+
+    @abstractmethod
+    def _decoded(self, messages: Tensor, out: Tensor, add: bool) -> None:
+        """Puts the mean of the messages (ranks, bytes) into ``out``, or adds it."""
+
     def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
         """The message, uint8, in ``out`` where that is given."""
+        message = self._message_for(flat, out)
+        self._encoded(flat.detach(), None, None, message)
+        return message
 
     def encode_with_feedback(
         self,
@@ -80,94 +107,58 @@ class Codec(Protocol):
         Without ``residual_out`` the error replaces the residual if all numbers were finite. For
         that, int8, int4 and top-k read the numbers a second time and wait for a GPU.
         """
+        message, flat = self._message_for(flat, out), flat.detach()
+        for name, tensor in (("the residual", residual), ("what is kept", residual_out)):
+            if tensor is not None:
+                _check_numbers(tensor, len(flat), flat.device, name)
+        if residual_out is None and len(flat) and self._may_replace(flat, residual):
+            residual_out = residual
+        self._encoded(flat, residual, residual_out, message)
+        return message, self.finite(message, len(flat))
 
     def decode(
         self, message: Tensor, numbers: int, out: Tensor | None = None, add: bool = False
     ) -> Tensor:
         """The numbers of a message in float32, put into ``out`` or added to it."""
+        if add and out is None:
+            raise ValueError("there is nothing to add to: give out, or leave add away")
+        _check_plain(message, "a message")
+        return self._result(message[None], numbers, out, add)
 
     def decode_mean(self, messages: Tensor, numbers: int, out: Tensor | None = None) -> Tensor:
         """The mean of messages (ranks, bytes), summed in float32 in the order of the ranks."""
+        if messages.dim() != 2 or not len(messages) or not messages.is_contiguous():
+            size, shape = self.message_bytes(numbers), tuple(messages.shape)
+            raise ValueError(f"messages are rows without gaps, (ranks, {size} bytes), not {shape}")
+        return self._result(messages, numbers, out, False)
 
-    def finite(self, message: Tensor, numbers: int) -> Tensor:
-        """A bool tensor: whether all that was encoded was finite and within the format's range."""
+    def _message_for(self, flat: Tensor, out: Tensor | None) -> Tensor:
+        """``out`` if it fits, or new memory for the message of these numbers."""
+        if flat.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"codecs encode float32 and bf16, not {flat.dtype}: convert it before")
+        _check_plain(flat, "what is encoded")
+        size = self.message_bytes(len(flat))
+        if out is None:
+            return torch.empty(size, dtype=torch.uint8, device=flat.device)
+        if out.device != flat.device:
+            raise ValueError(f"the message is on {out.device} and the numbers on {flat.device}")
+        _check_plain(out, "a message")
+        _check_bytes(out, size)
+        return out
 
-
-# What all codecs share: the memory of a message, and sentences on arguments that don't fit.
-
-ALIGNED = 16  # bytes: a view in any number format may begin there
+    def _result(self, messages: Tensor, numbers: int, out: Tensor | None, add: bool) -> Tensor:
+        _check_bytes(messages, self.message_bytes(numbers))
+        if out is None:
+            out = torch.empty(numbers, dtype=torch.float32, device=messages.device)
+        else:
+            _check_numbers(out, numbers, messages.device, "out")
+        self._decoded(messages, out, add)
+        return out
 
 
 def padded(size: int) -> int:
     """The bytes of a part of a message, so that the next begins where it may."""
     return -(-size // ALIGNED) * ALIGNED
-
-
-def checked(
-    flat: Tensor, residual: Tensor | None = None, residual_out: Tensor | None = None
-) -> Tensor:
-    """Numbers to encode, detached; the other two are the memory of what is left out, float32.
-
-    Raises:
-        ValueError: not flat, with gaps, in another format, or not of one length and device.
-    """
-    if flat.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"codecs encode float32 and bf16, not {flat.dtype}: convert it before")
-    _check_plain(flat, "what is encoded")
-    for name, tensor in (("the residual", residual), ("what is kept", residual_out)):
-        if tensor is not None:
-            _check_numbers(tensor, len(flat), flat.device, name)
-    return flat.detach()
-
-
-def message_for(out: Tensor | None, size: int, flat: Tensor) -> Tensor:
-    """``out`` if it fits, or new memory for a message.
-
-    Raises:
-        ValueError: ``out`` isn't of this size, or begins where no view can.
-    """
-    if out is None:
-        return torch.empty(size, dtype=torch.uint8, device=flat.device)
-    if out.device != flat.device:
-        raise ValueError(f"the message is on {out.device} and the numbers on {flat.device}")
-    check_message(out, size)
-    return out
-
-
-def check_message(message: Tensor, size: int) -> None:
-    """One message of ``size`` bytes.
-
-    Raises:
-        ValueError: another length, format, or a beginning where no view can begin.
-    """
-    _check_plain(message, "a message")
-    _check_bytes(message, size)
-
-
-def check_messages(messages: Tensor, size: int) -> None:
-    """Messages of several ranks, (ranks, size).
-
-    Raises:
-        ValueError: another shape or format, or none at all.
-    """
-    if messages.dim() != 2 or not len(messages) or not messages.is_contiguous():
-        shape = tuple(messages.shape)
-        raise ValueError(f"messages are rows without gaps, (ranks, {size} bytes), not {shape}")
-    _check_bytes(messages, size)
-
-
-def result_for(out: Tensor | None, numbers: int, message: Tensor, add: bool) -> Tensor:
-    """``out`` if it fits, or new memory for the decoded numbers.
-
-    Raises:
-        ValueError: ``out`` isn't float32 numbers of that length, or there is nothing to add to.
-    """
-    if out is None:
-        if add:
-            raise ValueError("there is nothing to add to: give out, or leave add away")
-        return torch.empty(numbers, dtype=torch.float32, device=message.device)
-    _check_numbers(out, numbers, message.device, "out")
-    return out
 
 
 def _check_bytes(message: Tensor, size: int) -> None:
@@ -198,11 +189,6 @@ def _check_plain(tensor: Tensor, name: str) -> None:
         )
 
 
-# A codec that sends each number in a format of its own: float32, float16 or bf16.
-#
-# float16 ends at 65504. What lies beyond, or is too large for bf16, is infinite in the message and
-# counts as not finite: scale before encoding, rather than have it cut off unseen.
-
 FORMATS = {"none": torch.float32, "half": torch.float16, "bf16": torch.bfloat16}
 # Bits without the sign are ordered as magnitudes are. These are infinity's; a NaN's lie above.
 INFINITIES = {
@@ -214,67 +200,21 @@ PIECE = 65_536  # numbers
 
 
 @dataclass(frozen=True)
-class CastCodec:
-    """Each number in a format of its own: float32, float16 or bf16."""
+class CastCodec(Codec):
+    """Each number in a format of its own: float32, float16 or bf16.
 
-    name: str
+    float16 ends at 65504. A number beyond its format is infinite in the message and counts as not
+    finite: scale before encoding.
+    """
 
-    def __post_init__(self) -> None:
-        if self.name not in FORMATS:
-            raise ValueError(f"there is no format {self.name!r}; there are {', '.join(FORMATS)}")
+    format: str
+
+    @property
+    def name(self) -> str:
+        return self.format
 
     def message_bytes(self, numbers: int) -> int:
-        return padded(numbers * FORMATS[self.name].itemsize)
-
-    def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
-        flat = checked(flat)
-        message = message_for(out, self.message_bytes(len(flat)), flat)
-        values = self._values(message, len(flat))
-        values.copy_(flat)
-        message[values.nbytes :].zero_()
-        return message
-
-    def encode_with_feedback(
-        self,
-        flat: Tensor,
-        residual: Tensor,
-        out: Tensor | None = None,
-        residual_out: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        flat = checked(flat, residual, residual_out)
-        message = message_for(out, self.message_bytes(len(flat)), flat)
-        values = self._values(message, len(flat))
-        message[values.nbytes :].zero_()
-        pieces = _pieces(flat)
-        for p in pieces:
-            values[p].copy_(residual[p] + flat[p])
-        fine, into = (
-            self.finite(message, len(flat)),
-            residual if residual_out is None else residual_out,
-        )
-        on_cpu = flat.device.type == "cpu"  # where looking costs no waiting, and where() is slow
-        if on_cpu and not bool(fine):
-            into.copy_(residual)
-            return message, fine
-        for p in pieces:
-            remainder = (residual[p] + flat[p]).sub_(values[p].to(torch.float32))
-            into[p].copy_(remainder if on_cpu else remainder.where(fine, residual[p]))
-        return message, fine
-
-    def decode(
-        self, message: Tensor, numbers: int, out: Tensor | None = None, add: bool = False
-    ) -> Tensor:
-        check_message(message, self.message_bytes(numbers))
-        result = result_for(out, numbers, message, add)
-        values = self._values(message, numbers)
-        return _added(result, values) if add else result.copy_(values)
-
-    def decode_mean(self, messages: Tensor, numbers: int, out: Tensor | None = None) -> Tensor:
-        check_messages(messages, self.message_bytes(numbers))
-        result = self.decode(messages[0], numbers, out)
-        for message in messages[1:]:
-            _added(result, self._values(message, numbers))
-        return result.mul_(1 / len(messages))
+        return padded(numbers * FORMATS[self.format].itemsize)
 
     def finite(self, message: Tensor, numbers: int) -> Tensor:
         values = self._values(message, numbers)
@@ -285,9 +225,45 @@ class CastCodec:
             return torch.ones((), dtype=torch.bool, device=message.device)
         return torch.stack(sizes).amax() < infinity
 
+    def _may_replace(self, flat: Tensor, residual: Tensor) -> bool:
+        return True  # ``_encoded`` looks at the message before it writes
+
+    def _encoded(
+        self, flat: Tensor, residual: Tensor | None, residual_out: Tensor | None, message: Tensor
+    ) -> None:
+        values, pieces = self._values(message, len(flat)), _pieces(flat)
+        message[values.nbytes :].zero_()
+        if residual is None:
+            values.copy_(flat)
+            return
+        for p in pieces:
+            values[p].copy_(residual[p] + flat[p])
+        if residual_out is None:
+            return
+        fine = self.finite(message, len(flat))
+        on_cpu = flat.device.type == "cpu"  # where looking costs no waiting, and where() is slow
+        if on_cpu and not bool(fine):
+            residual_out.copy_(residual)
+            return
+        for p in pieces:
+            remainder = (residual[p] + flat[p]).sub_(values[p].to(torch.float32))
+            residual_out[p].copy_(remainder if on_cpu else remainder.where(fine, residual[p]))
+
+    def _decoded(self, messages: Tensor, out: Tensor, add: bool) -> None:
+        for message in messages:
+            values = self._values(message, len(out))
+            if add:
+                for p in _pieces(values):  # a sum of two formats is ten times slower
+                    out[p].add_(values[p].to(torch.float32))
+            else:
+                out.copy_(values)
+            add = True
+        if len(messages) > 1:
+            out.mul_(1 / len(messages))
+
     def _values(self, message: Tensor, numbers: int) -> Tensor:
-        kind = FORMATS[self.name]
-        return message[: numbers * kind.itemsize].view(kind)
+        dtype = FORMATS[self.format]
+        return message[: numbers * dtype.itemsize].view(dtype)
 
 
 def _pieces(flat: Tensor) -> list[slice]:
@@ -296,68 +272,18 @@ def _pieces(flat: Tensor) -> list[slice]:
     return [slice(at, at + each) for at in range(0, len(flat), each)]
 
 
-def _added(result: Tensor, values: Tensor) -> Tensor:
-    for p in _pieces(values):
-        result[p].add_(values[p].to(torch.float32))  # a sum of two formats is ten times slower
-    return result
-
-
-class PackedCodec(Codec):
-    """Base of codecs that send codes or positions, which kernels create and read."""
-
-    @abstractmethod
-    def _are_finite(self, flat: Tensor, residual: Tensor) -> bool:
-        """Returns True if their sum is finite and within the format's range."""
-
-    @abstractmethod
-    def _encoded(
-        self, flat: Tensor, residual: Tensor | None, residual_out: Tensor | None, out: Tensor | None
-    ) -> Tensor: ...
-
-    @abstractmethod
-    def _decoded(self, messages: Tensor, out: Tensor, add: bool) -> Tensor: ...
-
-    def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
-        return self._encoded(checked(flat), None, None, out)
-
-    def encode_with_feedback(
-        self,
-        flat: Tensor,
-        residual: Tensor,
-        out: Tensor | None = None,
-        residual_out: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        flat, into = checked(flat, residual, residual_out), residual_out
-        if residual_out is None and (not len(flat) or self._are_finite(flat, residual)):
-            into = residual
-        message = self._encoded(flat, residual, into, out)
-        return message, self.finite(message, len(flat))
-
-    def decode(
-        self, message: Tensor, numbers: int, out: Tensor | None = None, add: bool = False
-    ) -> Tensor:
-        check_message(message, self.message_bytes(numbers))
-        return self._decoded(message[None], result_for(out, numbers, message, add), add)
-
-    def decode_mean(self, messages: Tensor, numbers: int, out: Tensor | None = None) -> Tensor:
-        check_messages(messages, self.message_bytes(numbers))
-        return self._decoded(messages, result_for(out, numbers, messages, False), False)
-
-
-# A codec that sends blocks of numbers as codes of 8, 4 or 1 bits with one scale for each block.
-#
-# A message is the codes of all blocks, then their scales; in int4 the first half of a block lies in
-# the lower halves of its bytes, of signs each eighth in a bit of its own.
-# :mod:`hasten.parts.kernels.codec_reference` says how a scale and a code are made.
-
 WIDTHS = {"int8": 8, "int4": 4, "sign": 1}
 LARGEST_BLOCK = 4096
 TRITON = "codec"  # the name of the Triton kernels where they are checked
 
 
 @dataclass(frozen=True)
-class QuantisedCodec(PackedCodec):
-    """Blocks of numbers as whole codes of 8 or 4 bits, or as signs, with a bf16 scale for each."""
+class QuantisedCodec(Codec):
+    """Blocks of numbers as whole codes of 8 or 4 bits, or as signs, with a bf16 scale for each.
+
+    A message is the codes of all blocks, then their scales. In int4 the first half of a block is in
+    the lower halves of its bytes. Each eighth of the signs has a bit of its own.
+    """
 
     bits: int
     block: int = 256
@@ -378,42 +304,23 @@ class QuantisedCodec(PackedCodec):
         blocks, codes = self._sizes(numbers)
         return codes + padded(2 * blocks)
 
-    def encode(self, flat: Tensor, out: Tensor | None = None, seed: int | None = None) -> Tensor:
-        """The message. A ``seed`` rounds codes, not signs, by chance, so that the mean is right."""
-        flat = checked(flat)
-        return self._encoded(flat, None, None, out, seed)
-
-    def _are_finite(self, flat: Tensor, residual: Tensor) -> bool:
+    def _may_replace(self, flat: Tensor, residual: Tensor) -> bool:
         return bool(_way(flat).finite(flat, residual, codec_reference.limit_of(self.bits)))
 
     def _encoded(
-        self,
-        flat: Tensor,
-        residual: Tensor | None,
-        residual_out: Tensor | None,
-        out: Tensor | None,
-        seed: int | None = None,
-    ) -> Tensor:
-        if seed is not None and self.bits == 1:
-            raise ValueError("signs aren't rounded by chance: leave the seed out")
-        message = message_for(out, self.message_bytes(len(flat)), flat)
-        blocks, size = self._sizes(len(flat))
-        message[size + 2 * blocks :].zero_()
+        self, flat: Tensor, residual: Tensor | None, residual_out: Tensor | None, message: Tensor
+    ) -> None:
+        codes, scales = self.parts_of(message, len(flat))
+        message[len(codes) + len(scales) :].zero_()
         if len(flat):
-            codes, scales = message[:size], message[size : size + 2 * blocks].view(torch.int16)
-            _way(flat).encode(
-                flat, residual, residual_out, codes, scales, self.block, self.bits, seed
-            )
-        return message
+            parts = codes, scales.view(torch.int16)
+            _way(flat).encode(flat, residual, residual_out, *parts, self.block, self.bits, None)
 
-    def _decoded(self, messages: Tensor, out: Tensor, add: bool) -> Tensor:
-        blocks, size = self._sizes(len(out))
+    def _decoded(self, messages: Tensor, out: Tensor, add: bool) -> None:
+        codes, scales = self.parts_of(messages, len(out))
         if len(out):
-            codes = messages[:, :size]
-            scales = messages[:, size : size + 2 * blocks].view(torch.int16)
-            factor = 1 / len(messages)
-            _way(out).decode(codes, scales, out, self.block, self.bits, factor, add)
-        return out
+            settings = self.block, self.bits, 1 / len(messages), add
+            _way(out).decode(codes, scales.view(torch.int16), out, *settings)
 
     def parts_of(self, messages: Tensor, numbers: int) -> tuple[Tensor, Tensor]:
         """The bytes of codes and of scales of one message or of several as rows."""
@@ -421,9 +328,8 @@ class QuantisedCodec(PackedCodec):
         return messages[..., :size], messages[..., size : size + 2 * blocks]
 
     def finite(self, message: Tensor, numbers: int) -> Tensor:
-        blocks, size = self._sizes(numbers)
-        scales = message[size : size + 2 * blocks].view(torch.int16)
-        return (scales < codec_reference.INFINITE >> 16).all()
+        _, scales = self.parts_of(message, numbers)
+        return (scales.view(torch.int16) < codec_reference.INFINITE >> 16).all()
 
     def _sizes(self, numbers: int) -> tuple[int, int]:
         """How many blocks, and how many bytes of codes; the last block is filled up with zeros."""
@@ -431,11 +337,11 @@ class QuantisedCodec(PackedCodec):
         return blocks, blocks * self.block * self.bits // 8
 
 
-def _way(tensor: Tensor) -> ModuleType:
-    """The module that has ``finite``, ``encode`` and ``decode`` for the tensor's device."""
+def _way(tensor: Tensor, in_triton: bool = True) -> ModuleType:
+    """The module that has the passes over the numbers for the tensor's device."""
     if tensor.device.type == "cpu":
         return compiled if compiled.library().library is not None else codec_reference
-    if tensor.is_cuda and _takes_triton(tensor.device) and not is_refused(TRITON):
+    if in_triton and tensor.is_cuda and _takes_triton(tensor.device) and not is_refused(TRITON):
         return codec_gpu
     return codec_reference
 
@@ -453,9 +359,6 @@ def _takes_triton(device: torch.device) -> bool:
     )
 
 
-# Which codec a name stands for.
-
-
 def codec(name: str, block: int = 256) -> Codec:
     """The codec of that name; ``block`` is how many numbers share a scale in int8, int4 and sign.
 
@@ -470,23 +373,18 @@ def codec(name: str, block: int = 256) -> Codec:
     raise ValueError(f"there is no codec {name!r}; there are {names}")
 
 
-# The k largest numbers of every chunk of 256, as a message of three bytes for each.
-#
-# Within a chunk a place is one byte, and the value is a bf16; a top-k over a whole tensor with
-# int64 places needs ten. Aji and Heafield (Sparse Communication for Distributed Gradient Descent,
-# arXiv:1704.05021) send the largest with error feedback; that chunks choose for themselves spreads
-# what is sent evenly, and lets every rank's message have the same length.
-#
-# Of equal magnitudes the one at the lowest place is sent. The residual, how what isn't finite is
-# told, and the order of sums are those of the other codecs. The kernel is in C++; where no compiler
-# is, and on a GPU, torch's operators write the same bits.
-
 INFINITE_BF16 = 0x7F80
 
 
 @dataclass(frozen=True)
-class ChunkedTopK(PackedCodec):
-    """A codec that keeps the ``k`` largest magnitudes of each chunk of 256 numbers."""
+class ChunkedTopK(Codec):
+    """A codec that keeps the ``k`` largest magnitudes of each chunk of 256 numbers.
+
+    Each takes three bytes: a place within the chunk, and a bf16; a top-k over a whole tensor with
+    int64 places needs ten. Chunks that choose for themselves spread what is sent evenly, and every
+    rank's message has the same length. Of equal magnitudes the one at the lowest place is sent
+    (Aji and Heafield, arXiv:1704.05021).
+    """
 
     k: int
 
@@ -513,27 +411,26 @@ class ChunkedTopK(PackedCodec):
         chosen = self._chosen(numbers)
         return padded(chosen) + padded(2 * chosen)
 
-    def _are_finite(self, flat: Tensor, residual: Tensor) -> bool:
+    def _may_replace(self, flat: Tensor, residual: Tensor) -> bool:
         limit = codec_reference.TOO_LARGE_FOR_BF16
-        return bool(_topk_way(flat).finite(flat, residual, limit))
+        return bool(_way(flat, in_triton=False).finite(flat, residual, limit))
 
     def _encoded(
-        self, flat: Tensor, residual: Tensor | None, residual_out: Tensor | None, out: Tensor | None
-    ) -> Tensor:
-        message = message_for(out, self.message_bytes(len(flat)), flat)
+        self, flat: Tensor, residual: Tensor | None, residual_out: Tensor | None, message: Tensor
+    ) -> None:
         chosen = self._chosen(len(flat))
         message[chosen : padded(chosen)].zero_()
         message[padded(chosen) + 2 * chosen :].zero_()
         if chosen:
-            places, values = self._parts(message[None], len(flat))
-            _topk_way(flat).topk_encode(flat, residual, residual_out, places[0], values[0], self.k)
-        return message
+            (places,), (values,) = self._parts(message[None], len(flat))
+            way = _way(flat, in_triton=False)
+            way.topk_encode(flat, residual, residual_out, places, values, self.k)
 
-    def _decoded(self, messages: Tensor, out: Tensor, add: bool) -> Tensor:
+    def _decoded(self, messages: Tensor, out: Tensor, add: bool) -> None:
         if len(out):
             places, values = self._parts(messages, len(out))
-            _topk_way(out).topk_decode(places, values, out, self.k, 1 / len(messages), add)
-        return out
+            way = _way(out, in_triton=False)
+            way.topk_decode(places, values, out, self.k, 1 / len(messages), add)
 
     def finite(self, message: Tensor, numbers: int) -> Tensor:
         _, values = self._parts(message[None], numbers)
@@ -547,9 +444,3 @@ class ChunkedTopK(PackedCodec):
 
     def _chosen(self, numbers: int) -> int:
         return -(-numbers // CHUNK) * self.k
-
-
-def _topk_way(tensor: Tensor) -> ModuleType:
-    """The module that has ``finite`` and the two passes for the tensor's device."""
-    on_processor = tensor.device.type == "cpu" and compiled.library().library is not None
-    return compiled if on_processor else codec_reference

@@ -8,11 +8,9 @@ ranks.
 
 from __future__ import annotations
 
-import itertools
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,13 +23,7 @@ from hasten.parts.comm.codecs import Codec
 from hasten.parts.comm.codecs import codec as codec_called
 from hasten.parts.comm.groups import moves_by_nccl, own_accelerator
 from hasten.parts.comm.link_model import (
-    CodecModel,
-    Cost,
-    break_even,
     bucket_bytes,
-    flat,
-    hierarchical,
-    leader,
     measure,
     route_costs,
 )
@@ -45,10 +37,6 @@ from hasten.parts.comm.topology import (
     with_detected_links,
     with_named_links,
 )
-
-if TYPE_CHECKING:
-    from hasten.parts.comm.codecs import Codec
-
 
 # The two halves of an all-reduce in one group, dense or by a codec: scatter a sum, gather pieces.
 #
@@ -159,15 +147,11 @@ def _encoded(
     return rows
 
 
-# The plan.
-
 BACKENDS = ("nccl", "gloo")
 WAYS = ("auto", "flat", "hierarchical", "leader")
 CODECS = ("none", "half", "bf16", "int8", "int4")
-ADVISED = ("bf16", "int8", "int4")  # of which it is told whether they would pay
 SIZES = 48  # powers of two of numbers for which a way is chosen
 SHOWN = (256, 2**18, 6_553_600)  # float32 numbers: 1 KB, 1 MB, a bucket of 25 MB
-TIMED_NUMBERS = 2**20
 NOWHERE = Link(0.0, float("inf"))
 
 
@@ -222,7 +206,6 @@ class CollectivePlan:
 
     topology: Topology
     by_size: tuple[str, ...]
-    speeds: Mapping[str, float]  # bytes of float32 per second through codecs, as on rank 0
 
     def way(self, numbers: int) -> str:
         return self.by_size[min(max(numbers - 1, 0).bit_length(), SIZES - 1)]
@@ -230,11 +213,11 @@ class CollectivePlan:
 
 def alone() -> CollectivePlan:
     """Returns the plan of a single rank."""
-    return CollectivePlan(Topology(((0,),), NOWHERE, NOWHERE, "one rank"), ("flat",) * SIZES, {})
+    return CollectivePlan(Topology(((0,),), NOWHERE, NOWHERE, "one rank"), ("flat",) * SIZES)
 
 
-def agreed(settings: CollectiveSettings, host: str) -> tuple[CollectivePlan, list[str]]:
-    """Rank 0's plan and the names of all ranks' hosts; every rank calls it.
+def agreed(settings: CollectiveSettings, host: str) -> CollectivePlan:
+    """Rank 0's plan; every rank calls it.
 
     Raises:
         ValueError: on all ranks, if they were given different settings, or a way that these hosts
@@ -251,15 +234,14 @@ def agreed(settings: CollectiveSettings, host: str) -> tuple[CollectivePlan, lis
                     f"ranks disagree: rank {rank} has {name}={value!r}, rank 0 "
                     f"{name}={first[name]!r}; give all ranks the same settings"
                 )
-    names = [name for name, _ in reports]
-    hosts = hosts_of(names)
+    hosts = hosts_of([name for name, _ in reports])
     topology_hosts = settings.topology.hosts if isinstance(settings.topology, Topology) else hosts
     check_way("hierarchical" if settings.coded else settings.way, topology_hosts)
     topology = _topology(settings.topology, hosts)
     plan = [_made(settings, topology) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(plan, 0)
     assert plan[0] is not None  # rank 0 made it
-    return plan[0], names
+    return plan[0]
 
 
 def check_way(way: str, hosts: Sequence[Sequence[int]]) -> None:
@@ -280,12 +262,10 @@ def explanation(plan: CollectivePlan, settings: CollectiveSettings) -> str:
     """The topology, what each way costs, and the choice."""
     topology, on_nccl = plan.topology, settings.backend == "nccl" and has_cuda()
     lines = [str(topology), f"buckets: at least {bucket_bytes(topology) / 2**20:.0f} MB"]
-    codec_name = settings.between
-    codecs = [codec_model(codec_name, plan.speeds[codec_name])] if codec_name in plan.speeds else []
     for numbers in SHOWN:
         chosen = plan.way(numbers)
         lines.append(f"{4 * numbers / 1e6:.3g} MB of float32: {chosen}")
-        lines += [f"    {cost}" for cost in route_costs(topology, numbers, codecs, on_nccl)]
+        lines += [f"    {cost}" for cost in route_costs(topology, numbers, on_nccl)]
     if settings.coded:
         lines.append("chosen: hierarchical, because a codec was asked for")
     elif settings.way != "auto":
@@ -294,50 +274,7 @@ def explanation(plan: CollectivePlan, settings: CollectiveSettings) -> str:
         lines.append("chosen: flat; NCCL finds rings, trees and rank order itself")
     else:
         lines.append("chosen: the cheapest by latency and bandwidth")
-    if len(topology.hosts) > 1 and topology.uniform and plan.speeds:
-        lines += advice(topology, plan.speeds, on_nccl)
     return "\n".join(lines)
-
-
-def advice(topology: Topology, speeds: Mapping[str, float], on_nccl: bool = False) -> list[str]:
-    """Advice on codecs: the bandwidth below which each is faster than dense routes."""
-    dense = min(route_costs(topology, SHOWN[-1], (), on_nccl), key=lambda cost: cost.seconds)
-    lines, bandwidth = [], topology.between.bandwidth
-    limits = {
-        name: break_even(dense, hierarchical(topology, SHOWN[-1], codec_model(name, speed)))
-        for name, speed in speeds.items()
-    }
-    for name, limit in limits.items():
-        lines.append(
-            f"{name} pays below {limit * 8 / 1e9:.3g} Gbit/s per host, at "
-            f"{speeds[name] / 1e9:.3g} GB/s through the codec: "
-            f"{'' if bandwidth < limit else 'not '}on this link"
-        )
-    if all(bandwidth >= limit for limit in limits.values()):
-        lines.append("don't compress on this link")
-    return lines
-
-
-def codec_model(name: str, speed: float) -> CodecModel:
-    """Returns the properties of a codec that the cost model needs."""
-    return CodecModel(name, codec_called(name).message_bytes, speed)
-
-
-def codec_speed(name: str, numbers: int = TIMED_NUMBERS, device: str = "cpu") -> float:
-    """Bytes of float32 per second through a codec, the slower of encoding and decoding."""
-    codec = codec_called(name)
-    values = torch.linspace(-1, 1, numbers, device=device)
-    message = codec.encode(values)  # the first time compiles
-    codec.decode(message, numbers, values)
-    best = [float("inf"), float("inf")]
-    for _ in range(3):
-        marks = [time.perf_counter()]
-        codec.encode(values, message)
-        marks.append(_now(device))
-        codec.decode(message, numbers, values)
-        marks.append(_now(device))
-        best = [min(b, y - x) for b, (x, y) in zip(best, itertools.pairwise(marks), strict=True)]
-    return 4 * numbers / max(*best, 1e-9)
 
 
 def codecs_for(tensor: Tensor, route: Route) -> tuple[Codec | None, Codec | None]:
@@ -367,44 +304,22 @@ def _topology(topology: str | Topology, hosts: tuple[tuple[int, ...], ...]) -> T
         return with_detected_links(hosts, gpu_link() if moves_by_nccl() else None)
     if topology != "measure":
         return with_named_links(topology, hosts)
-    within, between = measure(hosts, _device())
+    device = str(own_accelerator()) if moves_by_nccl() else "cpu"
+    within, between = measure(hosts, device)
     return Topology(hosts, within or NOWHERE, between or NOWHERE, "measured")
 
 
 def _made(settings: CollectiveSettings, topology: Topology) -> CollectivePlan:
-    names: tuple[str, ...] = () if settings.between == "none" else (settings.between,)
-    if not names and settings.topology == "measure" and len(topology.hosts) > 1:
-        names = ADVISED
-    speeds = {name: codec_speed(name, device=_device()) for name in names}
     if settings.coded:
-        return CollectivePlan(topology, ("hierarchical",) * SIZES, speeds)
+        return CollectivePlan(topology, ("hierarchical",) * SIZES)
     if settings.way != "auto":
-        return CollectivePlan(topology, (settings.way,) * SIZES, speeds)
-    by_size = tuple(_cheapest(topology, 2**k, moves_by_nccl()) for k in range(SIZES))
-    return CollectivePlan(topology, by_size, speeds)
-
-
-def _cheapest(topology: Topology, numbers: int, on_nccl: bool) -> str:
-    candidates: list[Cost] = [flat(topology, numbers)]
-    if not on_nccl and len(topology.hosts) > 1 and topology.ranks > len(topology.hosts):
-        candidates.append(leader(topology, numbers))
-        if topology.uniform:
-            candidates.append(hierarchical(topology, numbers))
-    return min(candidates, key=lambda cost: cost.seconds).way
+        return CollectivePlan(topology, (settings.way,) * SIZES)
+    on_nccl = moves_by_nccl()
+    cheapest = (route_costs(topology, 2**k, on_nccl)[0].way for k in range(SIZES))
+    return CollectivePlan(topology, tuple(cheapest))
 
 
 def _one_of(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         hint = did_you_mean(value, choices)
         raise ValueError(f"{name} is {value!r}{hint}; it must be one of {', '.join(choices)}")
-
-
-def _device() -> str:
-    """Where the process group's tensors are, and so the codecs run."""
-    return str(own_accelerator()) if moves_by_nccl() else "cpu"
-
-
-def _now(device: str) -> float:
-    if not device.startswith("cpu"):
-        torch.accelerator.synchronize(device)  # a codec's time is that of its kernels
-    return time.perf_counter()

@@ -28,12 +28,11 @@ time, in the same order on all ranks.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -41,6 +40,7 @@ from torch import Tensor
 
 from hasten.machine.host import has_cuda
 from hasten.parts.comm import collective_plan
+from hasten.parts.comm.codecs import Codec
 from hasten.parts.comm.collective_plan import (
     HALVES,
     CollectivePlan,
@@ -55,11 +55,8 @@ from hasten.parts.comm.collective_plan import (
 )
 from hasten.parts.comm.groups import Groups
 from hasten.parts.comm.methods import ErrorMemory
-from hasten.parts.comm.rank_check import CollectiveError, error_of_ranks
+from hasten.parts.comm.rank_check import CollectiveError, RankReports
 from hasten.parts.comm.topology import Topology, host_name
-
-if TYPE_CHECKING:
-    from hasten.parts.comm.codecs import Codec
 
 __all__ = ["CollectiveError", "TopoAwareCollective"]
 
@@ -69,7 +66,6 @@ OPS = {
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
-_numbers = itertools.count()  # collectives are built in the same order on all ranks
 
 
 class TopoAwareCollective:
@@ -84,7 +80,7 @@ class TopoAwareCollective:
         within, between: the codec within and between hosts: "none", "bf16", "half", "int8",
             "int4".
         host: name of this rank's host, if not its machine and network.
-        timeout: seconds that a collective, and the search for a missing rank, may take.
+        timeout: seconds that a collective may take.
 
     Raises:
         ValueError: a setting is unknown. At the first call, on all ranks: settings differ.
@@ -111,9 +107,7 @@ class TopoAwareCollective:
         self._host = host
         self._plan: CollectivePlan | None = None
         self._groups: Groups | None = None
-        self._hosts: list[str] = []
-        self._subject = ""
-        self._failed: CollectiveError | None = None
+        self._reports: RankReports | None = None
         self._queue = WorkQueue()
 
     @property
@@ -293,10 +287,8 @@ class TopoAwareCollective:
         if self._plan is None:
             if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
                 return collective_plan.alone()
-            self._subject = f"collective-{next(_numbers)}"
             with self._named("agreeing on a plan"):
-                host = self._host or host_name()
-                self._plan, self._hosts = collective_plan.agreed(self.settings, host)
+                self._plan = collective_plan.agreed(self.settings, self._host or host_name())
         return self._plan
 
     def _groups_of(self, topology: Topology) -> Groups:
@@ -312,17 +304,18 @@ class TopoAwareCollective:
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
         """A failure inside becomes an error that names the ranks which are missing."""
-        if self._failed is not None:
-            raise CollectiveError(f"no further collective: {self._failed}", self._failed.missing)
+        if self._reports is None:
+            members, seconds = range(dist.get_world_size()), self.settings.timeout
+            self._reports = RankReports("collective", members, seconds)
+        failure = self._reports.told
+        if failure is not None:
+            raise CollectiveError(f"no further collective: {failure}", failure.missing)
         try:
             yield
         except CollectiveError:
             raise
         except RuntimeError as error:  # torch has no class of its own for gloo's
-            hosts = self._hosts or [""] * dist.get_world_size()
-            limit = self.settings.timeout
-            self._failed = error_of_ranks(what, error, self._subject, hosts, limit)
-            raise self._failed from error
+            raise self._reports.failed(what, error) from error
 
 
 def _divides_early(op: str, tensor: Tensor, route: Route) -> bool:
@@ -330,15 +323,12 @@ def _divides_early(op: str, tensor: Tensor, route: Route) -> bool:
     return op == "mean" and (tensor.dtype in HALVES or "half" in (route.within, route.between))
 
 
-# Collectives that are begun now and waited for later, as torch.distributed's ``async_op``.
-#
-# One thread runs them in the order of the calls, so that all ranks issue them in one order. A loop
-# that drops a work instead of waiting for it would read a tensor that is still on its way: so the
-# work is finished as it is dropped, and an error in it is raised by the next call.
-
-
 class CollectiveWork:
-    """A collective under way."""
+    """A collective under way.
+
+    A loop that drops it instead of waiting would read a tensor that is still on its way. So it is
+    finished as it is dropped, and the next call raises its error.
+    """
 
     def __init__(self, future: Future[Tensor], awaited: set[Future[Tensor]]) -> None:
         self._future, self._seen = future, awaited
@@ -362,7 +352,7 @@ class CollectiveWork:
 
 
 class WorkQueue:
-    """Runs collectives in one thread, which begins with the first."""
+    """Runs collectives in one thread, in the order of the calls, as all ranks issue them."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None

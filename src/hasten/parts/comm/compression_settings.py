@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from hasten.formatting import did_you_mean
 from hasten.machine.host import has_cuda
 from hasten.parts.comm.codecs import codec
-
-if TYPE_CHECKING:
-    pass
 from hasten.parts.comm.methods import AveragingMethod, Dense, PowerSGDMean, QuantisedMean, TopKMean
-
-# The settings of a gradient compressor, checked, and the way that each method name stands for.
 
 METHODS = ("none", "half", "bf16", "int8", "int4", "topk", "powersgd")
 WHOLE = {  # methods that take a model and not a gradient, and what they do with it

@@ -9,7 +9,6 @@ order uses the second (:mod:`hasten.parts.comm.groups`).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,6 @@ from hasten.parts.comm.rank_check import CollectiveError, RankReports
 from hasten.parts.comm.topology import host_name, hosts_of
 
 FIRST, SECOND = 0, 1
-LONGEST_SETTINGS = 2048  # bytes of the settings that ranks compare
 
 
 class CommunicationError(CollectiveError):
@@ -33,14 +31,15 @@ class CommunicationError(CollectiveError):
 
 @dataclass
 class Pending:
-    """A collective under way."""
+    """A collective under way; without a ``work`` it is over."""
 
     work: Any
     result: Tensor
 
     def wait(self) -> Tensor:
         """Its result; on a processor this thread waits, on a GPU its stream does."""
-        self.work.wait()
+        if self.work is not None:
+            self.work.wait()
         return self.result
 
 
@@ -114,12 +113,9 @@ class Ranks:
         Raises:
             CommunicationError: a rank has others; it is named with the first that differs.
         """
-        text = json.dumps(dict(settings), sort_keys=True).encode()[:LONGEST_SETTINGS]
-        message = torch.zeros(LONGEST_SETTINGS, dtype=torch.uint8)
-        message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        rows = self.all_gather(movable(message, self._groups[FIRST]), FIRST).wait().cpu()
-        self._sent[FIRST] = 0  # the settings are no gradients
-        first, *others = (json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in rows)
+        reports: list[Mapping[str, Any]] = [{}] * self.world
+        dist.all_gather_object(reports, dict(settings), group=self._groups[FIRST])
+        first, *others = reports
         for rank, rank_settings in enumerate(others, start=1):
             for key in sorted({*first, *rank_settings}):
                 if first.get(key) != rank_settings.get(key):
@@ -130,18 +126,15 @@ class Ranks:
 
     def differing(self, checksum: int) -> list[int]:
         """Returns the ranks with another number than rank 0; the same on every rank."""
-        local_checksum = movable(torch.tensor([checksum], dtype=torch.int64), self._groups[FIRST])
-        before = list(self._sent)
-        checksums = self.all_gather(local_checksum, FIRST).wait().flatten().tolist()
-        self._sent = before
+        checksums = self.gathered(torch.tensor([checksum])).flatten().tolist()
         return [rank for rank, value in enumerate(checksums) if value != checksums[0]]
 
-    def others_states(self, values: Tensor) -> Tensor:
-        """Everybody's ``values`` as rows, on the host; for a checkpoint."""
-        before = list(self._sent)
-        rows = self.all_gather(movable(values, self._groups[FIRST]), FIRST).wait().cpu()
-        self._sent = before
-        return rows
+    def gathered(self, values: Tensor) -> Tensor:
+        """Everybody's ``values`` as rows, on the host; they don't count as sent gradients."""
+        values = movable(values, self._groups[FIRST])
+        rows = values.new_empty(self.world * len(values))
+        groups.all_gather(rows, values, self._groups[FIRST]).wait()
+        return rows.view(self.world, -1).cpu()
 
 
 def reduced_bytes(size: int, world: int) -> int:
@@ -188,11 +181,6 @@ class Hosts:
             )
         self.within = Ranks(seconds, backend, hosts, reports)
         self.across = Ranks(seconds, backend, list(zip(*hosts, strict=True)), reports)
-
-    def owner(self, bucket: int) -> int:
-        """The place within a host of the rank that takes a step's bucket to the others."""
-        local_rank: int = bucket % self.within.world
-        return local_rank
 
 
 def found_hosts(ranks: Ranks) -> tuple[tuple[int, ...], ...]:

@@ -25,27 +25,33 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.parts.comm import buckets as gradients
-from hasten.parts.comm.buckets import BucketExchange, RankMeeting
+from hasten.parts.comm.buckets import BucketExchange
 from hasten.parts.comm.compression_settings import WHOLE, CompressionSettings, backend_of
-from hasten.parts.comm.exchange import CommunicationError, Ranks
+from hasten.parts.comm.exchange import CommunicationError, Hosts, Ranks, found_hosts
 from hasten.parts.comm.groups import OrderedThread, at_once, bucket_hook
 from hasten.parts.comm.local_sgd import LocalTraining
-from hasten.parts.comm.methods import BucketPart, ErrorMemory, parts_of
+from hasten.parts.comm.methods import (
+    AveragingMethod,
+    BucketPart,
+    ErrorMemory,
+    Pieces,
+    parts_of,
+)
 from hasten.parts.comm.rank_check import checksum, drift_message
 from hasten.parts.comm.weight_methods import start_method
 
-# A tensor as other ranks would read it: compress and decompress on one rank, with error feedback.
-#
-# A loop that compresses each gradient by hand and then averages gives tensors no name. They are
-# told apart by the order of calls between two averages, which must then stay the same.
-
 
 class LocalCompression:
-    """State of ``compress``; ``calls`` counts them since the last average."""
+    """State of ``compress``; ``calls`` counts them since the last average.
+
+    A loop that compresses each gradient by hand gives tensors no name. The order of calls between
+    two averages identifies a tensor, and must then stay the same.
+    """
 
     def __init__(self, settings: CompressionSettings) -> None:
         self.calls = 0
@@ -167,7 +173,11 @@ class GradientCompressor:
         self._travel = BucketExchange(self._settings)
         self._locally = LocalCompression(self._settings)
         self._whole: LocalTraining | None = None  # diloco, stream
-        self._meeting = RankMeeting(self._settings, timeout_seconds, self.communication_backend)
+        # None until several ranks have met; hosts where only these exchange compressed gradients,
+        # and there are several ranks on each of several hosts.
+        self._ranks: Ranks | None = None
+        self._hosts: Hosts | None = None
+        self.hosts = 0  # that exchange what their ranks have averaged; 0: ranks exchange themselves
         self._in_order: OrderedThread | None = None
         self._largest = 0  # numbers of the largest tensor that ``compress`` had in this step
         self._told = False  # that all were too small
@@ -183,12 +193,10 @@ class GradientCompressor:
 
         With scope hosts, these are the bytes to other hosts.
         """
-        return (self._meeting if self._whole is None else self._whole).sent_bytes
-
-    @property
-    def hosts(self) -> int:
-        """How many hosts exchange what their ranks have averaged; 0: ranks exchange themselves."""
-        return self._meeting.count
+        if self._whole is not None:
+            return self._whole.sent_bytes
+        ranks = self._ranks if self._hosts is None else self._hosts.across
+        return 0 if ranks is None else ranks.sent_bytes
 
     @property
     def steps(self) -> int:
@@ -224,7 +232,7 @@ class GradientCompressor:
         if self._whole is not None or self._names:
             raise ValueError("this compressor is attached to a model; build one for each model")
         if self._settings.method in WHOLE:
-            self._meeting.meet(self._travel)
+            self._meet()
             self._whole = start_method(model, self._settings, self.timeout_seconds)
             return
         if not isinstance(model, DistributedDataParallel):
@@ -236,7 +244,7 @@ class GradientCompressor:
         travel = self._travel
         travel.attached, travel.asks = True, confirmed
         travel.scale = loss_scale or travel.scale
-        self._meeting.meet(travel, model.process_group)
+        self._meet(model.process_group)
         self._in_order = OrderedThread()
         model.register_comm_hook(self._start, bucket_hook)
 
@@ -268,10 +276,10 @@ class GradientCompressor:
         """
         self._settings.takes_gradients("synchronize_gradients()")
         parameters, alone = gradients.named(model), self._locally.calls > 0
-        self._meeting.meet(self._travel)
+        self._meet()
         self._travel.begin()
-        if self._meeting.ranks is not None:
-            self._exchange(gradients.buckets_of(parameters, alone), self._meeting.ranks, alone)
+        if self._ranks is not None:
+            self._exchange(gradients.buckets_of(parameters, alone), self._ranks, alone)
         self._locally.commit(not self._travel.spoiled)
         self._tell_of_small_ones()
 
@@ -290,14 +298,13 @@ class GradientCompressor:
 
     def _exchange(self, buckets: list[list[gradients.Named]], ranks: Ranks, alone: bool) -> None:
         """All buckets leave before the first is waited for."""
-        travel = self._travel
         # ``compress`` has done the momentum correction already.
-        way = self._settings.way() if alone and self._settings.momentum else travel.way
+        way = self._settings.way() if alone and self._settings.momentum else self._travel.way
         jobs = []
         for bucket in buckets:
             flat = torch.cat([p.grad.flatten() for _, p in bucket if p.grad is not None])
             pieces = tuple(gradients.piece_of(name, p) for name, p in bucket)
-            jobs.append((bucket, pieces, self._meeting.send(travel, flat, pieces, ranks, way)))
+            jobs.append((bucket, pieces, self._send(flat, pieces, ranks, way)))
         for bucket, pieces, done in jobs:
             for (_, p), mean in zip(bucket, parts_of(done(), pieces), strict=True):
                 if p.grad is not None:
@@ -325,10 +332,10 @@ class GradientCompressor:
         Raises:
             CommunicationError: a rank's weights are not rank 0's.
         """
-        self._meeting.meet(self._travel)
-        if self._meeting.ranks is None:
+        self._meet()
+        if self._ranks is None:
             return
-        wrong = self._meeting.ranks.differing(checksum(parameters))
+        wrong = self._ranks.differing(checksum(parameters))
         if wrong:
             raise CommunicationError(drift_message(wrong, self.steps))
 
@@ -346,9 +353,11 @@ class GradientCompressor:
         messages of some 50 kB.
         """
         self._settings.takes_gradients("predicted()")
-        cap, travel, world_size = bucket_cap_mb, self._travel, self._meeting.world
+        cap, travel = bucket_cap_mb, self._travel
         buckets = travel.buckets or gradients.predicted_buckets(gradients.named(model), cap)
-        return sum(travel.way_of(b, travel.way).sent_bytes(b, world or world_size) for b in buckets)
+        ranks = self._ranks if self._hosts is None else self._hosts.across
+        world = world or (world_size() if ranks is None else ranks.world)
+        return sum(travel.way_of(b, travel.way).sent_bytes(b, world) for b in buckets)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's memory by parameter, as plain tensors; between two steps."""
@@ -373,19 +382,55 @@ class GradientCompressor:
 
     def gathered(self, values: Tensor) -> Tensor:
         """Everybody's ``values`` as rows, on the host; all ranks call it between two steps."""
-        ranks = self._meeting.ranks
-        return values[None] if ranks is None else ranks.others_states(values)
+        return values[None] if self._ranks is None else self._ranks.gathered(values)
 
     def _start(self, bucket: Any) -> Any:
         """DDP's hook: a bucket is full; the future is its mean."""
-        buffer, ranks = bucket.buffer(), self._meeting.ranks
+        buffer, ranks = bucket.buffer(), self._ranks
         if bucket.index() == 0:
             self._travel.begin()
         if ranks is None or self._in_order is None:  # one rank in DDP
             return at_once(buffer)
         try:
             pieces = tuple(gradients.piece_of(self._names[id(p)], p) for p in bucket.parameters())
-            done = self._meeting.send(self._travel, buffer, pieces, ranks, self._travel.way)
+            done = self._send(buffer, pieces, ranks, self._travel.way)
             return self._in_order(done, buffer.device)
         except Exception as error:
             raise ranks.failed(error) from error
+
+    def _send(
+        self, flat: Tensor, pieces: Pieces, ranks: Ranks, way: AveragingMethod
+    ) -> Callable[[], Tensor]:
+        """A bucket on its way; what is returned waits for its mean."""
+        if self._hosts is None:
+            return self._travel.send(flat, pieces, ranks, way)
+        return self._travel.send_between(flat, pieces, self._hosts, way)
+
+    def _meet(self, group: dist.ProcessGroup | None = None) -> None:
+        """At the first call with several ranks they compare settings and open their groups.
+
+        Every rank calls it, each with its own ``group``.
+        """
+        if world_size() == 1 or self._ranks is not None:
+            return
+        link, scope = (self.timeout_seconds, self.communication_backend), self._settings.scope
+        members = None  # the ranks of each rank's group, every group once
+        if group is not None and dist.get_world_size(group) < dist.get_world_size():
+            groups: list[tuple[int, ...]] = [()] * dist.get_world_size()
+            dist.all_gather_object(groups, tuple(dist.get_process_group_ranks(group)))
+            members = sorted(set(groups))
+        if members and scope == "hosts":
+            raise ValueError("scope 'hosts' is for gradients of all ranks; set scope='all'")
+        self._ranks = Ranks(*link, members)
+        self._ranks.agree(asdict(self._settings))
+        if scope == "hosts":
+            hosts = found_hosts(self._ranks)
+            self._travel.quiet = len(hosts) == 1  # nothing is between hosts
+            self.hosts = len(hosts) if len(hosts) < self._ranks.world else 0
+            if self.hosts > 1:
+                self._hosts = Hosts(hosts, *link, self._ranks.reports)
+
+
+def world_size() -> int:
+    running = dist.is_available() and dist.is_initialized()
+    return int(dist.get_world_size()) if running else 1

@@ -1,8 +1,4 @@
-"""Process groups of a topology, buckets that are finished in order, and exchanges in pieces.
-
-The groups are a host's ranks, fellows across hosts, all ranks in order, and leaders. Each stage of
-a collective has a group of its own, so that messages of two stages can't be mixed up.
-"""
+"""Process groups of a topology, buckets that are finished in order, and exchanges in pieces."""
 
 from __future__ import annotations
 
@@ -24,12 +20,12 @@ from hasten.parts.comm.topology import Topology
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of this rank; ``across`` is None if hosts have unequal numbers of ranks."""
+    """Groups of this rank, one for each stage: messages of two stages can't be mixed up."""
 
-    within: Any
-    across: Any
-    ordered: Any
-    leaders: Any
+    within: Any  # a host's ranks
+    across: Any  # fellows across hosts; None if hosts have unequal numbers of ranks
+    ordered: Any  # all ranks, host by host
+    leaders: Any  # the first rank of each host
 
     @classmethod
     def opened(cls, topology: Topology, seconds: float) -> Groups:
@@ -108,15 +104,11 @@ def ordered_group(ranks: Sequence[int], **settings: Any) -> Any:
     return dist.new_group(list(ranks), **settings)
 
 
-# One thread that finishes DDP's buckets in the order in which they were full.
-#
-# Two threads that issue collectives on the same process groups would mix up messages.
-
 Job = tuple[Callable[[], Tensor], "torch.futures.Future[Tensor]", torch.device]
 
 
 class OrderedThread:
-    """One thread that runs jobs in the order of their arrival.
+    """One thread that runs jobs in the order of their arrival: two would mix up messages.
 
     It ends with the object that owns it. It keeps no reference to a finished job, because a
     process group that lives longer than the default group would delay the process's end.

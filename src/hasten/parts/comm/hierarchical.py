@@ -4,23 +4,14 @@
 
         collective.all_reduce(bucket, "mean", route) -> future -> DDP waits at backward's end
 
-One worker issues all collectives of the routes, in the buckets' order, on their own
-groups. Two threads on one group would mix up messages. A flat route goes straight to
-the default group, as DDP's own all-reduce does. On an accelerator there is no worker:
-the stream is the queue.
-
-The clock has three values:
-
-- ``busy``: the time that the buckets took
-- ``exposed``: the time after the last bucket was ready, when backward had to wait
-- ``window``: the time from the first bucket to the last, which can hide communication
+One worker issues all collectives, in the buckets' order, on groups of their own. Two threads
+on one group would mix up messages. On an accelerator there is no worker: the stream is the
+queue.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,34 +21,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hasten.parts.comm.collective_plan import Route, check_way
 from hasten.parts.comm.collectives import TopoAwareCollective
-from hasten.parts.comm.groups import OrderedThread, at_once, bucket_hook
+from hasten.parts.comm.groups import OrderedThread, all_gather, at_once, bucket_hook
 from hasten.parts.comm.methods import ErrorMemory
 from hasten.parts.comm.rank_check import CollectiveError, checksum, drift_message
 
 DENSE_STEPS = 2  # DDP forms its buckets anew after the first step; what is left out needs a name
 
 
-@dataclass
-class StepTraffic:
-    """Seconds of one step's buckets, and how many there were; on a GPU seconds stay 0."""
-
-    busy: float = 0.0
-    exposed: float = 0.0
-    window: float = 0.0
-    buckets: int = 0
-    numbers: int = 0
-
-    @property
-    def hidden(self) -> float:
-        return max(0.0, self.busy - self.exposed)
-
-
 class RoutedBuckets:
-    """Hook, worker, error memory and clock of one DDP module.
+    """Hook, worker and error memory of one DDP module.
 
-    ``route`` may be changed between two steps, on all ranks alike. ``scale`` is the current
-    factor of the gradients (loss scaling). The errors are stored in the gradients' own
-    unit.
+    ``scale`` is the current factor of the gradients (loss scaling). The errors are stored in
+    the gradients' own unit.
     """
 
     def __init__(
@@ -68,14 +43,11 @@ class RoutedBuckets:
         scale: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self.collective, self.route = collective, route
-        self.last = StepTraffic()  # of the step before
         self.steps = 0  # whose gradients have travelled
-        self.routed = 0  # buckets that took another route than flat
-        self._flat_bytes = 0
+        self.routed = 0  # buckets
         self._memory = ErrorMemory() if feedback else None
         self._scale = scale
         self._names: dict[int, str] = {}
-        self._now, self._began, self._done = StepTraffic(), 0.0, 0.0
         self._in_order: OrderedThread | None = None
 
     def attach(self, module: nn.Module) -> None:
@@ -93,20 +65,10 @@ class RoutedBuckets:
         self._in_order = OrderedThread()
         module.register_comm_hook(self.take, bucket_hook)
 
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that this rank has sent: to other hosts by a route, in all by the flat ring."""
-        return self.collective.bytes_sent + self._flat_bytes
-
     def step(self) -> None:
         """Stores the errors of the step's messages, because the step was taken."""
         if self._memory is not None:
             self._memory.commit(True)
-
-    def forget(self) -> None:
-        """Clears the error memory: no codec will be used again."""
-        if self._memory is not None:
-            self._memory.load({})
 
     def check(self, parameters: Iterable[Tensor]) -> None:
         """Compare weights over ranks; all call it between the same two steps.
@@ -116,77 +78,40 @@ class RoutedBuckets:
         """
         weights = list(parameters)
         local_checksum = torch.tensor([checksum(weights)], device=weights[0].device)
-        rows = [torch.empty_like(local_checksum) for _ in range(dist.get_world_size())]
-        dist.all_gather(rows, local_checksum)
-        checksums = torch.cat(rows).tolist()  # waits for the device
+        rows = local_checksum.new_empty(dist.get_world_size())
+        all_gather(rows, local_checksum).wait()
+        checksums = rows.tolist()  # waits for the device
         wrong = [rank for rank, value in enumerate(checksums) if value != checksums[0]]
         if wrong:
             raise CollectiveError(drift_message(wrong, self.steps))
 
     def take(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Send a bucket on its way; the future has the mean over all ranks."""
-        now = time.perf_counter()
         if bucket.index() == 0:
-            self._begin(now)
-        self._now.buckets += 1
-        self._now.numbers += bucket.buffer().numel()
-        if bucket.is_last():
-            self._now.window = now - self._began
-        route = self.route if self.steps > DENSE_STEPS else Route(self.route.way)
-        if route.way == "flat":
-            return self._straight(bucket.buffer(), now, bucket.is_last())
+            self._begin()
         self.routed += 1
+        named = self.steps > DENSE_STEPS
+        route = self.route if named else Route(self.route.way)
+        memory = self._memory if named else None
         names = [self._names.get(id(p), "?") for p in bucket.parameters()]
-        name = f"{names[0]}..{names[-1]}"
-        return self._by_worker(bucket.buffer(), route, name, now, bucket.is_last())
-
-    def _begin(self, now: float) -> None:
-        self._now, self._began, self._done = StepTraffic(), now, now
-        self.steps += 1
-        if self._memory is not None:
-            self._memory.commit(False)  # of a step that was skipped; step() has taken the others
-            self._memory.scale = self._scale()
-
-    def _straight(
-        self, buffer: Tensor, requested_at: float, last: bool
-    ) -> torch.futures.Future[Tensor]:
-        world = dist.get_world_size()
-        self._flat_bytes += 2 * buffer.nbytes * (world - 1) // world
-        buffer.div_(world)  # before the sum, as DDP does: fp16 can't hold all
-        work: Any = dist.all_reduce(buffer, async_op=True)
-
-        def over(future: torch.futures.Future[list[Tensor]]) -> Tensor:
-            if buffer.is_cpu:  # a GPU's future is there as soon as the work is queued
-                self._note(requested_at, last)
-            return future.value()[0]
-
-        averaged_future: torch.futures.Future[Tensor] = work.get_future().then(over)
-        return averaged_future
-
-    def _by_worker(
-        self, buffer: Tensor, route: Route, name: str, requested_at: float, last: bool
-    ) -> torch.futures.Future[Tensor]:
-        memory = self._memory if self.steps > DENSE_STEPS else None
+        buffer, name = bucket.buffer(), f"{names[0]}..{names[-1]}"
 
         def send() -> Tensor:
-            self.collective.all_reduce(buffer, "mean", route=route, memory=memory, name=name)
-            if buffer.is_cpu:
-                self._note(requested_at, last)
-            return buffer
+            mean: Tensor = self.collective.all_reduce(
+                buffer, "mean", route=route, memory=memory, name=name
+            )
+            return mean
 
         if buffer.is_cpu and self._in_order is not None:
             averaged_future: torch.futures.Future[Tensor] = self._in_order(send, buffer.device)
             return averaged_future
         return at_once(send())
 
-    def _note(self, requested_at: float, last: bool) -> None:
-        """A bucket is back; they come back in their order."""
-        done = time.perf_counter()
-        self._now.busy += done - max(requested_at, self._done)
-        self._done = done
-        if last:
-            self._now.exposed = done - requested_at
-            self.last = self._now
+    def _begin(self) -> None:
+        self.steps += 1
+        if self._memory is not None:
+            self._memory.commit(False)  # of a step that was skipped; step() has taken the others
+            self._memory.scale = self._scale()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the error memory of all ranks, gathered; every rank calls it."""

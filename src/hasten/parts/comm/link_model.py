@@ -2,13 +2,12 @@
 
 A message of b bytes takes alpha + b / beta (Thakur, Rabenseifner, Gropp 2005,
 "Optimization of Collective Communication Operations in MPICH"). Let N ranks be on H
-hosts of R. Let S be the bytes of a tensor in float32, and m(n) the bytes of a codec's
-message for n numbers. Then a host's link carries each way:
+hosts of R. Let S be the bytes of a tensor in float32. Then a host's link carries each
+way:
 
 - flat ring, ordered: 2 (N-1)/N S. Each step of the ring leaves a host once.
 - flat ring, unordered: 2 (N-1)/N S c. It leaves a host c times, at most R.
 - hierarchical: 2 (H-1)/H S. R ranks each send a share of 1/R.
-- hierarchical with a codec: 2 (H-1) R m(S/4/N)
 - leader: 2 (H-1)/H S. One rank sends for all of its host.
 
 A host's ranks share its link, so the host's total bytes are divided by its bandwidth.
@@ -18,7 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,45 +27,25 @@ from torch import Tensor
 from hasten.parts.comm.topology import Link, Topology
 
 FLOAT32 = 4
-WORTH = 0.05  # a gain below it isn't worth a change
 LATENCY_SHARE = 0.1  # of a bucket's time, beyond which buckets are too small
 
 
 @dataclass(frozen=True)
-class CodecModel:
-    """Message size of a codec for n numbers, and its speed.
-
-    The speed is in bytes of float32 per second, each way.
-    """
-
-    name: str
-    message_bytes: Callable[[int], int]
-    bytes_per_second: float
-
-
-@dataclass(frozen=True)
 class Cost:
-    """Seconds of one all-reduce, in three parts, and the bytes that the busiest host sends."""
+    """Seconds of one all-reduce, in two parts, and the bytes that the busiest host sends."""
 
     way: str
-    codec: str
     host_bytes: float
     link_seconds: float  # the bytes on the link between hosts
     fixed_seconds: float  # latencies, and what happens within hosts
-    codec_seconds: float
 
     @property
     def seconds(self) -> float:
-        return self.link_seconds + self.fixed_seconds + self.codec_seconds
-
-    def exposed(self, overlap: float) -> float:
-        """Returns the part that ``overlap`` seconds of parallel computation don't hide."""
-        return max(0.0, self.seconds - overlap)
+        return self.link_seconds + self.fixed_seconds
 
     def __str__(self) -> str:
-        name = self.way if self.codec == "none" else f"{self.way} {self.codec}"
         seconds = f"{self.seconds:.3g} s" if self.seconds >= 1 else f"{self.seconds * 1e3:.3g} ms"
-        return f"{name}: {seconds}, {self.host_bytes / 1e6:.3g} MB per host link"
+        return f"{self.way}: {seconds}, {self.host_bytes / 1e6:.3g} MB per host link"
 
 
 def flat(topology: Topology, numbers: int, ordered: bool = True) -> Cost:
@@ -77,14 +56,12 @@ def flat(topology: Topology, numbers: int, ordered: bool = True) -> Cost:
     crossings = topology.crossings(order) if ranks > 1 else 0
     name = "flat" if ordered or order == topology.order else "flat, ranks unordered"
     if not crossings:
-        return Cost(name, "none", 0.0, 0.0, steps * topology.within.seconds(share), 0.0)
+        return Cost(name, 0.0, 0.0, steps * topology.within.seconds(share))
     sent = crossings * steps * share
-    return Cost(
-        name, "none", sent, sent / topology.between.bandwidth, steps * topology.between.latency, 0.0
-    )
+    return Cost(name, sent, sent / topology.between.bandwidth, steps * topology.between.latency)
 
 
-def hierarchical(topology: Topology, numbers: int, codec: CodecModel | None = None) -> Cost:
+def hierarchical(topology: Topology, numbers: int) -> Cost:
     """Reduce-scatter within hosts, the same and all-gather across, all-gather within.
 
     Raises:
@@ -93,23 +70,11 @@ def hierarchical(topology: Topology, numbers: int, codec: CodecModel | None = No
     if not topology.uniform:
         raise ValueError("hierarchical needs the same number of ranks on every host")
     hosts, host_size = len(topology.hosts), len(topology.hosts[0])
-    size, shard_size = FLOAT32 * numbers, math.ceil(numbers / topology.ranks)
-    message = FLOAT32 * shard_size if codec is None else codec.message_bytes(shard_size)
-    sent = 2.0 * (hosts - 1) * host_size * message
+    size = FLOAT32 * numbers
+    sent = 2.0 * (hosts - 1) * host_size * FLOAT32 * math.ceil(numbers / topology.ranks)
     inside = 2 * (host_size - 1) * topology.within.seconds(size / host_size)
     latency = 2 * (hosts - 1) * topology.between.latency
-    coded = 0.0
-    if codec is not None and hosts > 1:
-        # Encode a share, decode the fellows' pieces, encode their mean, decode the whole share.
-        coded = FLOAT32 * shard_size * (3 * hosts + 1) / codec.bytes_per_second
-    return Cost(
-        "hierarchical",
-        "none" if codec is None else codec.name,
-        sent,
-        sent / topology.between.bandwidth,
-        inside + latency,
-        coded,
-    )
+    return Cost("hierarchical", sent, sent / topology.between.bandwidth, inside + latency)
 
 
 def leader(topology: Topology, numbers: int) -> Cost:
@@ -119,16 +84,13 @@ def leader(topology: Topology, numbers: int) -> Cost:
     sent = 2 * (hosts - 1) / hosts * size
     inside = 2 * depth * topology.within.seconds(size)
     latency = 2 * (hosts - 1) * topology.between.latency
-    return Cost("leader", "none", sent, sent / topology.between.bandwidth, inside + latency, 0.0)
+    return Cost("leader", sent, sent / topology.between.bandwidth, inside + latency)
 
 
-def route_costs(
-    topology: Topology, numbers: int, codecs: Iterable[CodecModel] = (), on_nccl: bool = False
-) -> list[Cost]:
-    """Returns the cost of each route, cheapest first.
+def route_costs(topology: Topology, numbers: int, on_nccl: bool = False) -> list[Cost]:
+    """Returns the cost of each dense route, cheapest first.
 
-    NCCL finds rings, trees and rank order itself. There only the codec remains to be
-    chosen.
+    NCCL finds rings, trees and rank order itself.
     """
     costs = [flat(topology, numbers)]
     if not on_nccl and topology.order != tuple(range(topology.ranks)):
@@ -138,28 +100,15 @@ def route_costs(
         costs.append(leader(topology, numbers))
         if topology.uniform:
             costs.append(hierarchical(topology, numbers))
-    if several and topology.uniform:
-        costs += [hierarchical(topology, numbers, codec) for codec in codecs]
     return sorted(costs, key=lambda cost: cost.seconds)
-
-
-def break_even(dense: Cost, small: Cost) -> float:
-    """Bytes per second of a host's link above which ``small`` takes longer than ``dense``.
-
-    0 where it never pays, infinity where it always does; overlap doesn't change it.
-    """
-    saved = dense.host_bytes - small.host_bytes
-    extra = small.fixed_seconds + small.codec_seconds - dense.fixed_seconds - dense.codec_seconds
-    if saved <= 0:
-        return 0.0
-    return saved / extra if extra > 0 else math.inf
 
 
 def bucket_bytes(topology: Topology) -> int:
     """The smallest bucket of which latency takes at most a tenth: delay x bandwidth.
 
     Smaller buckets leave earlier, larger ones waste less; between 1 and 256 MB. A ring of N steps
-    with S bytes takes 2 (N-1) (alpha + S / N / beta), so S = 9 N alpha beta.
+    with S bytes takes 2 (N-1) (alpha + S / N / beta), so S = 9 N alpha beta. DDP lays its buckets
+    before the first backward pass, so the link alone decides.
     """
     link = topology.between if len(topology.hosts) > 1 else topology.within
     waits = (1 - LATENCY_SHARE) / LATENCY_SHARE
@@ -192,41 +141,32 @@ def measure(
 
     None where there is nothing between: no host with two ranks, or one host.
     """
-    me = dist.get_rank()
     inside = next((tuple(host[:2]) for host in hosts if len(host) > 1), None)
     across = (hosts[0][0], hosts[1][0]) if len(hosts) > 1 else None
-    measurements: list[tuple[float, float, int] | None] = [None, None]
-    for index, pair in enumerate((inside, across)):
-        if pair is not None and me == pair[0]:
-            measurements[index] = _lead(pair[1], seconds / 3, device)
-        elif pair is not None and me == pair[1]:
-            _follow(pair[0], device)
-    within = _from(measurements[0], inside, device)
-    between = _from(measurements[1], across, device)
-    if between is None:
-        return _link(within), None
-    width = min(len(hosts[0]), len(hosts[1]))
-    latency, bandwidth, size = between
-    if width > 1:
-        taken = _at_once(hosts, width, int(size), device)
-        bandwidth = width * size / max(taken - 2 * latency, 1e-9)
-    return _link(within), Link(latency, bandwidth)
+    within, between = (_of_pair(pair, seconds / 3, device) for pair in (inside, across))
+    if between is not None:
+        link, size = between
+        width = min(len(hosts[0]), len(hosts[1]))
+        if width > 1:
+            taken = _at_once(hosts, width, size, device)
+            bandwidth = width * size / max(taken - 2 * link.latency, 1e-9)
+            between = Link(link.latency, bandwidth), size
+    return (within and within[0]), (between and between[0])
 
 
-def _link(measurement: tuple[float, float, float] | None) -> Link | None:
-    return None if measurement is None else Link(measurement[0], measurement[1])
-
-
-def _from(
-    measurement: tuple[float, float, int] | None, pair: tuple[int, ...] | None, device: str
-) -> tuple[float, float, float] | None:
-    """Returns the measurement of the pair's first rank, on all ranks."""
+def _of_pair(pair: tuple[int, ...] | None, seconds: float, device: str) -> tuple[Link, int] | None:
+    """Link between two ranks and the largest size tried, on all ranks, which all call it."""
     if pair is None:
         return None
-    values = torch.tensor(measurement or (0.0, 0.0, 0), dtype=torch.float64).to(device)
+    values = torch.zeros(3, dtype=torch.float64)
+    if dist.get_rank() == pair[0]:
+        values = torch.tensor(_lead(pair[1], seconds, device), dtype=torch.float64)
+    elif dist.get_rank() == pair[1]:
+        _follow(pair[0], device)
+    values = values.to(device)
     dist.broadcast(values, pair[0])
     latency, bandwidth, size = values.tolist()
-    return latency, bandwidth, size
+    return Link(latency, bandwidth), int(size)
 
 
 def _lead(peer: int, seconds: float, device: str) -> tuple[float, float, int]:
@@ -307,24 +247,3 @@ def _synchronize(device: str) -> None:
     """A measurement has to wait for the device; on a processor send and recv wait themselves."""
     if not device.startswith("cpu"):
         torch.accelerator.synchronize(device)
-
-
-# How large gradient buckets should be: many leave early, and each pays the link's delay.
-#
-# DDP lays its buckets before the first backward pass, so the window in which gradients get ready
-# isn't known when the size is due. ``bucket_bytes`` says it by the link alone: the smallest bucket
-# of which delays take a tenth.
-
-
-@dataclass(frozen=True)
-class BucketChoice:
-    """A size in MB, and why."""
-
-    megabytes: int
-    reason: str
-
-
-def by_link(topology: Topology) -> BucketChoice:
-    """The smallest size of which delays take a tenth, by delay x bandwidth x ranks."""
-    chosen = max(1, math.ceil(bucket_bytes(topology) / 2**20))
-    return BucketChoice(chosen, f"{chosen} MB for {topology}")

@@ -27,21 +27,16 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hasten.parts.comm.codecs import QuantisedCodec
+from hasten.parts.comm.codecs import Codec, QuantisedCodec
 from hasten.parts.comm.groups import FullDuplexWork, all_gather
 from hasten.parts.comm.rank_check import CollectiveError, RankReports
 from hasten.parts.kernels import codec as compiled
-
-if TYPE_CHECKING:
-    from hasten.parts.comm.codecs import Codec
-
 
 # Chunks of weights that are encoded and taken in one after the other, small enough for a cache.
 #
@@ -186,21 +181,12 @@ class DriftError(CollectiveError):
     """Ranks can't be brought together: one has left, or its weights aren't numbers any more."""
 
 
-@dataclass(frozen=True)
-class Answer:
-    """Answers of the ranks: each one's share, and True if any requests a stop."""
-
-    shares: list[float]
-    stop: bool
-
-
 class Drift:
     """This rank's weights, cut into fragments, and the anchor common to all ranks.
 
     Every rank builds one at the same moment, over weights that are equal on all of them.
-    ``group`` must not be used for anything else. If it is None, a new group is made, with a
-    ``timeout`` for its collectives. If torch.distributed isn't running, there is one rank
-    and nothing is sent.
+    It opens a group of its own, with a ``timeout`` for its collectives. If torch.distributed
+    isn't running, there is one rank and nothing is sent.
 
     Raises:
         ValueError: there is no weight, or one isn't contiguous.
@@ -210,23 +196,19 @@ class Drift:
         self,
         parameters: Sequence[Tensor],
         fragments: int = 1,
-        group: Any = None,
         timeout: datetime.timedelta = TIMEOUT,
     ) -> None:
         if not parameters:
             raise ValueError("there is no weight to keep together: give the model's parameters")
         if any(not p.is_contiguous() for p in parameters):
             raise ValueError("a weight doesn't lie in one piece: make it contiguous() first")
-        running = dist.is_available() and dist.is_initialized()
-        if running and group is None:
-            group = dist.new_group(timeout=timeout)
-        self.group = group
-        self.size = dist.get_world_size(group) if running else 1
-        self.rank = dist.get_rank(group) if running else 0
+        self.group: Any = None
+        self.size, self.rank = 1, 0
         self._reports: RankReports | None = None
-        if running:
-            members = dist.get_process_group_ranks(group)
-            self._reports = RankReports("weights", members, timeout.total_seconds())
+        if dist.is_available() and dist.is_initialized():
+            self.group = dist.new_group(timeout=timeout)
+            self.size, self.rank = dist.get_world_size(), dist.get_rank()
+            self._reports = RankReports("weights", range(self.size), timeout.total_seconds())
         self.parameters = list(parameters)
         self.anchor = torch.empty(
             sum(p.numel() for p in parameters), dtype=torch.float32, device=parameters[0].device
@@ -290,13 +272,14 @@ class Drift:
         ``rows`` (ranks, bytes) are the messages of all ranks. Every rank adds them in the same
         order. ``outer`` turns the movement by shares into its own step, chunk by chunk.
         """
-        answer = rank_answers(rows[:, :HEADER].contiguous().view(torch.float64).tolist())  # waits
+        headers = rows[:, :HEADER].contiguous().view(torch.float64)
+        shares, stop = rank_answers(headers.tolist())  # waits for the device
         rooms, at = self._rooms(fragment, 3), HEADER
         for chunk in self._chunks[fragment]:
             after = at + codec.message_bytes(chunk.numbers)
-            chunk.take(rows[:, at:after], codec, answer.shares, self.rank, rooms, outer)
+            chunk.take(rows[:, at:after], codec, shares, self.rank, rooms, outer)
             at = after
-        return answer.stop
+        return stop
 
     @torch.no_grad()
     def move(self, common: Tensor) -> None:
@@ -318,8 +301,11 @@ class Drift:
         if self.size == 1:
             self.reset()
             return stop
-        moved = self._moved()
-        flags = (0 if _finite(moved) else NOT_FINITE) | (STOP if stop else 0)
+        moved = torch.empty_like(self.anchor)
+        for chunk in itertools.chain(*self._chunks):
+            chunk.moved(moved[chunk.start : chunk.end])
+        finite = bool(moved.isfinite().all())  # waits: a message says whether its numbers are any
+        flags = (0 if finite else NOT_FINITE) | (STOP if stop else 0)
         report = torch.tensor([*self.tokens, float(flags)], dtype=torch.float64)
         everyone = torch.empty(self.size * report.numel(), dtype=torch.float64)
         device = self.anchor.device
@@ -327,9 +313,8 @@ class Drift:
         self.travel(all_gather, everyone, report)
         table = everyone.view(self.size, -1).tolist()
         for k, (start, end) in enumerate(self.edges):
-            moved[start:end].mul_(
-                rank_answers([[row[k], row[-1]] for row in table]).shares[self.rank]
-            )
+            shares, _ = rank_answers([[row[k], row[-1]] for row in table])
+            moved[start:end].mul_(shares[self.rank])
         self.travel(dist.all_reduce, moved)
         self.anchor.add_(moved)
         for chunk in itertools.chain(*self._chunks):
@@ -355,15 +340,11 @@ class Drift:
             failure.missing,
         )
 
-    def _moved(self) -> Tensor:
-        moved = torch.empty_like(self.anchor)
-        for chunk in itertools.chain(*self._chunks):
-            chunk.moved(moved[chunk.start : chunk.end])
-        return moved
 
+def rank_answers(headers: Sequence[Sequence[float]]) -> tuple[list[float], bool]:
+    """Shares from (tokens, flags) of each rank, and True if any requests a stop.
 
-def rank_answers(headers: Sequence[Sequence[float]]) -> Answer:
-    """Shares from (tokens, flags) of each rank; equal ones where no rank has trained a token.
+    Shares are equal where no rank has trained a token.
 
     Raises:
         DriftError: a rank's weights aren't finite; every rank raises it at the same exchange.
@@ -376,17 +357,11 @@ def rank_answers(headers: Sequence[Sequence[float]]) -> Answer:
         )
     total = sum(tokens for tokens, _ in headers)
     shares = [tokens / total if total else 1 / len(headers) for tokens, _ in headers]
-    return Answer(shares, any(int(flags) & STOP for _, flags in headers))
+    return shares, any(int(flags) & STOP for _, flags in headers)
 
-
-def _finite(values: Tensor) -> bool:
-    # Waits for the device: a message must say whether its numbers are any.
-    return not values.numel() or bool(torch.isfinite(values.abs().amax()))
-
-
-# Local steps.
 
 OUTER = ("mean", "nesterov")
+RATE, MOMENTUM = 0.7, 0.9  # of the outer step, as in DiLoCo
 
 
 class LocalTraining(ABC):
@@ -479,15 +454,12 @@ class LocalSteps(LocalTraining):
         every: int = 20,
         outer: str = "mean",
         codec: Codec | None = None,
-        rate: float = 0.7,
-        momentum: float = 0.9,
-        group: Any = None,
         timeout: datetime.timedelta = TIMEOUT,
     ) -> None:
         check(every, outer)
-        self.every, self.outer, self.rate, self.momentum = every, outer, rate, momentum
+        self.every, self.outer = every, outer
         self.codec = None if codec is None or codec.name == "none" else codec
-        super().__init__(Drift(list(parameters), 1, group, timeout))
+        super().__init__(Drift(list(parameters), 1, timeout))
         self.velocity = torch.zeros_like(self.drift.anchor) if outer == "nesterov" else None
 
     def _due(self) -> bool:
@@ -542,8 +514,8 @@ class LocalSteps(LocalTraining):
         if self.velocity is None:
             return mean
         velocity = self.velocity[start : start + len(mean)]
-        velocity.mul_(self.momentum).add_(mean)
-        return mean.add(velocity, alpha=self.momentum).mul_(self.rate)
+        velocity.mul_(MOMENTUM).add_(mean)
+        return mean.add(velocity, alpha=MOMENTUM).mul_(RATE)
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"steps": self.steps, "exchanges": self.exchanges}
@@ -568,9 +540,6 @@ def check(every: int, outer: str) -> None:
         raise ValueError(f"every is {every}; ranks average after at least 1 step")
     if outer not in OUTER:
         raise ValueError(f"outer is {outer!r}; it is one of {', '.join(OUTER)}")
-
-
-# A module's buffers while ranks train apart, and the start that all have in common.
 
 
 class Buffers:

@@ -1,8 +1,7 @@
 """Averaging methods with fewer bytes: top-k, quantised, PowerSGD; their error memory.
 
 The errors of messages are stored by parameter, in float32, and added to the next
-gradient. This is error feedback (Seide et al., 1-Bit Stochastic Gradient Descent,
-Interspeech 2014; Karimireddy et al., arXiv:1901.09847).
+gradient (error feedback, see :mod:`hasten.parts.comm.codecs`).
 
 DDP groups parameters in buckets and regroups them after the first step. So memory
 belongs to a parameter's name. While the buckets stay the same, memory has their layout
@@ -15,17 +14,22 @@ from __future__ import annotations
 
 import math
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hasten.parts.comm.codecs import ChunkedTopK
-from hasten.parts.comm.exchange import FIRST, SECOND, Ranks, gathered_bytes, reduced_bytes
-
-if TYPE_CHECKING:
-    from hasten.parts.comm.codecs import Codec
+from hasten.parts.comm.codecs import ChunkedTopK, Codec
+from hasten.parts.comm.exchange import (
+    FIRST,
+    SECOND,
+    Pending,
+    Ranks,
+    gathered_bytes,
+    reduced_bytes,
+)
 
 
 class BucketPart(NamedTuple):
@@ -163,51 +167,75 @@ def judged(mean: Tensor, fine: Tensor) -> Tensor | None:
     return mean.masked_fill_(~fine, torch.nan)
 
 
-class AveragingMethod(Protocol):
-    """Averages a bucket: ``start`` sends and returns at once, the second half waits and decodes."""
+class OneRank:
+    """Takes the place of ``Ranks`` where there is one: what it sends comes back."""
 
-    @property
-    def feedback(self) -> bool:
-        """Returns True if the error of a message is to be stored."""
+    rank, world = 0, 1
 
-    def start(self, flat: Tensor, residual: Tensor | None, pieces: Pieces, ranks: Ranks) -> Finish:
+    def all_reduce(self, values: Tensor, stage: int) -> Pending:
+        return Pending(None, values)
+
+    def all_gather(self, row: Tensor, stage: int) -> Pending:
+        return Pending(None, row[None])
+
+    def all_to_all(self, rows: Tensor) -> Pending:
+        return Pending(None, rows)
+
+
+class AveragingMethod(ABC):
+    """Averages a bucket: ``start`` sends and returns at once, the second half waits and decodes.
+
+    Attributes:
+        feedback: the error of a message is to be stored.
+        memory: tensors by parameter besides those errors; ``memory_name`` is empty without any.
+    """
+
+    feedback: bool
+    memory_name = ""
+
+    def __init__(self) -> None:
+        self.memory = ErrorMemory()
+
+    @abstractmethod
+    def start(
+        self, flat: Tensor, residual: Tensor | None, pieces: Pieces, ranks: Ranks | OneRank
+    ) -> Finish:
         """Send ``flat + residual`` on its way; neither is changed, nor read after the return."""
 
-    def local(self, flat: Tensor, residual: Tensor | None, pieces: Pieces) -> Outcome:
-        """Returns this rank's message as other ranks decode it, and its error."""
-
+    @abstractmethod
     def sent_bytes(self, pieces: Pieces, world: int) -> int:
         """Exact bytes that a rank sends for this bucket, in collectives that work in a ring."""
 
+    def local(self, flat: Tensor, residual: Tensor | None, pieces: Pieces) -> Outcome:
+        """Returns this rank's message as other ranks decode it, and its error; waits for a GPU."""
+        if not bool(flat.isfinite().all()):
+            return None, None
+        mean, new_residual = self.start(flat, residual, pieces, OneRank())()
+        if mean is None or not bool(mean.isfinite().all()):
+            return None, None
+        return mean, new_residual
+
     def commit(self, counted: bool) -> None:
         """A step is over; what it taught is forgotten if it didn't count."""
+        self.memory.commit(counted)
 
     def state(self) -> dict[str, Any]:
-        """Returns the method's memory other than the residual: names and tensors by parameter."""
+        """Returns the memory by its name."""
+        return {self.memory_name: self.memory.state()} if self.memory_name else {}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """The reverse."""
+        self.memory.load(state.get(self.memory_name, {}))
 
 
-class NoExtraMemory:
-    """Empty memory for a method that needs none besides the residual."""
-
-    def commit(self, counted: bool) -> None:
-        return None
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        return None
-
-
-class Dense(NoExtraMemory):
+class Dense(AveragingMethod):
     """Gradients in the format they have, added in a ring, as DDP does without a hook."""
 
     feedback = False
 
-    def start(self, flat: Tensor, residual: Tensor | None, pieces: Pieces, ranks: Ranks) -> Finish:
+    def start(
+        self, flat: Tensor, residual: Tensor | None, pieces: Pieces, ranks: Ranks | OneRank
+    ) -> Finish:
         pending = ranks.all_reduce(flat / ranks.world, FIRST)
 
         def finish() -> Outcome:
@@ -216,9 +244,6 @@ class Dense(NoExtraMemory):
             return (None if bad else mean), None
 
         return finish
-
-    def local(self, flat: Tensor, residual: Tensor | None, pieces: Pieces) -> Outcome:
-        return (flat if bool(flat.isfinite().all()) else None), None
 
     def sent_bytes(self, pieces: Pieces, world: int) -> int:
         return reduced_bytes(sum(p.numbers * p.width for p in pieces), world)
@@ -237,7 +262,7 @@ class Dense(NoExtraMemory):
 # sent is taken out of it; the optimizer must then be plain SGD.
 
 
-class TopKMean:
+class TopKMean(AveragingMethod):
     """The largest ``ratio`` of each chunk, rounded up to whole numbers."""
 
     feedback = True
@@ -245,53 +270,35 @@ class TopKMean:
     def __init__(self, ratio: float, momentum: float = 0.0) -> None:
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum is {momentum}; it must be at least 0 and below 1")
+        super().__init__()
         self.codec, self.momentum = ChunkedTopK.of_share(ratio), momentum
-        self._velocity = ErrorMemory()
+        self.memory_name = "velocity" if momentum else ""
 
-    def start(self, flat: Tensor, residual: Tensor | None, pieces: Pieces, ranks: Ranks) -> Finish:
-        message, new_residual = self._chosen(flat, residual, pieces)
-        pending = ranks.all_gather(message, FIRST)
-        return lambda: (judged(*self._mean(pending.wait(), len(flat))), new_residual)
-
-    def local(self, flat: Tensor, residual: Tensor | None, pieces: Pieces) -> Outcome:
-        message, new_residual = self._chosen(flat, residual, pieces)
-        mean, fine = self._mean(message[None], len(flat))
-        return (mean if bool(fine) else None), new_residual
-
-    def sent_bytes(self, pieces: Pieces, world: int) -> int:
-        return gathered_bytes(self.codec.message_bytes(total_numbers(pieces)), world)
-
-    def commit(self, counted: bool) -> None:
-        self._velocity.commit(counted)
-
-    def state(self) -> dict[str, Any]:
-        return {"velocity": self._velocity.state()} if self.momentum else {}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        self._velocity.load(state.get("velocity", {}))
-
-    def _chosen(
-        self, flat: Tensor, residual: Tensor | None, pieces: Pieces
-    ) -> tuple[Tensor, Tensor]:
-        """The message, and what stays behind, rounding included."""
+    def start(
+        self, flat: Tensor, residual: Tensor | None, pieces: Pieces, ranks: Ranks | OneRank
+    ) -> Finish:
+        count = len(flat)
         if residual is None:
-            residual = torch.zeros(len(flat), device=flat.device)
+            residual = torch.zeros(count, device=flat.device)
         if self.momentum:
-            flat = self._velocity.bucket(pieces, flat.device) * self.momentum + flat
+            flat = self.memory.bucket(pieces, flat.device) * self.momentum + flat
         new_residual = torch.empty_like(residual)
         message, _ = self.codec.encode_with_feedback(flat, residual, None, new_residual)
         if self.momentum:
-            sent = self.codec.decode(message, len(flat)) != 0
-            self._velocity.leave_bucket(pieces, flat.masked_fill(sent, 0.0))
-        return message, new_residual
+            sent = self.codec.decode(message, count) != 0
+            self.memory.leave_bucket(pieces, flat.masked_fill(sent, 0.0))
+        pending = ranks.all_gather(message, FIRST)
 
-    def _mean(self, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Returns the mean of all ranks' messages, and True if all are finite.
+        def finish() -> Outcome:
+            rows = pending.wait()
+            # A non-finite number is the largest, so it is always among the chosen ones.
+            fine = torch.stack([self.codec.finite(row, count) for row in rows]).all()
+            return judged(self.codec.decode_mean(rows, count), fine), new_residual
 
-        A non-finite number is the largest, so it is always among the chosen ones.
-        """
-        fine = torch.stack([self.codec.finite(row, count) for row in rows]).all()
-        return self.codec.decode_mean(rows, count), fine
+        return finish
+
+    def sent_bytes(self, pieces: Pieces, world: int) -> int:
+        return gathered_bytes(self.codec.message_bytes(total_numbers(pieces)), world)
 
 
 # The mean of quantised gradients: codes to the owner of a shard, its mean as codes to everybody.
@@ -314,13 +321,16 @@ class TopKMean:
 ALIGNED = 256  # a shard begins where a codec's block does
 
 
-class QuantisedMean(NoExtraMemory):
+class QuantisedMean(AveragingMethod):
     """Gradients through a codec; ``feedback``: what it leaves out returns with the next ones."""
 
-    def __init__(self, codec: Codec, feedback: bool = True, aligned: int = ALIGNED) -> None:
-        self.codec, self.feedback, self._aligned = codec, feedback, aligned
+    def __init__(self, codec: Codec, feedback: bool = True) -> None:
+        super().__init__()
+        self.codec, self.feedback = codec, feedback
 
-    def start(self, flat: Tensor, residual: Tensor | None, pieces: Pieces, ranks: Ranks) -> Finish:
+    def start(
+        self, flat: Tensor, residual: Tensor | None, pieces: Pieces, ranks: Ranks | OneRank
+    ) -> Finish:
         back = 1.0
         if self.codec.name == "half":  # ends at 65504: no sum of ranks may reach beyond it
             flat, back = flat / ranks.world, float(ranks.world)
@@ -338,6 +348,8 @@ class QuantisedMean(NoExtraMemory):
         pending = ranks.all_to_all(rows)
 
         def finish() -> Outcome:
+            if ranks.world == 1:
+                return judged(*self._decoded(pending.wait(), shards)), new_residual
             low, high = shards[ranks.rank]
             count = high - low
             size = self.codec.message_bytes(count)
@@ -352,21 +364,12 @@ class QuantisedMean(NoExtraMemory):
 
         return finish
 
-    def local(self, flat: Tensor, residual: Tensor | None, pieces: Pieces) -> Outcome:
-        if residual is None:
-            new_residual, message = None, self.codec.encode(flat)
-        else:
-            new_residual = torch.empty_like(residual)
-            message, _ = self.codec.encode_with_feedback(flat, residual, None, new_residual)
-        decoded, fine = self._decoded(message[None], [(0, len(flat))])
-        return (decoded if bool(fine) else None), new_residual
-
     def sent_bytes(self, pieces: Pieces, world: int) -> int:
         return 2 * gathered_bytes(self._row(self._shards(total_numbers(pieces), world)), world)
 
     def _shards(self, count: int, world: int) -> list[tuple[int, int]]:
         """Where each rank's shard begins and ends; the last ones may be short or empty."""
-        each = -(-count // (world * self._aligned)) * self._aligned
+        each = -(-count // (world * ALIGNED)) * ALIGNED
         return [(min(r * each, count), min((r + 1) * each, count)) for r in range(world)]
 
     def _row(self, shards: list[tuple[int, int]]) -> int:
@@ -402,19 +405,28 @@ class QuantisedMean(NoExtraMemory):
 COMMUNICATION = torch.bfloat16
 
 
-class PowerSGDMean:
+class PowerSGDMean(AveragingMethod):
     """Factors of at most ``rank`` columns."""
 
     feedback = True
+    memory_name = "right"  # Q of each matrix, the next step's start
 
     def __init__(self, rank: int = 16) -> None:
         if rank < 1:
             raise ValueError(f"rank is {rank}; a factor has at least 1 column")
+        super().__init__()
         self.rank = rank
-        self._right = ErrorMemory()  # Q of each matrix, the next step's start
 
-    def start(self, flat: Tensor, residual: Tensor | None, pieces: Pieces, ranks: Ranks) -> Finish:
-        matrices, dense_parts = self._split(_sum(flat, residual), pieces)
+    def start(
+        self, flat: Tensor, residual: Tensor | None, pieces: Pieces, ranks: Ranks | OneRank
+    ) -> Finish:
+        exact = flat.float() if residual is None else flat.float() + residual
+        matrices, dense_parts = [], []
+        for part, values in zip(pieces, parts_of(exact, pieces), strict=True):
+            if self._pays(part.shape):
+                matrices.append((part, values.view(_sides(part.shape))))
+            else:
+                dense_parts.append(values)
         left_factors = [m @ self._start_of(p, m) for p, m in matrices]
         dense = _together(dense_parts, flat).div_(ranks.world)
         factors = _together([f / ranks.world for f in left_factors], flat).to(COMMUNICATION)
@@ -435,33 +447,25 @@ class PowerSGDMean:
             means = _together(local_factors, flat).to(COMMUNICATION)
             if len(means):
                 ranks.all_reduce(means, SECOND).wait()
-            mean, new_residual = self._outcome(
-                pieces,
-                matrices,
-                bases,
-                local_factors,
-                _apart(means.float(), local_factors),
-                dense,
-                ranks.world,
-            )
+            rights = iter(_apart(means.float(), local_factors))
+            factored = iter(zip(matrices, bases, local_factors, strict=True))
+            mean = torch.empty(total_numbers(pieces), dtype=torch.float32, device=dense.device)
+            new_residual, offset = torch.zeros_like(mean), 0
+            for part, into, over in zip(
+                pieces, parts_of(mean, pieces), parts_of(new_residual, pieces), strict=True
+            ):
+                if not self._pays(part.shape):
+                    into.copy_(dense[offset : offset + part.numbers])
+                    offset += part.numbers
+                    continue
+                (_, matrix), basis, local_factor = next(factored)
+                right, world = next(rights), ranks.world
+                into.copy_((basis @ right.T).flatten())
+                over.copy_((matrix - basis @ local_factor.float().T * world).flatten())
+                self.memory.leave(part.name, right)
             return judged(mean, fine), new_residual
 
         return finish
-
-    def local(self, flat: Tensor, residual: Tensor | None, pieces: Pieces) -> Outcome:
-        matrices, dense_parts = self._split(_sum(flat, residual), pieces)
-        if not bool(flat.isfinite().all()):  # waits for the device
-            return None, None
-        bases = [
-            _orthonormal((m @ self._start_of(p, m)).to(COMMUNICATION).float()) for p, m in matrices
-        ]
-        local_factors = [
-            (m.T @ b).to(COMMUNICATION) for (_, m), b in zip(matrices, bases, strict=True)
-        ]
-        dense = _together(dense_parts, flat)
-        return self._outcome(
-            pieces, matrices, bases, local_factors, [q.float() for q in local_factors], dense, 1
-        )
 
     def sent_bytes(self, pieces: Pieces, world: int) -> int:
         sides = [_sides(p.shape) for p in pieces if self._pays(p.shape)]
@@ -474,54 +478,6 @@ class PowerSGDMean:
         )
         return sum(reduced_bytes(size, world) for size in sizes)
 
-    def commit(self, counted: bool) -> None:
-        self._right.commit(counted)
-
-    def state(self) -> dict[str, Any]:
-        return {"right": self._right.state()}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        self._right.load(state.get("right", {}))
-
-    def _outcome(
-        self,
-        pieces: Pieces,
-        matrices: list[tuple[BucketPart, Tensor]],
-        bases: list[Tensor],
-        local_factors: list[Tensor],
-        means: list[Tensor],
-        dense: Tensor,
-        world: int,
-    ) -> tuple[Tensor, Tensor]:
-        """The mean of all pieces end to end, and what this rank's own factors leave out."""
-        mean = torch.empty(total_numbers(pieces), dtype=torch.float32, device=dense.device)
-        new_residual = torch.zeros_like(mean)
-        factored, offset = iter(zip(matrices, bases, local_factors, means, strict=True)), 0
-        for part, into, over in zip(
-            pieces, parts_of(mean, pieces), parts_of(new_residual, pieces), strict=True
-        ):
-            if self._pays(part.shape):
-                (_, matrix), basis, local_factor, right = next(factored)
-                into.copy_((basis @ right.T).flatten())
-                over.copy_((matrix - basis @ local_factor.float().T * world).flatten())
-                self._right.leave(part.name, right)
-            else:
-                into.copy_(dense[offset : offset + part.numbers])
-                offset += part.numbers
-        return mean, new_residual
-
-    def _split(
-        self, flat: Tensor, pieces: Pieces
-    ) -> tuple[list[tuple[BucketPart, Tensor]], list[Tensor]]:
-        """Pieces to be sent as factors, as matrices, and the others."""
-        matrices, dense_parts = [], []
-        for part, values in zip(pieces, parts_of(flat, pieces), strict=True):
-            if self._pays(part.shape):
-                matrices.append((part, values.view(_sides(part.shape))))
-            else:
-                dense_parts.append(values)
-        return matrices, dense_parts
-
     def _pays(self, shape: tuple[int, ...]) -> bool:
         if len(shape) < 2:
             return False
@@ -532,7 +488,7 @@ class PowerSGDMean:
     def _start_of(self, part: BucketPart, matrix: Tensor) -> Tensor:
         """The last step's Q; at first chance, the same on every rank."""
         rows, width = matrix.shape
-        factor = self._right.get(part.name)
+        factor = self.memory.get(part.name)
         if factor is None or factor.shape != (width, min(self.rank, rows, width)):
             dice = torch.Generator().manual_seed(zlib.crc32(part.name.encode()))
             factor = torch.randn(width, min(self.rank, rows, width), generator=dice)
@@ -544,10 +500,6 @@ def _sides(shape: tuple[int, ...]) -> tuple[int, int]:
     if len(shape) == 3:
         return shape[0] * shape[1], shape[2]
     return shape[0], torch.Size(shape[1:]).numel()
-
-
-def _sum(flat: Tensor, residual: Tensor | None) -> Tensor:
-    return flat.float() if residual is None else flat.float() + residual
 
 
 def _together(tensors: list[Tensor], like: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ class RankReports:
         _built[group_key] += 1
         self._members, self._seconds = tuple(members), min(seconds, LONGEST)
         self._lock = threading.Lock()  # several threads may see it
-        self._told: CollectiveError | None = None
+        self.told: CollectiveError | None = None  # the first failure
         self._hosts().set(str(dist.get_rank()), socket.gethostname())
 
     def failed(self, what: str, error: Exception) -> CollectiveError:
@@ -57,17 +57,47 @@ class RankReports:
         Later failures follow from the first one and return the same exception.
         """
         with self._lock:
-            if self._told is None:
-                self._told = self._found(what, error)
-            return self._told
+            if self.told is None:
+                self.told = self._found(what, error)
+            return self.told
 
     def _found(self, what: str, error: Exception) -> CollectiveError:
-        if of_an_exchange(error):
-            return _called(what, error, self._subject, self._members, self._host, self._seconds)
-        reason = _first_line(error)
-        with contextlib.suppress(RuntimeError):  # nobody may be there to be told
-            _place(self._subject).set(str(dist.get_rank()), reason)
-        return CollectiveError(f"{what} failed on rank {dist.get_rank()}: {reason}")
+        me, reason = dist.get_rank(), _first_line(error)
+        if not of_an_exchange(error):
+            with contextlib.suppress(RuntimeError):  # nobody may be there to be told
+                _place(self._subject).set(str(me), reason)
+            return CollectiveError(f"{what} failed on rank {me}: {reason}")
+        try:
+            missing, answers = self._answers(reason)
+            names = ", ".join(f"rank {rank} ({self._host(rank)})" for rank in missing)
+        except RuntimeError as store_error:  # DistStoreError, DistNetworkError
+            return CollectiveError(
+                f"{what} failed on rank {me} ({reason}) and the meeting place, kept by rank 0, "
+                f"can't be reached either ({_first_line(store_error)}): rank 0 has ended or its "
+                "link is cut",
+                [0],
+            )
+        if not missing:
+            return CollectiveError(
+                f"{what} failed though every rank is alive; "
+                + "; ".join(f"rank {r}: {text}" for r, text in sorted(answers.items()))
+            )
+        return CollectiveError(
+            f"{what} failed on rank {me} ({reason}): {names} did not answer within "
+            f"{self._seconds:g} s; it has ended, hangs, or its link is cut",
+            missing,
+        )
+
+    def _answers(self, message: str) -> tuple[list[int], dict[int, str]]:
+        store = _place(self._subject)
+        store.set(str(dist.get_rank()), message)
+        end = time.monotonic() + self._seconds
+        while True:
+            missing = [rank for rank in self._members if not store.check([str(rank)])]
+            if not missing or time.monotonic() > end:
+                answered = [rank for rank in self._members if rank not in missing]
+                return missing, {rank: store.get(str(rank)).decode() for rank in answered}
+            time.sleep(PAUSE)
 
     def _host(self, rank: int) -> str:
         hosts = self._hosts()
@@ -77,17 +107,6 @@ class RankReports:
         return _place(f"{self._subject}/hosts")
 
 
-def error_of_ranks(
-    what: str, error: BaseException, subject: str, hosts: Sequence[str], seconds: float
-) -> CollectiveError:
-    """Returns the error of a failed collective with the ranks concerned.
-
-    ``subject`` is the same on all ranks and new for each failure. ``hosts`` has each rank's
-    host. It takes at most ``seconds``, and exactly that if a rank is missing.
-    """
-    return _called(what, error, subject, range(len(hosts)), hosts.__getitem__, seconds)
-
-
 def of_an_exchange(error: BaseException) -> bool:
     """Returns True if an exchange between ranks failed, and not this rank's own code.
 
@@ -95,50 +114,6 @@ def of_an_exchange(error: BaseException) -> bool:
     class.
     """
     return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
-
-
-def _called(
-    what: str,
-    error: BaseException,
-    subject: str,
-    members: Sequence[int],
-    host: Callable[[int], str],
-    seconds: float,
-) -> CollectiveError:
-    me, first = dist.get_rank(), _first_line(error)
-    try:
-        missing, answers = _answers(subject, first, members, seconds)
-        names = ", ".join(f"rank {rank} ({host(rank)})" for rank in missing)
-    except RuntimeError as store_error:  # DistStoreError, DistNetworkError
-        return CollectiveError(
-            f"{what} failed on rank {me} ({first}) and the meeting place, kept by rank 0, can't be "
-            f"reached either ({_first_line(store_error)}): rank 0 has ended or its link is cut",
-            [0],
-        )
-    if not missing:
-        return CollectiveError(
-            f"{what} failed though every rank is alive; "
-            + "; ".join(f"rank {r}: {text}" for r, text in sorted(answers.items()))
-        )
-    return CollectiveError(
-        f"{what} failed on rank {me} ({first}): {names} did not answer within {seconds:g} s; it "
-        "has ended, hangs, or its link is cut",
-        missing,
-    )
-
-
-def _answers(
-    subject: str, message: str, members: Sequence[int], seconds: float
-) -> tuple[list[int], dict[int, str]]:
-    store = _place(subject)
-    store.set(str(dist.get_rank()), message)
-    end = time.monotonic() + seconds
-    while True:
-        missing = [rank for rank in members if not store.check([str(rank)])]
-        if not missing or time.monotonic() > end:
-            answered = [rank for rank in members if rank not in missing]
-            return missing, {rank: store.get(str(rank)).decode() for rank in answered}
-        time.sleep(PAUSE)
 
 
 def _place(subject: str) -> Any:

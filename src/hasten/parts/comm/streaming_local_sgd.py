@@ -31,18 +31,16 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hasten.parts.comm.codecs import Codec
 from hasten.parts.comm.codecs import codec as codec_of
 from hasten.parts.comm.groups import FullDuplexWork, all_gather
 from hasten.parts.comm.local_sgd import NUMBERS, TIMEOUT, Drift, LocalTraining
-
-if TYPE_CHECKING:
-    from hasten.parts.comm.codecs import Codec
 
 MOST = 64  # fragments
 USUAL, SHORTEST = "int4", "sign"  # formats, the second where the first takes many fragments
@@ -82,14 +80,13 @@ class Stream(LocalTraining):
         parameters: Iterable[Tensor],
         codec: Codec | None = None,
         fragments: int | None = None,
-        group: Any = None,
         timeout: datetime.timedelta = TIMEOUT,
     ) -> None:
         check(fragments)
         self.codec: Codec = codec or codec_of(USUAL)
         self.fragments = fragments
         self._formats = [USUAL, SHORTEST] if codec is None else []
-        super().__init__(Drift(list(parameters), fragments or 1, group, timeout))
+        super().__init__(Drift(list(parameters), fragments or 1, timeout))
         if not self.drift.anchor.is_cpu:  # a device's messages would have to be waited for
             self.hidden_seconds = None
         self._flight: _MessageInFlight | None = None
@@ -163,8 +160,7 @@ class Stream(LocalTraining):
         codec_seconds, numbers = self._own_seconds(kinds[index]), self.drift.anchor.numel()
         count = needed(wholes[index], rate, quickest, codec_seconds, numbers)
         choice = self.drift.anchor.new_tensor([index, count])
-        first = dist.get_global_rank(self.drift.group, 0)
-        self.drift.travel(dist.broadcast, choice, first)
+        self.drift.travel(dist.broadcast, choice, 0)
         index, count = (int(number) for number in choice.tolist())
         self.codec = kinds[index]
         self._cut(count)

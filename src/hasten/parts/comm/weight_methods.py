@@ -46,9 +46,8 @@ def start_method(
     Raises:
         ValueError: the method needs another kind of module.
     """
-    replicas = isinstance(model, DistributedDataParallel)
     trained = [p for p in model.parameters() if p.requires_grad]
-    if replicas:
+    if isinstance(model, DistributedDataParallel):
         raise ValueError(
             f"{settings.method} sends weights instead of gradients: attach the module "
             "itself; DistributedDataParallel would average gradients as well"
@@ -61,22 +60,17 @@ def start_method(
         part = LocalSteps(trained, settings.every, codec=codec("int4"), timeout=limit)
     else:
         part = Stream(trained, timeout=limit)
-    after_updates(trained[0], part.after_step, "nothing is exchanged, and ranks drift apart")
+    after_updates(trained[0], part.after_step)
     return part
 
 
-def after_updates(weight: torch.Tensor, action: Callable[[], object], otherwise: str) -> None:
+def after_updates(weight: torch.Tensor, action: Callable[[], object]) -> None:
     """Calls a method after each step of this weight's optimizer, while its owner lives.
 
     torch's hook is for all optimizers of the process. So it checks which optimizer made the
-    step, and is removed with the owner. If gradients arrive but no step is detected, it
-    warns with the text ``otherwise``.
+    step, and is removed with the owner. It warns if gradients arrive but no step is detected.
     """
-    method, wanted, silence = (
-        weakref.WeakMethod(action),
-        weakref.ref(weight),
-        MissingUpdates(otherwise),
-    )
+    method, wanted, silence = weakref.WeakMethod(action), weakref.ref(weight), MissingUpdates()
 
     def updated(optimizer: torch.optim.Optimizer, args: Any, named: Any) -> None:
         callback, live_weight = method(), wanted()
@@ -98,9 +92,9 @@ def after_updates(weight: torch.Tensor, action: Callable[[], object], otherwise:
 class MissingUpdates:
     """Counts gradients that came before the first update; warns once if too many."""
 
-    def __init__(self, otherwise: str) -> None:
+    def __init__(self) -> None:
         self.over = False
-        self._otherwise, self._gradients = otherwise, 0
+        self._gradients = 0
 
     def __call__(self, weight: torch.Tensor) -> None:
         self._gradients += not self.over
@@ -108,8 +102,9 @@ class MissingUpdates:
             self.over = True
             warnings.warn(
                 f"after {PATIENCE} gradients, no torch optimizer with the model's first trained "
-                f"weight has made a step: {self._otherwise}. If the optimizer is of another kind, "
-                "or has copies of the weights, use hasten.parts.comm.local_sgd.LocalSteps or "
+                "weight has made a step: nothing is exchanged, and ranks drift apart. If the "
+                "optimizer is of another kind, or has copies of the weights, use "
+                "hasten.parts.comm.local_sgd.LocalSteps or "
                 "hasten.parts.comm.streaming_local_sgd.Stream, and call after_step() after each "
                 "update",
                 stacklevel=2,

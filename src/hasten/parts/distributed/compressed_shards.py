@@ -108,8 +108,6 @@ class ShardedGradients:
             ValueError: the module isn't sharded, or nothing in it learns.
         """
         self.groups = shard_groups(module)
-        if not self.groups:
-            raise ValueError("no weight that learns is in shards: call fully_shard before")
         for group in self.groups:
             group.module.set_custom_reduce_scatter(RowReduceScatter(self._of(group)))
 
@@ -217,9 +215,6 @@ class ShardedGradients:
         output.copy_(self._codec.decode_mean(received, row).mul_(factor))
 
 
-# Copies of a sharded model.
-
-
 class CopiedShards:
     """An exchange between copies.
 
@@ -256,8 +251,6 @@ class CopiedShards:
             ValueError: the module isn't sharded, or nothing in it learns.
         """
         self.groups = shard_groups(module)
-        if not self.groups:
-            raise ValueError("no weight that learns is in shards: call fully_shard before")
         self._ranks = Ranks(self._seconds, None, self._members)
         for group in self.groups:
             group.module.set_all_reduce_hook(self._of(group, self._ranks))

@@ -36,9 +36,6 @@ TOP: Mapping[str, Sequence[str]] = _KEYS["top"]  # of each key its fate, and as 
 INSIDE: Mapping[str, Mapping[str, Sequence[str]]] = _KEYS["inside"]
 OFFLOAD: Mapping[str, Sequence[str]] = _KEYS["offload"]
 
-
-# Reading, checking, filling.
-
 AUTO = "auto"
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -135,9 +132,7 @@ def explicit(value: Any) -> Any:
     return None if value == AUTO else value
 
 
-def batch_sizes(  # noqa: C901  # each size may be what is missing
-    config: Mapping[str, Any], trainer_settings: TrainerSettings
-) -> BatchSizes:
+def batch_sizes(config: Mapping[str, Any], trainer_settings: TrainerSettings) -> BatchSizes:
     """Completes the three sizes from each other and from the trainer's settings.
 
     Raises:
@@ -174,17 +169,12 @@ def batch_sizes(  # noqa: C901  # each size may be what is missing
             )
     if train and not micro and not steps and train % world == 0:
         micro, steps = train // world, 1
-    if all(sizes) and train != (micro or 0) * (steps or 0) * world:
+    product = (micro or 0) * (steps or 0) * world
+    if sizes[1] and sizes[2] and train and train != product:
+        actual = f"train_batch_size is {train}" if sizes[0] else f"the step has {train} examples"
         raise ValueError(
-            f"train_batch_size is {train}, but train_micro_batch_size_per_gpu {micro} x "
-            f"gradient_accumulation_steps {steps} x {world} rank(s) is "
-            f"{(micro or 0) * (steps or 0) * world}"
-        )
-    if sizes[1] and sizes[2] and train and train != (micro or 0) * (steps or 0) * world:
-        raise ValueError(
-            f"the step has {train} examples, but train_micro_batch_size_per_gpu {micro} x "
-            f"gradient_accumulation_steps {steps} x {world} rank(s) is "
-            f"{(micro or 0) * (steps or 0) * world}"
+            f"{actual}, but train_micro_batch_size_per_gpu {micro} x "
+            f"gradient_accumulation_steps {steps} x {world} rank(s) is {product}"
         )
     return BatchSizes(train, micro, steps)
 
@@ -345,11 +335,7 @@ def _offloads(zero: Mapping[str, Any], what: str) -> bool:
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Returns the mapping under a key, empty if it is missing or null.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """Returns the mapping under a key, empty if it is missing or null."""
     section = config.get(name)
     if section is not None and not isinstance(section, Mapping):
         raise ValueError(f"{name} is {section!r}; it must be a JSON object")
@@ -357,11 +343,7 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _number(section: Mapping[str, Any], name: str) -> float | None:
-    """A number from 0 on, or None where it is left to the trainer.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """A number from 0 on, or None where it is left to the trainer."""
     value = explicit(section.get(name))
     if value is None:
         return None
@@ -394,11 +376,7 @@ def _given(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _peak_rate(optimizer: Mapping[str, Any], timing: Mapping[str, Any], kind: str) -> float | None:
-    """The rate after the warm-up, which most of DeepSpeed's schedules set over the optimizer's.
-
-    Raises:
-        ValueError: the two rates differ.
-    """
+    """The rate after the warm-up, which most of DeepSpeed's schedules set over the optimizer's."""
     rate = _number(optimizer, "lr")
     if kind not in SETS_RATE:
         return rate

@@ -205,8 +205,6 @@ class _Exchange(torch.autograd.Function):
         return (None, None, None, None, *(_travel(g, *ctx.way) for g in grads))
 
 
-# Experts on their ranks.
-
 MARK = "shared_experts"  # the attribute of a weight that holds a rank's part of the experts
 
 

@@ -29,7 +29,6 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from hasten.parts.distributed.expert_parallel import SharedExperts
 from hasten.parts.nn.recompute import decoder_blocks
 
 
@@ -54,6 +53,7 @@ def shard(
     mesh: DeviceMesh,
     how: Sharding | None = None,
     before: Callable[[nn.Module], None] = lambda part: None,
+    ignored: Iterable[nn.Parameter] = (),
 ) -> None:
     """Turn the module's parameters into shards, in place: each block a group, the rest another.
 
@@ -61,28 +61,25 @@ def shard(
 
     Args:
         before: called with each block, and with the module at last, just before it is cut.
+        ignored: parameters that stay whole (experts that are shared out over ranks).
     """
     how = how or Sharding()
     reduce = None if how.dtype is None else torch.float32
-    policy = MixedPrecisionPolicy(param_dtype=how.dtype, reduce_dtype=reduce)
-    offload = CPUOffloadPolicy() if how.offload else OffloadPolicy()
+    settings: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=how.dtype, reduce_dtype=reduce),
+        "offload_policy": CPUOffloadPolicy() if how.offload else OffloadPolicy(),
+        "ignored_params": set(ignored),
+    }
     try:
         blocks = decoder_blocks(module)
     except ValueError:  # nothing repeats: the whole module is one group
         blocks = []
     for block in blocks:
         before(block)
-        fully_shard(
-            block,
-            mesh=mesh,
-            reshard_after_forward=how.reshard,
-            mp_policy=policy,
-            offload_policy=offload,
-        )
+        fully_shard(block, reshard_after_forward=how.reshard, **settings)
     before(module)
-    fully_shard(
-        module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload
-    )
+    fully_shard(module, reshard_after_forward=False, **settings)
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -166,7 +163,7 @@ def shard_groups(module: nn.Module) -> list[ShardGroup]:
     """The groups of a module that has been sharded and hasn't run yet, those that learn.
 
     Raises:
-        ValueError: this torch keeps its groups elsewhere.
+        ValueError: this torch keeps its groups elsewhere, or nothing that learns is in shards.
     """
     names = {id(p): name for name, p in module.named_parameters()}
     weight_groups = []
@@ -179,6 +176,8 @@ def shard_groups(module: nn.Module) -> list[ShardGroup]:
             if weights:
                 ranks = int(group.mesh_info.shard_mesh_size)
                 weight_groups.append(ShardGroup(member, tuple(weights), ranks))
+    if not weight_groups:
+        raise ValueError("no weight that learns is in shards: call fully_shard before")
     return weight_groups
 
 
@@ -242,31 +241,12 @@ def _parts(rows: Tensor, group: ShardGroup) -> list[tuple[Weight, Tensor]]:
     return list(zip(group.weights, pieces, strict=True))
 
 
-# Shards of what isn't an expert, beside experts that are shared out over ranks (FSDP2).
-#
-# Experts lie on their ranks whole and take no part in the all-gathers of a block; whatever else a
-# block holds does, as ``shard`` has it.
-
-
-def shard_rest(
-    module: nn.Module, shared: SharedExperts, mesh: DeviceMesh, reshard: bool = True
-) -> None:
-    """Turn all but the experts into shards, in place: each block a group, the rest another."""
-    experts = set(shared.parameters())
-    for block in decoder_blocks(module):
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, ignored_params=experts)
-    fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=experts)
-
-
-# Stages of a pipeline whose weights are sharded (FSDP2): each block a group, the rest another.
-#
-# A stage is a root of its own, whose groups come together for each pass over a micro-batch and let
-# go after it. Gradients are cut and added up (reduce-scatter) in every backward pass, since a
-# rank's passes of the next micro-batches stand between. ``shard`` is for a model in one piece.
-
-
 def shard_stage(stage: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh) -> None:
-    """Turn a stage's parameters into shards, in place; ``layers`` are those of all stages here."""
+    """Turn a pipeline stage's parameters into shards, in place: a root of its own.
+
+    Gradients are reduced and scattered in every backward pass, because passes of other
+    micro-batches follow. ``layers`` holds the layers of all stages of this rank.
+    """
     layer_ids = {id(layer) for layer in layers}
     for module in list(stage.modules()):
         if id(module) in layer_ids:

@@ -229,12 +229,9 @@ def _engine_hooks(model: nn.Module) -> list[tuple[Any, list[int]]]:
     return hook_tables
 
 
-# A state of pieces brought together, tensor by tensor, and dealt out again: for checkpoints.
-#
-# What belongs to a ``DTensor`` parameter (the parameter itself, a moment of its piece) becomes one
-# plain tensor on the host of the first rank, the same that a single process would write. The other
-# way round each rank takes its piece of a whole tensor that all of them have read; nothing travels.
-# So neither knows of the other's mesh, and a run may go on with another number of ranks.
+# For checkpoints. What belongs to a ``DTensor`` parameter becomes one plain tensor on the host of
+# the first rank, the same that a single process would write. The other way round each rank takes
+# its piece of a whole tensor that all have read. So a run may go on with another number of ranks.
 
 
 @torch.no_grad()

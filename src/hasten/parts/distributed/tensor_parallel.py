@@ -31,7 +31,6 @@ from torch.distributed.tensor import (
     Shard,
     distribute_tensor,
 )
-from torch.distributed.tensor import distribute_tensor as distribute
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -90,8 +89,8 @@ def why_not(layer: nn.Module) -> str:
 def cut_beside_column(layer: nn.Module, mesh: DeviceMesh) -> None:
     """Cut the adapters of a layer that is cut by output."""
     for first, second, drops in _adapters(layer):
-        _place(first, mesh, Replicate())
-        _place(second, mesh, Shard(0))
+        first.weight = _dealt(first.weight, mesh, Replicate())
+        second.weight = _dealt(second.weight, mesh, Shard(0))
         first.forward = partial(_whole_input, first, drops)
         second.forward = partial(_piece, second)
 
@@ -100,8 +99,8 @@ def cut_beside_row(layer: nn.Module, mesh: DeviceMesh, between: Placement) -> No
     """Cut the adapters of a layer that is cut by input; ``between``: how its output is laid out."""
     for first, second, drops in _adapters(layer):
         first.forward = partial(_own_columns, first, drops, between, first.in_features)
-        _place(first, mesh, Shard(1))
-        _place(second, mesh, Replicate())
+        first.weight = _dealt(first.weight, mesh, Shard(1))
+        second.weight = _dealt(second.weight, mesh, Replicate())
         second.forward = partial(_whole_rank, second, between)
 
 
@@ -131,12 +130,6 @@ def _linears(layer: nn.Module, name: str) -> list[nn.Linear]:
     return [m for m in children if plain_class(m) is nn.Linear]
 
 
-def _place(linear: nn.Linear, mesh: DeviceMesh, placement: Placement) -> None:
-    weight = linear.weight
-    dealt = distribute(weight.detach(), mesh, [placement])
-    linear.weight = nn.Parameter(dealt, requires_grad=weight.requires_grad)
-
-
 def _through(x: Tensor) -> Tensor:
     return x
 
@@ -161,10 +154,7 @@ def _piece(self: Any, x: Tensor) -> Tensor:
 
 
 def _own_columns(self: Any, dropout: Any, between: Placement, width: int, x: Tensor) -> Tensor:
-    """A of an adapter on a row-cut layer: its columns times this rank's input, summed.
-
-    The sum is over ranks.
-    """
+    """A of an adapter on a row-cut layer: its columns times the local input, summed over ranks."""
     weight = self.weight
     if not isinstance(weight, DTensor):
         return F.linear(_dropped(x, dropout), weight)
@@ -192,8 +182,6 @@ def _dropped(x: Tensor, dropout: Any, start: int = 0, width: int | None = None) 
     drawn = F.dropout(x.new_ones(*x.shape[:-1], width or x.shape[-1]), share)
     return x * drawn[..., start : start + x.shape[-1]]
 
-
-# The layers of a model.
 
 SEQUENCE = 1  # the dimension of (batch, sequence, hidden)
 HEADS = 2  # of (batch, sequence, heads, head size)
@@ -272,10 +260,10 @@ def split_vocabulary(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> No
     tied = weight is embedding.weight
     style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
     parallelize_module(embedding, mesh, style)
-    rows = embedding.weight if tied else _by_rows(weight, mesh)
+    rows = embedding.weight if tied else _dealt(weight, mesh, Shard(0))
     bias = getattr(head, "bias", None)
     outer.lm_head = VocabularyParallelHead(
-        rows, None if bias is None else _by_rows(bias, mesh), mesh
+        rows, None if bias is None else _dealt(bias, mesh, Shard(0)), mesh
     )
 
 
@@ -288,8 +276,8 @@ def _check_dropout(config: Any) -> None:
         )
 
 
-def _by_rows(parameter: Tensor, mesh: DeviceMesh) -> nn.Parameter:
-    cut = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
+def _dealt(parameter: Tensor, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+    cut = distribute_tensor(parameter.detach(), mesh, [placement])
     return nn.Parameter(cut, requires_grad=parameter.requires_grad)
 
 

@@ -74,42 +74,21 @@ class VocabularyParallelHead(nn.Module):
         shard_rows = -(-self.out_features // self._mesh.size())
         rows = chunk_rows(chunk, shard_rows)
         first = min(shard_rows * self._mesh.get_local_rank(), self.out_features)
-        group = self._mesh.get_group()
-        return vocabulary_parallel_cross_entropy(
-            hidden, weight, labels, first, group, rows, bias, terms, self.out_features
-        )
-
-
-def vocabulary_parallel_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    first: int,
-    group: Any,
-    chunk: int,
-    bias: Tensor | None = None,
-    terms: LossTerms = PLAIN,
-    vocabulary: int = 0,
-) -> Tensor:
-    """Summed loss of ``hidden`` (rows, hidden) against ``labels`` (rows,); -100: no loss.
-
-    Args:
-        weight: this rank's rows of the head, starting at row ``first``; ``bias`` alike.
-        group: the ranks that hold the others. Each gets the same hidden states and labels.
-        chunk: rows with logits in memory at one time.
-        vocabulary: rows of all ranks together, for label smoothing.
-    """
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    options = first, group, chunk, terms, vocabulary
-    loss: Tensor = _VocabularyLoss.apply(hidden, weight, bias, labels, options)
-    return loss
+        if torch.is_autocast_enabled(hidden.device.type):
+            dtype = torch.get_autocast_dtype(hidden.device.type)
+            hidden, weight = hidden.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        options = first, self._mesh.get_group(), rows, terms, self.out_features
+        loss: Tensor = _VocabularyLoss.apply(hidden, weight, bias, labels, options)
+        return loss
 
 
 class _VocabularyLoss(torch.autograd.Function):
-    """Forward forms the gradients, backward scales them: the loss is a sum."""
+    """Forward forms the gradients, backward scales them: the loss is a sum.
+
+    ``options``: first row of this rank's part of the head, group, rows of a chunk, terms of the
+    loss, size of the vocabulary.
+    """
 
     @staticmethod
     def forward(

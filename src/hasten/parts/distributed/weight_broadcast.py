@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hasten.parts.comm.groups import ordered_group
-from hasten.parts.comm.topology import host_name
+from hasten.parts.comm.topology import host_name, hosts_of
 
 Table = dict[str, Any]  # of a module's parameters, or of its buffers
 
@@ -113,12 +113,9 @@ def senders(hosts: Sequence[str], reads: Sequence[bool]) -> list[tuple[int, ...]
     """
     if not any(reads):
         raise ValueError("no rank has built the model")
-    by_host: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        by_host.setdefault(host, []).append(rank)
     first = list(reads).index(True)
     groups: dict[int, list[int]] = {}
-    for ranks in by_host.values():
+    for ranks in hosts_of(hosts):
         source = next((rank for rank in ranks if reads[rank]), first)
         groups.setdefault(source, [source]).extend(r for r in ranks if r != source)
     return [tuple(dict.fromkeys(members)) for members in groups.values()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from hasten.core.technique import EffectCheck, Fidelity, Technique, knob
 from hasten.machine.environment import World
 from hasten.parts.comm.collectives import TopoAwareCollective
 from hasten.parts.comm.groups import sum_over_ranks
-from hasten.parts.comm.link_model import by_link
+from hasten.parts.comm.link_model import bucket_bytes
 from hasten.parts.distributed.ddp import leave_constants, reduce_now
 from hasten.parts.nn.causal_lm import freeze_indexers, may_rest
 from hasten.techniques.communication.traffic import ReplicaTraffic
@@ -101,9 +102,9 @@ class Replicas:
         gpu = None if self._device == "cpu" else [torch.device(self._device)]
         cap = self._bucket_cap_mb
         if not cap:  # for the link as it is now; all ranks measure together and take one answer
-            choice = by_link(TopoAwareCollective("nccl" if gpu else "gloo", "measure").topology)
-            self.buckets = f"; buckets of {choice.reason}"
-            cap = choice.megabytes
+            topology = TopoAwareCollective("nccl" if gpu else "gloo", "measure").topology
+            cap = math.ceil(bucket_bytes(topology) / 2**20)
+            self.buckets = f"; buckets of {cap} MB for {topology}"
         freeze_indexers(module)
         wrapped = DistributedDataParallel(
             module,

@@ -34,7 +34,7 @@ from hasten.parts.distributed.expert_parallel import (
     replicated,
     share_experts,
 )
-from hasten.parts.distributed.fsdp import send_gradients, shard_rest
+from hasten.parts.distributed.fsdp import Sharding, send_gradients, shard
 from hasten.parts.distributed.local_shards import LocalShards, whole_on_first
 from hasten.parts.distributed.mesh import MeshSizes, data_mesh
 from hasten.parts.nn.recompute import BlockRecompute
@@ -332,7 +332,8 @@ class ExpertsInFSDP:
         self._module, shared = module, self._shared_experts()
         self.move_parts(module)  # copies are made alike next, by what carries the device's memory
         self._gradients = ExpertGradients(shared.parameters(), self._replicas, self.averages)
-        shard_rest(module, shared, data_mesh(self.mesh), self._reshard)
+        how = Sharding(self._reshard)
+        shard(module, data_mesh(self.mesh), how, ignored=shared.parameters())
         return module
 
     def move_parts(self, module: nn.Module) -> None:

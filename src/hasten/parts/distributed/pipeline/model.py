@@ -33,7 +33,6 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from hasten.parts.distributed.pipeline import stages
 from hasten.parts.distributed.pipeline import stages as partition
 from hasten.parts.distributed.pipeline.local_runner import LocalRunner
 from hasten.parts.distributed.pipeline.runtime import (
@@ -44,7 +43,6 @@ from hasten.parts.distributed.pipeline.runtime import (
     RanksRunner,
     StageRunner,
     is_pair,
-    language_batch,
     micro_batches,
     usual_loss,
 )
@@ -107,16 +105,14 @@ class AsyncPipeline:
     def partition_model(
         self,
         model: nn.Module,
-        costs: Sequence[float] | str = "estimated",
-        sample: Any = None,
+        costs: Sequence[float] | None = None,
         device: torch.device | str | None = None,
     ) -> PipelineModel:
         """This process's stages of a model, cut so that the slowest is as fast as can be.
 
         Args:
             model: a Hugging Face causal language model of a known kind, or an ``nn.Sequential``.
-            costs: "estimated" from the layers' matrices, "measured" on ``sample`` (a batch), or a
-                number per layer. Ranks take the measurement of the first of them.
+            costs: a number per layer; None: estimated from the layers' matrices.
             device: where this rank's stages go; None: where the model is.
 
         Raises:
@@ -125,11 +121,13 @@ class AsyncPipeline:
         layered = isinstance(model, nn.Sequential)
         cuttable: Cuttable = Layers(model) if layered else LanguageModel(WholeLogitsLoss(model))
         group = self._joined()
-        each, first, last = _costs(cuttable, costs, sample)
-        if group is not None and costs == "measured":
-            payload = [(each, first, last)]
-            dist.broadcast_object_list(payload, group=group, group_src=0)
-            ((each, first, last),) = payload
+        each, first, last = cuttable.costs()
+        if costs is not None:
+            if len(costs) != cuttable.layers:
+                raise ValueError(
+                    f"costs must be a number for each of the {cuttable.layers} layers, not {costs}"
+                )
+            each, first, last = [float(c) for c in costs], 0.0, 0.0
         sizes = partition.balanced_layers(each, len(self.settings.homes), first, last)
         return PipelineModel(cuttable, sizes, self.settings, group, device)
 
@@ -281,24 +279,6 @@ def _shape_of(cuttable: Cuttable) -> Callable[[Inputs], Any]:
     return hidden_shape(cuttable.causal.config.hidden_size, lambda: dtype)
 
 
-def _costs(
-    cuttable: Cuttable, costs: Sequence[float] | str, sample: Any
-) -> tuple[list[float], float, float]:
-    if costs == "estimated":
-        return cuttable.costs()
-    if costs == "measured":
-        if sample is None:
-            raise ValueError("costs='measured' needs sample, a batch to measure the layers on")
-        inputs = sample if isinstance(sample, Mapping) else {"x": sample[0]}
-        return cuttable.measured(language_batch(inputs)[0] if "input_ids" in inputs else inputs)
-    if isinstance(costs, str) or len(costs) != cuttable.layers:
-        raise ValueError(
-            f"costs must be 'estimated', 'measured' or a number for each of the {cuttable.layers} "
-            f"layers, not {costs!r}"
-        )
-    return [float(c) for c in costs], 0.0, 0.0
-
-
 # A model in place that loses what other stages hold, and gets it back to be saved.
 #
 # :func:`prune_stage` takes other ranks' layers, embedding, norm and head out of a model; what stays
@@ -327,7 +307,7 @@ def prune_stage(
 ) -> Pruned:
     """Take out of the model what other ranks hold."""
     places: dict[str, int] = {"embed_tokens": homes[0], "norm": homes[-1], "lm_head": homes[-1]}
-    for index, span in enumerate(stages.ranges(sizes)):
+    for index, span in enumerate(partition.ranges(sizes)):
         places |= {f"layers.{layer}": homes[index] for layer in span}
     pruned = Pruned(model, places, rank, tied=model.tied)
     for name, home in places.items():

@@ -16,10 +16,8 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cache, partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -28,13 +26,6 @@ from torch import distributed as dist
 
 from hasten.parts.nn.causal_lm import causal_lm, trunk
 
-# Where a model is cut into pipeline stages: the cut whose slowest stage is as fast as can be.
-#
-# A pipeline goes at the pace of its slowest stage, so the cut to look for has the smallest largest
-# stage (the linear partition problem; Skiena, The Algorithm Design Manual, 10.7). Layers stay in
-# order; the embedding is more work for the first stage, norm and head for the last. Among all cuts
-# with that bottleneck the evenest is taken, which is the one that keeps memory even too.
-
 SLACK = 1 + 1e-9  # sums of the same costs in another order differ by less
 
 
@@ -42,6 +33,10 @@ def balanced_layers(
     costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0
 ) -> tuple[int, ...]:
     """Returns the number of layers of each stage; every stage gets at least one.
+
+    A pipeline goes at the pace of its slowest stage, so the largest stage is as small as possible
+    (Skiena, The Algorithm Design Manual, 10.7). Among all such cuts the evenest is taken, which
+    keeps memory even too.
 
     Args:
         costs: cost of each layer, in any unit.
@@ -67,40 +62,23 @@ def balanced_layers(
         more = (first if index == 0 else 0.0) + (last if index == stages - 1 else 0.0)
         return ends[end] - ends[start] + more
 
-    bound = _bottleneck(len(costs), stages, stage) * SLACK
-    return _evenest(len(costs), stages, stage, bound)
+    def best_cut(join: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]]:
+        """The smallest score and its sizes; ``join`` adds a stage's cost to a score."""
 
+        @cache
+        def best(end: int, index: int) -> tuple[float, tuple[int, ...]]:
+            if index < 0:
+                return (0.0, ()) if end == 0 else (math.inf, ())
+            cuts = []
+            for start in range(index, end):
+                score, sizes = best(start, index - 1)
+                cuts.append((join(score, stage(start, end, index)), (*sizes, end - start)))
+            return min(cuts, default=(math.inf, ()))
 
-Stage = Callable[[int, int, int], float]  # cost of layers start..end as the stage of that index
+        return best(len(costs), stages - 1)
 
-
-def _bottleneck(layers: int, stages: int, stage: Stage) -> float:
-    """The smallest possible largest stage; ``best[end]`` is that of the layers before ``end``."""
-    best = [0.0] + [math.inf] * layers
-    for index in range(stages):
-        row = [math.inf] * (layers + 1)
-        for end in range(index + 1, layers + 1):
-            row[end] = min(max(best[s], stage(s, end, index)) for s in range(index, end))
-        best = row
-    return best[layers]
-
-
-def _evenest(layers: int, stages: int, stage: Stage, bound: float) -> tuple[int, ...]:
-    """Returns the cut with the smallest sum of squares among all cuts within the bound."""
-
-    @cache
-    def best(end: int, index: int) -> tuple[float, tuple[int, ...]]:
-        if index < 0:
-            return (0.0, ()) if end == 0 else (math.inf, ())
-        smallest: tuple[float, tuple[int, ...]] = (math.inf, ())
-        for start in range(index, end):
-            cost = stage(start, end, index)
-            if cost <= bound:
-                squares, sizes = best(start, index - 1)
-                smallest = min(smallest, (squares + cost * cost, (*sizes, end - start)))
-        return smallest
-
-    return best(layers, stages - 1)[1]
+    bound = best_cut(max)[0] * SLACK
+    return best_cut(lambda total, c: total + c * c if c <= bound else math.inf)[1]
 
 
 def ranges(sizes: Sequence[int]) -> list[range]:
@@ -123,28 +101,6 @@ def work_per_token(module: nn.Module, active: float = 1.0) -> float:
             total += parameter.numel() * (active if routed else 1.0)
     return total or float(sum(p.numel() for p in module.parameters()))
 
-
-def pass_seconds(run: Callable[[], torch.Tensor], device: torch.device, times: int = 3) -> float:
-    """Fastest of some forward and backward passes; gradients they leave are the caller's."""
-    best = math.inf
-    for _ in range(times):
-        _wait(device)
-        began = time.perf_counter()
-        out = run()
-        if out.requires_grad:
-            out.backward(torch.ones_like(out))
-        _wait(device)
-        best = min(best, time.perf_counter() - began)
-    return best
-
-
-def _wait(device: torch.device) -> None:
-    """A measurement ends when the device has done the work."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
-# The views.
 
 # Trunks that embed, run layers that map hidden states to hidden states, and end with a norm;
 # nothing is scaled or added between (Gemma scales embeddings), so that a stage may begin anywhere.
@@ -169,9 +125,6 @@ class Cuttable(Protocol):
 
     def costs(self) -> tuple[list[float], float, float]:
         """Estimated work of each layer, and the further work of the first and the last stage."""
-
-    def measured(self, inputs: Inputs) -> tuple[list[float], float, float]:
-        """The same in seconds, on one micro-batch."""
 
     def stage(self, span: range) -> nn.Module:
         """Maps (hidden or None, inputs of the micro-batch) to hidden states, or to the loss."""
@@ -213,47 +166,6 @@ class LanguageModel:
         active = config.num_experts_per_tok / routed if routed else 1.0
         each = [work_per_token(layer, active) for layer in self.trunk.layers]
         return each, 0.0, float(config.vocab_size * config.hidden_size)
-
-    def measured(self, inputs: Inputs) -> tuple[list[float], float, float]:
-        device = inputs["input_ids"].device
-        calls: list[tuple[Any, Any]] = []
-
-        def note(layer: nn.Module, args: Any, kwargs: Any) -> None:
-            calls.append((args, kwargs))
-
-        hooks = [
-            layer.register_forward_pre_hook(note, with_kwargs=True) for layer in self.trunk.layers
-        ]
-        model_inputs = {k: v for k, v in inputs.items() if k != "labels"}
-        try:
-            with torch.no_grad():
-                hidden = self.trunk(use_cache=False, **model_inputs).last_hidden_state
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-        def layer(index: int) -> Tensor:
-            (before, *more), named = calls[index]
-            output: Tensor = self.trunk.layers[index](_leaf(before), *more, **named)
-            return output
-
-        def embedding() -> Tensor:
-            output: Tensor = self.trunk.embed_tokens(inputs["input_ids"])
-            return output
-
-        last = self.stage(range(self.layers, self.layers))
-
-        def head() -> Tensor:
-            output: Tensor = last(_leaf(hidden), inputs)
-            return output
-
-        with _gradients_put_back(self.loss):
-            each = [pass_seconds(partial(layer, i), device) for i in range(self.layers)]
-            return (
-                each,
-                pass_seconds(embedding, device),
-                pass_seconds(head, device),
-            )
 
     def stage(self, span: range) -> nn.Module:
         """The stage that begins at layer 0 embeds; the one that ends at the last computes loss."""
@@ -317,16 +229,6 @@ class Layers:
     def costs(self) -> tuple[list[float], float, float]:
         return [work_per_token(child) for child in self.model], 0.0, 0.0
 
-    def measured(self, inputs: Inputs) -> tuple[list[float], float, float]:
-        hidden, each = inputs["x"], []
-        with _gradients_put_back(self.model):
-            for child in self.model:
-                taken = _leaf(hidden)
-                each.append(pass_seconds(partial(child, taken), taken.device))
-                with torch.no_grad():
-                    hidden = child(hidden)
-        return each, 0.0, 0.0
-
     def stage(self, span: range) -> nn.Module:
         return SequentialStage([self.model[i] for i in span], span.stop == self.layers)
 
@@ -357,23 +259,6 @@ def _entering(inputs: Inputs, hidden: Tensor | None) -> dict[str, Any]:
         return dict(inputs)
     other_inputs = {k: v for k, v in inputs.items() if k != "input_ids"}
     return {"inputs_embeds": hidden, **other_inputs}
-
-
-def _leaf(hidden: Tensor) -> Tensor:
-    return hidden.detach().requires_grad_(hidden.is_floating_point())
-
-
-@contextmanager
-def _gradients_put_back(module: nn.Module) -> Iterator[None]:
-    """Restores ``.grad`` after a measurement."""
-    saved_gradients = [(p, p.grad) for p in module.parameters()]
-    for parameter, _ in saved_gradients:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in saved_gradients:
-            parameter.grad = gradient
 
 
 # A head tied to the embedding, when the two are on different ranks: one weight in two places.
