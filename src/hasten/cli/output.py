@@ -15,13 +15,13 @@ from hasten.formatting import shown
 class _Terminal(io.FileIO):
     """A terminal that the user may close during the command: then it drops its output."""
 
-    def write(self, data: Any) -> int:
+    def write(self, buffer: Any) -> int:
         try:
-            return super().write(data)
+            return super().write(buffer)
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
-            return memoryview(data).nbytes
+            return memoryview(buffer).nbytes
 
 
 def prepare_streams() -> None:
