@@ -41,6 +41,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import gloo_rank
 from communication import links
 from smoke import arguments
 
@@ -99,20 +100,11 @@ def library(place: Path, most: int = 8_000_000) -> Path:
 
 
 def on_ranks(lab: Lab, what: str, spec: dict[str, Any], folder: Path, seconds: float) -> Any:
-    """What rank 0 found; its words and an end where a rank failed."""
+    """What rank 0 found."""
     place = folder / "spec.json"
     place.write_text(json.dumps(spec))
-    results = lab.run(
-        [sys.executable, "-W", "ignore", str(RANK), what, str(place)], seconds=seconds
-    )
-    lines = results[0].output.splitlines()
-    answers = [line for line in lines if line.startswith("FOUND ")]
-    if not answers or any(r.code for r in results):
-        words = "\n".join(
-            f"rank {r.rank} ({r.code}) {r.reason}\n{r.output[-1500:]}" for r in results
-        )
-        raise SystemExit(f"{spec}\n{words}")
-    return json.loads(answers[0].removeprefix("FOUND "))
+    command = [sys.executable, "-W", "ignore", str(RANK), what, str(place)]
+    return gloo_rank.answer_of(lab, command, seconds)
 
 
 def speed(given: argparse.Namespace, text: Path, folder: Path) -> None:

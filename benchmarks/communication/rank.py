@@ -35,7 +35,7 @@ def main() -> None:
     text = torch.frombuffer(raw, dtype=torch.uint8)
     found = speed(spec, rank, text) if what == "speed" else loss(spec, rank, text)
     if rank == 0:
-        print("FOUND " + json.dumps(found), flush=True)
+        gloo_rank.answer(found)
     dist.barrier()
     os._exit(0)  # groups of a dozen methods are not worth an orderly end
 
