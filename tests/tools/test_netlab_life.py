@@ -1,7 +1,8 @@
-"""A lab ends with everything in it, however its owner ends, and touches nothing but its own."""
+"""A lab ends with everything in it, however its owner ends; and the commands that make one."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from hasten.errors import InputError
 from hasten.launch import lab as own
@@ -22,6 +24,7 @@ from hasten.launch import lab_network
 from hasten.launch.lab_network import SEGMENT, bits_per_second, burst_bytes
 from labs import TOOLS, lab_with_links
 from netlab import Lab
+from netlab.__main__ import app
 
 modes = pytest.mark.parametrize("mode", ["user", "root", "loopback"])
 # A rank that has a child of its own, neither of which ends by itself or when asked to.
@@ -206,3 +209,51 @@ def test_a_rate_reads_the_same_in_words_and_in_numbers(kbit: int) -> None:
     # A bucket smaller than a segment would let none pass; one of a second would be no limit.
     burst = burst_bytes(kbit * 1000)
     assert SEGMENT <= burst <= max(SEGMENT, kbit * 1000 / 8 / 100)
+
+
+# The commands of tools/netlab.
+
+
+def netlab(*arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, list(arguments))
+    if isinstance(result.exception, InputError):
+        raise result.exception
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_check_says_of_each_kind_whether_it_works_or_what_is_missing() -> None:
+    found = json.loads(netlab("check", "--json"))
+    assert [f["mode"] for f in found] == ["user", "user", "root", "root", "loopback"]
+    assert all(f["works"] != bool(f["reason"]) for f in found)
+    assert found[-1]["works"]
+
+
+@pytest.mark.cold  # other variables would have a server of their own
+def test_check_names_the_missing_tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lab_with_links()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = netlab("check")
+    assert words.count("not here: the command ip is missing: install iproute2") == 4
+
+
+def test_run_makes_a_lab_for_one_command_and_names_the_rank_that_failed(own_room: Path) -> None:
+    words = netlab("run", "--mode", "loopback", "--", "sh", "-c", "echo rank $RANK of $WORLD_SIZE")
+    assert words == "rank 0 of 2\n"
+    script = "test $RANK = 0 || { echo no disk; exit 5; }"
+    words = netlab("run", "--mode", "loopback", "--", "sh", "-c", script, code=5)
+    assert words == "rank 1 on host 1 ended with 5: no disk\n"
+    assert list(own_room.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "--rate", "fast", "--", "true"], "'fast' is no rate"),
+        (["run", "--mode", "cloud", "--", "true"], "--mode cloud"),
+        (["run", "--mode", "loopback", "--rate", "1mbit", "--", "true"], "no lab works here"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments: list[str], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        netlab(*arguments)
