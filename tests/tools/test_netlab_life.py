@@ -246,14 +246,6 @@ def test_run_makes_a_lab_for_one_command_and_names_the_rank_that_failed(own_room
     assert list(own_room.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["run", "--rate", "fast", "--", "true"], "'fast' is no rate"),
-        (["run", "--mode", "cloud", "--", "true"], "--mode cloud"),
-        (["run", "--mode", "loopback", "--rate", "1mbit", "--", "true"], "no lab works here"),
-    ],
-)
-def test_bad_input_is_one_sentence(arguments: list[str], words: str) -> None:
-    with pytest.raises(InputError, match=words):
-        netlab(*arguments)
+def test_a_mode_that_is_none_is_one_sentence() -> None:
+    with pytest.raises(InputError, match="--mode cloud"):
+        netlab("run", "--mode", "cloud", "--", "true")
