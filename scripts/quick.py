@@ -209,7 +209,7 @@ def main() -> int:
     # A deleted file is still one that its importers name.
     texts = {path: "" for path in changed if path.endswith(".py")}
     texts |= {path: Path(path).read_text("utf-8") for path in listed if Path(path).is_file()}
-    tests = distances(texts, changed)
+    tests = {path: d for path, d in distances(texts, changed).items() if Path(path).is_file()}
     if not tests:
         print(f"No test reaches what changed since {base}: {', '.join(changed) or 'nothing'}.")
         return 0
