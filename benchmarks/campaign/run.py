@@ -23,6 +23,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -70,7 +71,7 @@ class Campaign:
         self.broken: set[tuple[str, str]] = set()  # not tried again in this call
         self.about = versions()
         self._processes: set[subprocess.Popen[Any]] = set()
-        self._stopped = False
+        self._stop = threading.Event()
 
     def run(self, batches: Sequence[Batch]) -> int:
         """The exit code: 1 where a batch couldn't be done or a case of hasten's wasn't good."""
@@ -82,7 +83,7 @@ class Campaign:
                         now = time.strftime("%H:%M:%S")
                         print(f"{now}  {number}/{len(batches)}  {words}", flush=True)
             except BaseException:  # no batch outlives this, and none of these counts
-                self._stopped = True
+                self._stop.set()
                 for process in tuple(self._processes):
                     _end(process)
                 pool.shutdown(cancel_futures=True)
@@ -94,10 +95,10 @@ class Campaign:
         """Runs a batch and stores its line; a line of text about it, if it was begun."""
         fault, trainer, number = batch
         kind, began = (trainer, fault.name), time.monotonic()
-        if self._stopped or began > self.until or kind in self.broken:
+        if self._stop.is_set() or began > self.until or kind in self.broken:
             return ""
         found = self._batch(batch)
-        if self._stopped:
+        if self._stop.is_set():
             return ""
         if "failed" in found:
             self.broken.add(kind)
@@ -128,7 +129,7 @@ class Campaign:
                 )
                 self._processes.add(process)
                 try:
-                    if not self._stopped:
+                    if not self._stop.is_set():
                         process.wait(BATCH_SECONDS)
                 except subprocess.TimeoutExpired:
                     return {"failed": f"it wasn't done after {BATCH_SECONDS:.0f} s"}
