@@ -127,7 +127,7 @@ class Method:
 
     def settle(self) -> None:
         if self.drifts:
-            self.part.settle()
+            self.part.synchronize()
 
     def waited(self) -> float:
         """Seconds so far in which nothing was computed for want of other ranks."""
