@@ -21,6 +21,7 @@ from smoke import arguments
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
+from turns import in_turns, ratio
 
 from hasten.parts.nn.losses import LabelOnlyLoss
 from hasten.parts.nn.recompute import BlockRecompute, decoder_blocks
@@ -117,21 +118,15 @@ def main() -> None:
     head = BlockRecompute().saved_bytes(lambda: bare(**inputs), bare)
     module(**inputs)
     saved[name] = head + sum(kept)
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(ROUNDS + 1):
-        for name, run in steps.items():
-            one = run()
-            if turn:  # the first round warms up
-                seconds[name].append(one)
+    seconds = in_turns(steps, ROUNDS)
     blocks = f"{SHAPE['num_hidden_layers']} blocks of {SHAPE['hidden_size']}"
     print(f"llama, {blocks}, {BATCH} x {LENGTH} tokens, torch {torch.__version__}")
     print("| way | saved MB | of plain | ms per step | of plain |\n|---|---|---|---|---|")
     for name, taken in seconds.items():
-        ratio = statistics.median(a / b for a, b in zip(taken, seconds["plain"], strict=True))
         share = saved[name] / saved["plain"]
         print(
             f"| {name} | {saved[name] / 1e6:.1f} | {share:.2f}× | "
-            f"{1e3 * statistics.median(taken):.0f} | {ratio:.2f}× |"
+            f"{1e3 * statistics.median(taken):.0f} | {ratio(taken, seconds['plain']):.2f}× |"
         )
 
 

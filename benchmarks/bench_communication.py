@@ -20,8 +20,8 @@ used.
 ``loss`` trains each method whole on a link without a limit, since mathematics doesn't depend on it,
 and compares the eval loss with DDP's of the same seed. ``again`` is DDP from weights that
 differ in the sixth digit: what two runs of the same method differ by. A line is written per run,
-and runs that are in the file already aren't repeated. After ``--minutes`` the run under way pauses
-and goes on the next time. DDP twice and what the table's links choose come first, over all seeds.
+and runs that are in the file already aren't repeated. No run begins after ``--minutes``. The runs
+of a seed come one after the other, so that seeds are paired wherever it is cut off.
 
 The text is Python's own library, the same bytes for the same Python; ``--text`` takes another file.
 """
@@ -41,6 +41,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import gloo_rank
 from communication import links
 from smoke import arguments
 
@@ -55,8 +56,6 @@ LOSS = (
     "ddp,again,stream:4,stream:3,signs:4,half,bf16,int8,int4,powersgd:16,powersgd:4,topk:0.05,"
     "topk_dense:0.05,stream:14,diloco:20,diloco:50"
 )
-FIRST = ("ddp", "again", "stream:4", "stream:3", "signs:4")  # what the links choose
-STARTS = 40.0  # seconds that a run takes beside its steps: imports, saving, the eval loss
 SLOW = {"ddp": 3, "half": 3, "int8": 5}  # steps of a turn over a slow link
 
 
@@ -101,20 +100,11 @@ def library(place: Path, most: int = 8_000_000) -> Path:
 
 
 def on_ranks(lab: Lab, what: str, spec: dict[str, Any], folder: Path, seconds: float) -> Any:
-    """What rank 0 found; its words and an end where a rank failed."""
+    """What rank 0 found."""
     place = folder / "spec.json"
     place.write_text(json.dumps(spec))
-    results = lab.run(
-        [sys.executable, "-W", "ignore", str(RANK), what, str(place)], seconds=seconds
-    )
-    lines = results[0].output.splitlines()
-    answers = [line for line in lines if line.startswith("FOUND ")]
-    if not answers or any(r.code for r in results):
-        words = "\n".join(
-            f"rank {r.rank} ({r.code}) {r.reason}\n{r.output[-1500:]}" for r in results
-        )
-        raise SystemExit(f"{spec}\n{words}")
-    return json.loads(answers[0].removeprefix("FOUND "))
+    command = [sys.executable, "-W", "ignore", str(RANK), what, str(place)]
+    return gloo_rank.answer_of(lab, command, seconds)
 
 
 def speed(given: argparse.Namespace, text: Path, folder: Path) -> None:
@@ -144,8 +134,7 @@ def speed(given: argparse.Namespace, text: Path, folder: Path) -> None:
 def tables(given: argparse.Namespace, text: Path, folder: Path) -> None:
     """Sittings over all links until their minutes are used, then a table for each."""
     place = given.json or Path("communication_table.json")
-    under_way = place.with_suffix(".sitting")
-    sittings = links.kept(place, under_way)
+    sittings: list[dict[str, Any]] = json.loads(place.read_text()) if place.exists() else []
     mine = {k: getattr(given, k) for k in ("size", "rows", "mtu", "block")}
     if any({k: sitting[k] for k in mine} != mine for sitting in sittings):
         raise SystemExit(f"{place} has sittings with other settings than {mine}: name another file")
@@ -160,7 +149,6 @@ def tables(given: argparse.Namespace, text: Path, folder: Path) -> None:
             **mine,
         }
         spec = {
-            "progress": {"file": str(under_way.absolute()), "note": note},
             "methods": list(link.methods),
             "size": given.size,
             "rows": given.rows,
@@ -175,8 +163,9 @@ def tables(given: argparse.Namespace, text: Path, folder: Path) -> None:
         with Lab(2, 1, link.rate, delay_ms=link.delay_ms, mtu=given.mtu) as lab:
             found = on_ranks(lab, "speed", spec, folder, seconds + 1800)
         sittings.append({**note, "seconds": time.monotonic() - began, "found": found})
-        links.keep(sittings, place)
-        under_way.unlink(missing_ok=True)
+        unfinished = place.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(sittings, indent=1))
+        unfinished.replace(place)
     for name in links.LINKS:
         cores = sorted({s["cores"] for s in sittings if s["link"] == name})
         print(
@@ -196,41 +185,20 @@ def losses(given: argparse.Namespace, text: Path, folder: Path) -> None:
     done, end = read(given.jsonl), time.monotonic() + 60 * given.minutes
     same = {"size": given.size, "rows": given.rows, "steps": given.steps}
     same["rate"] = given.learning_rate
-    runs = [{**run, **same} for run in in_turn(names, given.seeds)]
+    runs = [{"method": n, "seed": s, **same} for s in range(given.seeds) for n in names]
     missing = [run for run in runs if key(run) not in done]
     print(f"{len(runs) - len(missing)} of {len(runs)} runs are in {given.jsonl}", flush=True)
     with Lab(2, 1, mode="loopback") as lab:
         for count, run in enumerate(missing):
-            left = end - time.monotonic()
-            if left < STARTS:
+            if time.monotonic() > end:
                 break
-            paused = given.jsonl.absolute().with_suffix(f".{slug(run)}.paused")
-            spec = {**run, "text": str(text), "paused": str(paused)}
-            spec |= {"seconds": left - STARTS} if left < float("inf") else {}
-            found = on_ranks(lab, "loss", spec, folder, 24 * 3600)
-            if "loss" not in found:
-                print(f"{slug(run)} pauses after step {found['step']}", flush=True)
-                break
+            found = on_ranks(lab, "loss", {**run, "text": str(text)}, folder, 24 * 3600)
             done[key(run)] = {**run, **found}
             with given.jsonl.open("a") as lines:
                 lines.write(json.dumps(done[key(run)]) + "\n")
-            for state in paused.parent.glob(f"{paused.name}-*"):
-                state.unlink()
             hours = (len(missing) - count - 1) * found["seconds"] / 3600
             print(f"{json.dumps(done[key(run)])}; {hours:.1f} h to go at this pace", flush=True)
     table([done[key(run)] for run in runs if key(run) in done], names, given.seeds)
-
-
-def in_turn(names: list[str], seeds: int) -> list[dict[str, Any]]:
-    """What is to be had first, seed by seed, then the rest: cut off anywhere, seeds are paired."""
-    first = [n for n in names if n in FIRST]
-    rest = [n for n in names if n not in first]
-    return [{"method": n, "seed": s} for part in (first, rest) for s in range(seeds) for n in part]
-
-
-def slug(run: dict[str, Any]) -> str:
-    """A run as a part of a file's name."""
-    return "-".join(key(run).replace(":", "_").split())
 
 
 def key(run: dict[str, Any]) -> str:
@@ -251,7 +219,7 @@ def read(place: Path) -> dict[str, dict[str, Any]]:
 
 def table(runs: Iterable[dict[str, Any]], names: list[str], seeds: int) -> None:
     """Loss against DDP's of the same seed, in percent; every seed is shown."""
-    by, paused = {(r["method"], r["seed"]): r for r in runs}, list[str]()
+    by = {(r["method"], r["seed"]): r for r in runs}
     print("\n| method | mean loss | against DDP, mean and 95 % | every seed | same on all ranks |")
     print("|---|---|---|---|---|")
     for name in names:
@@ -267,11 +235,6 @@ def table(runs: Iterable[dict[str, Any]], names: list[str], seeds: int) -> None:
         each = ", ".join(f"{g:+.2f}" for g in gaps)
         same = "yes" if all(r["same_on_all_ranks"] for r in found) else "NO"
         print(f"| {name} | {mean:.4f} | {statistics.mean(gaps):+.2f} %{wide} | {each} | {same} |")
-        for r in found:
-            if r.get("pauses"):
-                paused.append(f"{name}, seed {r['seed']}: after {r['pauses']}")
-    if paused:
-        print("\nPaused, so that ranks that train apart met there: " + "; ".join(paused))
 
 
 def vars_of(given: argparse.Namespace) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from smoke import arguments
+from turns import in_turns, timed
 
 from hasten.machine import host
 from hasten.parts.kernels import products
@@ -51,13 +52,8 @@ FORMATS = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 def medians(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
     """Seconds of CPU time of each way, in turns."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(rounds + 1):  # the first is for libraries that compile
-        for name, act in ways.items():
-            began = time.process_time()
-            act()
-            if number:
-                seconds[name].append(time.process_time() - began)
+    timed_ways = {name: partial(timed, act, time.process_time) for name, act in ways.items()}
+    seconds = in_turns(timed_ways, rounds)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 

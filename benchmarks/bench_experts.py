@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from smoke import arguments
 from transformers import AutoModelForCausalLM
+from turns import in_turns, ratio, timed
 
 from hasten.models.presets import build_config, preset
 from hasten.parts.nn.losses import LabelOnlyLoss
@@ -56,17 +56,6 @@ def passes(name: str, dtype: torch.dtype) -> dict[str, Callable[[], None]]:
     return {**found, BALANCED: lambda: once("grouped_mm", balance=True)}
 
 
-def measured(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(rounds + 1):
-        for name, way in ways.items():
-            began = time.perf_counter()
-            way()
-            if turn:  # the first round warms up
-                seconds[name].append(time.perf_counter() - began)
-    return seconds
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=1)
@@ -81,13 +70,13 @@ def main() -> None:
         for dtype in (torch.float32, torch.bfloat16):
             ways = passes(name, dtype)
             ways.pop(given.without, None)
-            taken = measured(ways, given.rounds)
+            timed_ways = {way: partial(timed, act) for way, act in ways.items()}
+            taken = in_turns(timed_ways, given.rounds)
             for way, seconds in taken.items():
-                base = taken["grouped_mm"]
-                ratio = statistics.median(a / b for a, b in zip(seconds, base, strict=True))
                 print(
                     f"| {name} | {str(dtype).removeprefix('torch.')} | {way} | "
-                    f"{1e3 * statistics.median(seconds):.0f} | {ratio:.2f}× |",
+                    f"{1e3 * statistics.median(seconds):.0f} | "
+                    f"{ratio(seconds, taken['grouped_mm']):.2f}× |",
                     flush=True,
                 )
 

@@ -9,13 +9,13 @@ shown is the median time as a share of what the link could do at best if both di
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
 import time
 from pathlib import Path
 
+import gloo_rank
 import torch
 import torch.distributed as dist
 from smoke import arguments
@@ -39,10 +39,7 @@ RATES = {"100mbit": 1e8, "1gbit": 1e9}
 
 
 def on_rank(rounds: int) -> None:
-    torch.set_num_threads(1)
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    place = f"file://{os.environ['HASTEN_RENDEZVOUS']}"
-    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=world)
+    rank, world = gloo_rank.join(), dist.get_world_size()
     found: dict[str, list[float]] = {}
     for turn in range(rounds + 1):
         for size in SIZES:
@@ -62,7 +59,7 @@ def on_rank(rounds: int) -> None:
                         key = f"{kind}/{size}/{way}"
                         found.setdefault(key, []).append(time.perf_counter() - began)
     if rank == 0:
-        print("FOUND " + json.dumps(found), flush=True)
+        gloo_rank.answer(found)
     dist.barrier()
 
 
@@ -95,11 +92,8 @@ def main() -> None:
         for rate in given.rates.split(","):
             with Lab(hosts, 1, None if rate == "none" else rate) as lab:
                 command = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:]]
-                results = lab.run(command, seconds=1200)
-            (said,) = (w for w in results[0].output.splitlines() if w.startswith("FOUND "))
-            print(
-                "\n".join(table(json.loads(said.removeprefix("FOUND ")), hosts, rate)), flush=True
-            )
+                found = gloo_rank.answer_of(lab, command, 1200)
+            print("\n".join(table(found, hosts, rate)), flush=True)
 
 
 if __name__ == "__main__":

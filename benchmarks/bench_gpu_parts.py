@@ -19,6 +19,7 @@ from functools import partial
 import torch
 from smoke import arguments
 from torch import Tensor
+from turns import in_turns
 
 from hasten.machine import host
 from hasten.parts.data.collate import IGNORED
@@ -44,15 +45,15 @@ def wait() -> None:
 
 def milliseconds(ways: dict[str, Way], rounds: int) -> dict[str, float]:
     """The median of each way, in turns; the first round is for compilers."""
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(rounds + 1):
-        for name, act in ways.items():
-            wait()
-            began = time.perf_counter()
-            act()
-            wait()
-            if number:
-                found[name].append(1e3 * (time.perf_counter() - began))
+
+    def once(act: Way) -> float:
+        wait()
+        began = time.perf_counter()
+        act()
+        wait()
+        return 1e3 * (time.perf_counter() - began)
+
+    found = in_turns({name: partial(once, act) for name, act in ways.items()}, rounds)
     return {name: statistics.median(times) for name, times in found.items()}
 
 

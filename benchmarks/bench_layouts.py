@@ -32,6 +32,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import gloo_rank
 import torch
 from layouts.table import PLACES, Place, due, rows, together
 from layouts.variants import Load, variants
@@ -115,7 +116,7 @@ def measure(given: argparse.Namespace, places: list[str], sittings: list[dict[st
 
 
 def sat(place: Place, given: argparse.Namespace, load: Load, seconds: float) -> dict[str, Any]:
-    """What rank 0 found; its words and an end where a rank failed."""
+    """What rank 0 found."""
     names = given.variants.split(",") if given.variants else list(variants(place.world))
     spec = {"variants": names, "load": vars(load), "seconds": seconds, "rounds": given.rounds}
     lab = Lab(place.hosts, place.ranks, place.rate, mode="auto" if place.rate else "loopback")
@@ -123,12 +124,7 @@ def sat(place: Place, given: argparse.Namespace, load: Load, seconds: float) -> 
         told = Path(folder) / "spec.json"
         told.write_text(json.dumps(spec))
         command = [sys.executable, "-W", "ignore", str(RANK), str(told)]
-        results = lab.run(command, seconds=seconds + STARTING)
-    lines = [x for x in results[0].output.splitlines() if x.startswith("FOUND ")]
-    if not lines or any(r.code for r in results):
-        words = (f"rank {r.rank} ({r.code}) {r.reason}\n{r.output[-1500:]}" for r in results)
-        raise SystemExit("\n".join(words))
-    found: dict[str, Any] = json.loads(lines[0].removeprefix("FOUND "))
+        found: dict[str, Any] = gloo_rank.answer_of(lab, command, seconds + STARTING)
     return found
 
 

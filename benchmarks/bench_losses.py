@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from smoke import arguments
 from torch import Tensor
+from turns import in_turns, ratio
 
 from hasten.machine import host, processes
 from hasten.parts.nn.losses import chunk_rows, label_only_cross_entropy, whole_cross_entropy
@@ -95,19 +96,13 @@ def table(dtype: torch.dtype, rounds: int) -> None:
     print("|---|---|---|---|---|")
     for vocabulary in VOCABULARIES:
         tensors = data(vocabulary, dtype)
-        taken: dict[str, list[float]] = {name: [] for name in WAYS}
-        for turn in range(rounds + 1):
-            for name, way in WAYS.items():
-                seconds = once(way, tensors)
-                if turn:  # the first round warms up
-                    taken[name].append(seconds)
-        for name, seconds_of in taken.items():
-            base = taken["whole logits"]
-            ratio = statistics.median(a / b for a, b in zip(seconds_of, base, strict=True))
+        passes = {name: partial(once, way, tensors) for name, way in WAYS.items()}
+        taken = in_turns(passes, rounds)
+        for name, seconds in taken.items():
             memory = added_megabytes(name, vocabulary, str(dtype).removeprefix("torch."))
             print(
-                f"| {vocabulary:,} | {name} | {1e3 * statistics.median(seconds_of):.0f} | "
-                f"{ratio:.2f}× | {memory:.0f} MB |",
+                f"| {vocabulary:,} | {name} | {1e3 * statistics.median(seconds):.0f} | "
+                f"{ratio(seconds, taken['whole logits']):.2f}× | {memory:.0f} MB |",
                 flush=True,
             )
 

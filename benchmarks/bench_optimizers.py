@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from smoke import arguments
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from transformers import LlamaConfig, LlamaForCausalLM
+from turns import in_turns, ratio, timed
 
 from hasten.parts.optim.compact_adamw import CompactAdamW
 from hasten.parts.optim.muon import MuonAdamW, muon_groups
@@ -98,13 +99,7 @@ def main() -> None:
     average, weights = WeightAverage(), [p for _, p in models["AdamW, fused"]]
     updates: dict[str, Callable[[], Any]] = {n: o.step for n, o in optimizers.items()}
     updates["WeightAverage alone"] = lambda: average.after_update(weights)
-    seconds: dict[str, list[float]] = {name: [] for name in updates}
-    for turn in range(ROUNDS + 1):
-        for name, update in updates.items():
-            began = time.perf_counter()
-            update()
-            if turn:  # the first round makes the state
-                seconds[name].append(time.perf_counter() - began)
+    seconds = in_turns({n: partial(timed, update) for n, update in updates.items()}, ROUNDS)
     count = sum(p.numel() for p in weights)
     print(
         f"{count / 1e6:.1f} M weights, {torch.get_num_threads()} threads, torch {torch.__version__}"
@@ -112,14 +107,12 @@ def main() -> None:
     print(f"| way | bytes per weight | ms per update | of AdamW | loss after {STEPS} steps |")
     print("|---|---|---|---|---|")
     for name, taken in seconds.items():
-        plain = seconds["AdamW, fused"]
-        ratio = statistics.median(a / b for a, b in zip(taken, plain, strict=True))
         kept = state_bytes(optimizers[name]) if name in optimizers else average.state_bytes
         losses = [final_loss(WAYS[name], seed) for seed in range(SEEDS)] if name in WAYS else []
         quality = f"{statistics.mean(losses):.5f}" if losses else "-"
         print(
             f"| {name} | {kept / count:.2f} | {1e3 * statistics.median(taken):.0f} | "
-            f"{ratio:.1f}× | {quality} |"
+            f"{ratio(taken, seconds['AdamW, fused']):.1f}× | {quality} |"
         )
 
 

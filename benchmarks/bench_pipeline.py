@@ -16,13 +16,13 @@ that sends next to nothing.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import gloo_rank
 from smoke import arguments
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/common"))
@@ -50,10 +50,7 @@ def main() -> None:
     command = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:], "--as-rank"]
     lab = Lab(1, asked.ranks, mode="loopback") if asked.what == "bubbles" else Lab(2, 1, asked.rate)
     with lab:
-        results = lab.run(command, seconds=550)
-    if any(r.code for r in results):
-        raise SystemExit("\n".join(r.output for r in results))
-    found = json.loads(results[0].output.splitlines()[-1])
+        found = gloo_rank.answer_of(lab, command, 550)
     (_bubble_table if asked.what == "bubbles" else _link_table)(found, asked)
 
 
@@ -100,12 +97,10 @@ def _link_table(found: dict[str, Any], asked: argparse.Namespace) -> None:
 
 
 def _rank(asked: argparse.Namespace) -> None:
-    import gloo_rank
     import torch.distributed as dist
 
     gloo_rank.join(minutes=2)
-    found = _bubbles(asked) if asked.what == "bubbles" else _link(asked)
-    print(json.dumps(found), flush=True)
+    gloo_rank.answer(_bubbles(asked) if asked.what == "bubbles" else _link(asked))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -14,11 +14,13 @@ import random
 import statistics
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from smoke import arguments
 from torch.utils.data import DataLoader
+from turns import in_turns
 
 from hasten.parts.data.access_pattern import IndexedReader
 from hasten.parts.data.prefetch import SmartPrefetcher
@@ -83,12 +85,8 @@ def stalls(steps: int, passes: int, scale: int) -> None:
             persistent_workers=True,
         )
     ways["SmartPrefetcher(4)"] = SmartPrefetcher(4).wrap(plain)
-    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
-    for number in range(passes + 1):
-        for name, way in ways.items():
-            measured = stall_share(way, weight, scale)
-            if number:  # the first pass starts workers and warms up
-                found[name].append(measured)
+    passing = {name: partial(stall_share, way, weight, scale) for name, way in ways.items()}
+    found = in_turns(passing, passes)  # the first pass starts workers
     base = statistics.median(ms for *_, ms in found["DataLoader, no reading ahead"])
     print("| way | data stall | after the first batch | ms per step | speed |")
     print("|---|---|---|---|---|")

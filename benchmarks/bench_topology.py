@@ -10,7 +10,6 @@ the table has medians, and ratios within rounds.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -18,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import gloo_rank
 from smoke import arguments
 
 WAYS = {
@@ -48,10 +48,8 @@ def main() -> None:
     with Lab(2, 2, asked.rate, mtu=asked.mtu) as lab:
         command = [sys.executable, "-W", "ignore", __file__, "--as-rank"]
         command += ["--megabytes", str(asked.megabytes), "--rounds", str(asked.rounds)]
-        results = lab.run(command, seconds=550)
-    if any(r.code for r in results):
-        raise SystemExit("\n".join(r.output for r in results))
-    _table(json.loads(results[0].output.splitlines()[-1]), asked)
+        found = gloo_rank.answer_of(lab, command, 550)
+    _table(found, asked)
 
 
 def _table(found: dict[str, Any], asked: argparse.Namespace) -> None:
@@ -70,7 +68,6 @@ def _table(found: dict[str, Any], asked: argparse.Namespace) -> None:
 
 
 def _rank(numbers: int, rounds: int) -> None:
-    import gloo_rank
     import torch
     import torch.distributed as dist
 
@@ -100,7 +97,7 @@ def _rank(numbers: int, rounds: int) -> None:
             else:
                 found[name]["error"] = float((x - wanted).norm() / wanted.norm())
     found["links"] = str(collective.topology)
-    print(json.dumps(found))
+    gloo_rank.answer(found)
     dist.destroy_process_group()
 
 

@@ -1,12 +1,19 @@
-"""The start of a rank that a benchmark runs in: one thread, and a gloo group with the others."""
+"""A benchmark's ranks: their start, with one thread and a gloo group, and what the first found."""
 
 from __future__ import annotations
 
 import datetime
+import json
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from hasten.launch.lab import Lab
+
+ANSWER = "FOUND "  # begins the line of the answer
 
 
 def join(minutes: float = 10.0, own_core: bool = False, place: int | None = None) -> int:
@@ -27,3 +34,18 @@ def join(minutes: float = 10.0, own_core: bool = False, place: int | None = None
         timeout=datetime.timedelta(minutes=minutes),
     )
     return rank
+
+
+def answer(value: Any) -> None:
+    """Prints what this rank found, as a line that ``answer_of`` reads of rank 0."""
+    print(ANSWER + json.dumps(value), flush=True)
+
+
+def answer_of(lab: Lab, command: Sequence[str], seconds: float) -> Any:
+    """What rank 0 of a lab found; the ranks' output and an end if one failed."""
+    results = lab.run(command, seconds=seconds)
+    lines = [line for line in results[0].output.splitlines() if line.startswith(ANSWER)]
+    if not lines or any(r.code for r in results):
+        outputs = (f"rank {r.rank} ({r.code}) {r.reason}\n{r.output[-1500:]}" for r in results)
+        raise SystemExit("\n".join(outputs))
+    return json.loads(lines[-1].removeprefix(ANSWER))

@@ -1,7 +1,6 @@
 """Check names and sentences against the project's language rules (part of ``make lint``).
 
     python scripts/check_language.py            # new violations and their places
-    python scripts/check_language.py --count    # a table by package and rule
     python scripts/check_language.py --list RULE [FOLDER]   # every place of one rule
     python scripts/check_language.py --shrink   # store today's lower counts as the new limits
 
@@ -27,30 +26,11 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = Path(__file__).with_name("language_limits.json")
 VAGUE = frozenset(
-    [
-        "found",
-        "told",
-        "said",
-        "asked",
-        "known",
-        "given",
-        "own",
-        "place",
-        "held",
-        "whole",
-        "apart",
-        "settle",
-        "here",
-        "there",
-        "rest",
-        "left",
-        "piece",
-        "kept",
-        "words",
-        "seen",
-        "beside",
-        "mine",
-    ]
+    (
+        *("found", "told", "said", "asked", "known", "given", "own", "place", "held", "whole"),
+        *("apart", "settle", "here", "there", "rest", "left", "piece", "kept", "words", "seen"),
+        *("beside", "mine"),
+    )
 )
 EMPTY = frozenset(["result", "data", "value", "item", "info", "obj", "tmp", "thing", "current"])
 MOST_WORDS = 25  # of a sentence
@@ -69,7 +49,6 @@ EXPRESSIONS = {
     name: re.compile(pattern, re.MULTILINE | (re.IGNORECASE if name in ("who", "idiom") else 0))
     for name, pattern in PATTERNS.items()
 }
-RULES = ("name", "empty", *PATTERNS, "long")
 SENTENCE_END = re.compile(
     r"(?<=[.!?:])\s+(?=[A-Z`*\"'(])|\n\s*\n|\n\s*(?:[-*|#>]|\d+\. )|\n\s+\w[\w, *`]*: "
 )
@@ -87,7 +66,6 @@ class Violation(NamedTuple):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Check names and sentences.")
-    parser.add_argument("--count", action="store_true", help="print a table by package and rule")
     parser.add_argument("--list", nargs="+", metavar=("RULE", "FOLDER"), help="print every place")
     parser.add_argument("--shrink", action="store_true", help="store lower counts as new limits")
     options = parser.parse_args()
@@ -101,10 +79,7 @@ def main() -> int:
             if violation.rule == rule and all(part in violation.place for part in folder):
                 print(f"{violation.place}: {violation.text}")
         return 0
-    if options.count:
-        print_table(counts)
-        return 0
-    limits: dict[str, dict[str, int]] = json.loads(LIMITS.read_text()) if LIMITS.exists() else {}
+    limits: dict[str, dict[str, int]] = json.loads(LIMITS.read_text())
     if options.shrink:
         LIMITS.write_text(json.dumps(lowered(limits, counts), indent=1, sort_keys=True) + "\n")
         return 0
@@ -132,24 +107,13 @@ def report(
 def lowered(
     limits: dict[str, dict[str, int]], counts: dict[str, Counter[str]]
 ) -> dict[str, dict[str, int]]:
-    """New limits: today's counts where there were none, else the lower of both."""
-    if not limits:
-        return {package: dict(by_rule) for package, by_rule in counts.items()}
+    """New limits: the lower of the old ones and today's counts."""
     lower: dict[str, dict[str, int]] = {}
     for package, by_rule in limits.items():
         counted = counts.get(package, Counter())
         rules = {rule: min(limit, counted[rule]) for rule, limit in by_rule.items()}
         lower[package] = {rule: limit for rule, limit in rules.items() if limit}
     return {package: rules for package, rules in lower.items() if rules}
-
-
-def print_table(counts: dict[str, Counter[str]]) -> None:
-    print("".join(f"{head:>14}" for head in ("package", *RULES)))
-    total: Counter[str] = Counter()
-    for package, by_rule in sorted(counts.items()):
-        print(f"{package:>14}" + "".join(f"{by_rule[rule]:>14}" for rule in RULES))
-        total += by_rule
-    print(f"{'all':>14}" + "".join(f"{total[rule]:>14}" for rule in RULES))
 
 
 def of_python(folder: Path) -> Iterator[Violation]:

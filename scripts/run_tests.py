@@ -1,13 +1,13 @@
 """Run the test suite: what can run side by side, then what must run alone.
 
     python scripts/run_tests.py            # make test
-    python scripts/run_tests.py --long     # make test-long: full counts, too, and slow tests thrice
+    python scripts/run_tests.py --long     # make test-long: full counts, too
     python scripts/run_tests.py --data     # only tests of the files that HASTEN_TEST_DATA names and
                                            # of the articles' code that HASTEN_TEST_ARTICLES names
 
-Tests with the mark ``timing`` judge seconds: they run alone, after all others, and one that fails
-is repeated once. The end names each failure with its reason, and the time beside its bound. Exit
-code: 0, or pytest's.
+Some tests are about processes, sockets and clocks, on a machine whose cores others use too. Up to
+three that failed run once more, alone, and each that passes then is named. The end names each
+failure with its reason, and the time beside its bound. Exit code: 0, or pytest's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -23,12 +22,11 @@ from pathlib import Path
 
 BOUND_SECONDS = 12 * 60  # for make test on two cores
 HUNG_SECONDS = 60 * 60  # then the tests are ended, so that what failed in it is still told
-SLOW_SECONDS = 10.0  # above this a test needs the mark slow
 MOST_WORKERS = 8  # each needs about 2 GB
+MOST_AGAIN = 3
 CACHE = Path(".pytest_cache/v")
 LAST_FAILED = CACHE / "cache/lastfailed"
 REASONS = CACHE / "hasten/reasons"  # written by tests/common/suite_report.py
-SECONDS = CACHE / "hasten/seconds"
 NOTHING_RAN = 5  # pytest's exit code where no test was chosen
 REASON_LINES = 30
 # Each of hundreds of processes would compile the package anew.
@@ -47,16 +45,18 @@ def main() -> int:
     chosen = "(data or articles)" if options.data else chosen
     data = [*with_mark("data"), *with_mark("articles")] if options.data else []
     code = pytest(*side_by_side(), "-m", chosen, *data, *rest)
-    codes = [timing_again() if code == 1 else code]
-    if options.long:
-        codes.append(slow_three_times())
+    before = failed()
+    if 0 < len(before) <= MOST_AGAIN:
+        code = pytest("-m", chosen, *sorted(before))
+        for name in sorted(before - failed()):
+            print(f"UNSTEADY, failed once and then passed: {name}")
     minutes, bound = (time.monotonic() - began) / 60, BOUND_SECONDS / 60
     print_reasons()
     print(
         f"tests took {minutes:.1f} min"
         + ("" if rest or options.data else f"; make test may take {bound:.0f}")
     )
-    return next((code for code in codes if code), 0)
+    return code
 
 
 def side_by_side() -> list[str]:
@@ -69,32 +69,6 @@ def with_mark(name: str) -> list[str]:
     """The files that hold the mark, so that no other has to be imported."""
     files = Path("tests").rglob("test_*.py")
     return sorted(str(file) for file in files if f"mark.{name}" in file.read_text())
-
-
-def timing_again() -> int:
-    """What judges seconds and failed runs once more: others may have used the machine."""
-    before = failed()
-    pytest("-m", "timing", *sorted(before))
-    for name in sorted(before - failed()):
-        print(f"UNSTEADY, failed once and then passed: {name}")
-    return 1 if failed() else 0
-
-
-def slow_three_times() -> int:
-    """1 where the median of three runs of a test without the mark ``slow`` is over ten seconds."""
-    seconds = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
-    over = [name for name, taken in seconds.items() if taken > SLOW_SECONDS]
-    if not over:
-        return 0
-    runs = [seconds]
-    for _ in range(2):
-        pytest("-m", "not slow and not long", *over)
-        runs.append(json.loads(SECONDS.read_text()))
-    middles = {name: statistics.median(run[name] for run in runs) for name in over}
-    too_slow = {name: taken for name, taken in middles.items() if taken > SLOW_SECONDS}
-    for name, taken in too_slow.items():
-        print(f"TOO SLOW, {taken:.0f} s without the mark slow: {name}")
-    return 1 if too_slow else 0
 
 
 def pytest(*arguments: str) -> int:

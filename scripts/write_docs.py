@@ -1,7 +1,6 @@
 """Write the generated parts of the reference pages from the code.
 
-    python scripts/write_docs.py           # rewrite them
-    python scripts/write_docs.py --check   # only name the pages that differ; exit code 1
+    python scripts/write_docs.py
 
 A generated part lies between ``<!-- generated: NAME -->`` and ``<!-- end: NAME -->``. The rest of
 a page is written by hand. ``scripts/docs_data.yaml`` has meanings of fields that have none in code.
@@ -9,13 +8,10 @@ a page is written by hand. ``scripts/docs_data.yaml`` has meanings of fields tha
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib
 import inspect
-import json
 import re
-import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -371,21 +367,14 @@ def filled(text: str, generated: Mapping[str, str], page: str) -> str:
     return text
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Write the generated parts of the docs.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if stale")
-    check = parser.parse_args().check
-    stale = []
+def main() -> None:
     for path, generated in parts().items():
         text = path.read_text(encoding="utf-8")
         new = filled(text, generated, str(path.relative_to(ROOT)))
         if new != text:
-            stale.append(str(path.relative_to(ROOT)))
-            if not check:
-                path.write_text(new, encoding="utf-8")
-    print(json.dumps({"stale" if check else "written": stale}))
-    return 1 if check and stale else 0
+            path.write_text(new, encoding="utf-8")
+            print(f"written: {path.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import functools
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "hasten"
 # A package may import itself and the packages of earlier lines.
@@ -75,8 +79,21 @@ def _package(path: Path) -> str:
     return inside.parts[0] if len(inside.parts) > 1 else inside.stem
 
 
+@functools.cache
+def _nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Of a module's syntax tree, the module itself first."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _trees_are_forgotten() -> Iterator[None]:
+    """A million nodes, of no use to the tests of other files."""
+    yield
+    _nodes.cache_clear()
+
+
 def _imports(path: Path) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _nodes(path):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -87,6 +104,7 @@ def _imports(path: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, node.module
 
 
+@functools.cache
 def _modules() -> list[Path]:
     return sorted(SOURCE.rglob("*.py"))
 
@@ -150,10 +168,7 @@ def test_who_reads_the_catalogue() -> None:
     readers = {
         path.relative_to(SOURCE).as_posix()
         for path in _modules()
-        if any(
-            isinstance(node, ast.Name) and node.id == "CATALOGUE"
-            for node in ast.walk(ast.parse(path.read_text()))
-        )
+        if any(isinstance(node, ast.Name) and node.id == "CATALOGUE" for node in _nodes(path))
     }
     assert readers == {
         "techniques/__init__.py",
@@ -171,7 +186,7 @@ def test_no_module_is_left_without_a_use() -> None:
     pages = "".join(path.read_text() for path in (SOURCE.parents[1] / "docs").rglob("*.md"))
     used = {name for name in names if name in pages}
     for path in _modules():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in _nodes(path):
             mentioned: list[object] = []
             if isinstance(node, ast.Import):
                 mentioned = [alias.name for alias in node.names]
@@ -184,12 +199,10 @@ def test_no_module_is_left_without_a_use() -> None:
 
 
 def test_modules_begin_with_what_they_are() -> None:
-    texts = {path: path.read_text() for path in _modules()}
-    wrong = [path for path, text in texts.items() if not ast.get_docstring(ast.parse(text))]
-    assert not wrong
-    for path, text in texts.items():
-        if text.count("\n") > LISTED_LINES:
-            print(f"{path.relative_to(SOURCE)} has {text.count(chr(10))} lines")
+    assert [path for path in _modules() if not ast.get_docstring(_nodes(path)[0])] == []  # type: ignore[arg-type]
+    for path in _modules():
+        if (lines := path.read_text().count("\n")) > LISTED_LINES:
+            print(f"{path.relative_to(SOURCE)} has {lines} lines")
 
 
 def test_no_module_imports_itself_through_others() -> None:
@@ -201,14 +214,13 @@ def test_no_module_imports_itself_through_others() -> None:
     graph: dict[str, set[str]] = {}
     for name, path in names.items():
         found = set()
-        tree = ast.parse(path.read_text())
         for_types = {
             inner
-            for node in ast.walk(tree)
+            for node in _nodes(path)
             if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
             for inner in ast.walk(node)
         }
-        for node in ast.walk(tree):
+        for node in _nodes(path):
             if (
                 node in for_types
                 and _package(path) == "core"
@@ -231,7 +243,7 @@ def test_a_class_name_has_one_meaning() -> None:
     """A technique may share the name of the part that it puts into its slot."""
     homes: dict[str, list[str]] = {}
     for path in _modules():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in _nodes(path):
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(path.relative_to(SOURCE).as_posix())
     several = {name: places for name, places in homes.items() if len(places) > 1}
@@ -244,7 +256,7 @@ def test_a_command_prints_through_one_function_which_escapes_what_terminals_obey
         f"{path.name}:{node.lineno}"
         for path in (SOURCE / "cli").glob("*.py")
         if path.name != "output.py"
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in _nodes(path)
         if isinstance(node, ast.Name | ast.Attribute)
         and ast.unparse(node) in ("print", "typer.echo")  # called, or handed on
     ]
@@ -257,8 +269,6 @@ def _dotted(path: Path) -> str:
 
 
 def test_importing_hasten_imports_neither_torch_nor_transformers() -> None:
-    import subprocess
-
     code = "import hasten, sys; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"

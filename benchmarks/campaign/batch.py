@@ -12,7 +12,6 @@ import json
 import random
 import sys
 import tempfile
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / place) for place in ("benchmarks", "tests", "tests/common", "src")]
 
-from campaign.faults import SECONDS, fault_named  # noqa: E402
+from campaign.faults import fault_named  # noqa: E402
 from campaign.ledger import NotHereError  # noqa: E402
 
 
@@ -33,21 +32,13 @@ def done(trainer: str, name: str, number: int, size: int, folder: Path) -> dict[
     room, _, function = fault.does[trainer].partition(".")
     does = getattr(importlib.import_module(f"campaign.{room}"), function)
     draw = random.Random(f"{trainer}/{name}/{number}")
-    began = time.monotonic()
     try:
         if room == "own":
-            outcomes = does(draw, folder, size)
-        else:
-            outcomes = does(_trainer(trainer), draw, folder, size)
+            return {"outcomes": does(draw, folder, size)}
+        life = importlib.import_module(f"campaign.{trainer}_life")
+        return {"outcomes": does(life.TRAINER, draw, folder, size)}
     except NotHereError as error:
         return {"outcomes": [], "skipped": str(error)[:300]}
-    found = {"outcomes": outcomes}
-    return found | ({"amount": time.monotonic() - began} if fault.unit == SECONDS else {})
-
-
-def _trainer(name: str) -> Any:
-    module = importlib.import_module(f"campaign.{name}_life")
-    return module.TRAINER
 
 
 def main() -> None:

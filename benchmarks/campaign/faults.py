@@ -10,7 +10,6 @@ TRAINERS: Mapping[str, str] = {
     "transformers": "HF Trainer",
     "lightning": "Lightning",
 }
-SECONDS, CASES, ONCE = "seconds", "cases", "once"
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,7 @@ class Fault:
     Args:
         row: what is done, as the table says it.
         does: function of ``lives``, or of ``own`` for hasten alone.
-        wanted: by trainer, in ``unit``.
+        wanted: cases, by trainer; of files from strangers all in one batch.
         batch: cases that are done in one process, by trainer.
     """
 
@@ -29,7 +28,6 @@ class Fault:
     does: Mapping[str, str]
     wanted: Mapping[str, int]
     batch: Mapping[str, int]
-    unit: str = CASES
 
 
 def _all(name: str, row: str, does: str, hasten: int, peers: int, batch: int) -> Fault:
@@ -39,8 +37,8 @@ def _all(name: str, row: str, does: str, hasten: int, peers: int, batch: int) ->
     return Fault(name, row, dict.fromkeys(TRAINERS, f"lives.{does}"), wanted, sizes)
 
 
-def _own(name: str, row: str, does: str, wanted: int, batch: int, unit: str = CASES) -> Fault:
-    return Fault(name, row, {"hasten": f"own.{does}"}, {"hasten": wanted}, {"hasten": batch}, unit)
+def _own(name: str, row: str, does: str, wanted: int, batch: int) -> Fault:
+    return Fault(name, row, {"hasten": f"own.{does}"}, {"hasten": wanted}, {"hasten": batch})
 
 
 FAULTS: tuple[Fault, ...] = (
@@ -59,10 +57,10 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _own("storms", "asked to leave by repeated signals", "storms", 200, 10),
     _own("configs", "a recipe with something wrong in it", "configs", 500, 250),
-    _own("strangers", "files from a stranger", "strangers", 1, 1, ONCE),
+    _own("strangers", "files from a stranger", "strangers", 1, 1),
     _own("ranks", "one of two ranks killed or stopped", "ranks", 100, 4),
     _own("cut-link", "the link between two ranks cut", "cut_links", 12, 3),
-    _own("soak", "kills, stops and flips on two ranks, for hours", "soak", 7200, 45, SECONDS),
+    _own("soak", "kills, stops and flips on two ranks, for hours", "soak", 2025, 45),
 )
 
 

@@ -29,11 +29,8 @@ SHOWN = 5  # words of cases that weren't good, of each batch
 class Tally:
     """What all batches of one fault on one trainer say together."""
 
-    batches: int = 0
     cases: int = 0
     good: int = 0
-    amount: float = 0.0  # of what is wanted: cases, or seconds
-    seconds: float = 0.0  # that it took
     kinds: Counter[str] = field(default_factory=Counter)
     numbers: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     words: list[str] = field(default_factory=list)
@@ -41,13 +38,8 @@ class Tally:
 
     def add(self, line: Line) -> None:
         self.skipped = line["skipped"]
-        if line["skipped"]:
-            return
-        self.batches += 1
         self.cases += line["cases"]
         self.good += line["good"]
-        self.amount += line["amount"]
-        self.seconds += line["seconds"]
         self.kinds.update(line["kinds"])
         self.words += line["words"]
         for name, values in line["numbers"].items():
@@ -72,8 +64,11 @@ class Ledger:
 
     def numbers(self, trainer: str, fault: str) -> set[int]:
         """Of the batches that are done."""
-        mine = (trainer, fault)
-        return {line["batch"] for line in self.lines if (line["trainer"], line["fault"]) == mine}
+        return {
+            line["batch"]
+            for line in self.lines
+            if (line["trainer"], line["fault"]) == (trainer, fault) and not line["skipped"]
+        }
 
     def add(self, line: Line) -> None:
         """Keep a line, in one write."""
@@ -107,7 +102,6 @@ def line_of(
         "seconds": round(seconds, 1),
         "cases": len(outcomes),
         "good": sum(o["good"] for o in outcomes),
-        "amount": found.get("amount", len(outcomes)),
         "kinds": dict(Counter(o["kind"] for o in outcomes)),
         "words": bad[:SHOWN],
         "numbers": _numbers(outcomes),

@@ -6,8 +6,8 @@
     python benchmarks/campaign/run.py --table                   what is known so far, as Markdown
 
 It may be stopped at any time (Ctrl-C) and goes on where it was: each batch that is done is a line
-in ``benchmarks/campaign/results`` (or ``--results``). Everything gets its turn, what is furthest
-behind first. HF Trainer runs in this Python; Lightning where ``--peers PYTHON`` has it.
+in ``benchmarks/campaign/results`` (or ``--results``). All kinds advance alike. HF Trainer runs in
+this Python; Lightning where ``--peers PYTHON`` has it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections import defaultdict
-from collections.abc import Collection
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from itertools import count
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -35,144 +35,89 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from campaign.faults import FAULTS, TRAINERS, Fault  # noqa: E402
 from campaign.ledger import Ledger, line_of  # noqa: E402
-from campaign.table import share, table, wanted_text  # noqa: E402
+from campaign.table import table  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 BATCH_SECONDS = 1800.0  # a batch that takes longer hangs
-OVER = 45.0  # seconds that a batch may be begun over the time that is left
-Turn = tuple[Fault, str]
+Batch = tuple[Fault, str, int]  # of a trainer, with its number
+
+
+def batches_of(kinds: Sequence[tuple[Fault, str]], part: float, ledger: Ledger) -> list[Batch]:
+    """What isn't done of the batches that are wanted, in an order in which all kinds advance alike.
+
+    A batch that was cut off left no line, so it is among them.
+    """
+    every: list[tuple[float, Batch]] = []
+    for fault, trainer in kinds:
+        done = ledger.numbers(trainer, fault.name)
+        count = math.ceil(part * fault.wanted[trainer] / fault.batch[trainer])
+        every += [(n / count, (fault, trainer, n)) for n in range(count) if n not in done]
+    return [batch for _, batch in sorted(every, key=lambda entry: entry[0])]
 
 
 class Campaign:
-    """Batches until time is up or nothing is wanted any more.
+    """Runs batches until time is up or all are done.
 
     Args:
         pythons: by trainer, the Python that has it.
         until: when no further batch is begun, by ``time.monotonic``.
-        most: cases of a batch; None: as many as each fault has by itself.
         jobs: batches side by side.
-        part: of each fault's full count; 1: all of it.
     """
 
     def __init__(
-        self,
-        ledger: Ledger,
-        pythons: dict[str, str],
-        until: float,
-        most: int | None = None,
-        jobs: int = 1,
-        part: float = 1.0,
+        self, ledger: Ledger, pythons: dict[str, str], until: float, jobs: int = 1
     ) -> None:
-        self.part = part
-        self.ledger, self.pythons, self.until, self.most = ledger, pythons, until, most
-        self.jobs = jobs
+        self.ledger, self.pythons, self.until, self.jobs = ledger, pythons, until, jobs
         self.broken: set[tuple[str, str]] = set()  # not tried again in this call
-        self._begun: dict[tuple[str, str], set[int]] = defaultdict(set)  # batches of this call
         self.about = versions()
         self._processes: set[subprocess.Popen[Any]] = set()
-        self._stopped = False
+        self._stop = threading.Event()
 
-    def run(self, turns: list[Turn]) -> int:
+    def run(self, batches: Sequence[Batch]) -> int:
         """The exit code: 1 where a batch couldn't be done or a case of hasten's wasn't good."""
-        running: dict[Future[None], Turn] = {}
         with ThreadPoolExecutor(self.jobs) as pool:
+            waiting = [pool.submit(self._do, batch) for batch in batches]
             try:
-                while True:
-                    while turn := self._next(turns, running.values()):
-                        running[pool.submit(self._do, turn, self._number(turn))] = turn
-                    if not running:
-                        break
-                    for done in wait(running, return_when=FIRST_COMPLETED).done:
-                        turn = running.pop(done)
-                        done.result()
-                        self._tell(turn, turns)
-            except BaseException:
-                self._stop()
+                for number, done in enumerate(as_completed(waiting), start=1):
+                    if words := done.result():
+                        now = time.strftime("%H:%M:%S")
+                        print(f"{now}  {number}/{len(batches)}  {words}", flush=True)
+            except BaseException:  # no batch outlives this, and none of these counts
+                self._stop.set()
+                for process in tuple(self._processes):
+                    _end(process)
+                pool.shutdown(cancel_futures=True)
                 raise
-        bad = sum(
-            tally.cases - tally.good
-            for fault, trainer in turns
-            if trainer == "hasten"
-            for tally in [self.ledger.tally(trainer, fault.name)]
-        )
-        return 1 if bad or self.broken else 0
+        own = (self.ledger.tally("hasten", fault.name) for fault in FAULTS)
+        return 1 if self.broken or any(tally.good < tally.cases for tally in own) else 0
 
-    def _stop(self) -> None:
-        """No batch outlives this, and none of these counts."""
-        self._stopped = True
-        for process in tuple(self._processes):
-            _end(process)
-
-    def _next(self, turns: list[Turn], running: Collection[Turn]) -> Turn | None:
-        """The one that is furthest behind and still fits, where there is room for one.
-
-        A second batch of the same is begun beside the first where nothing else is wanted.
-        """
-        if len(running) == self.jobs:
-            return None
-        left = self.until - time.monotonic()
-        beside = [list(running).count(turn) for turn in turns]
-        open_ = [
-            (beside[place], self._share(turn), place, turn)
-            for place, turn in enumerate(turns)
-            if self._share(turn, beside[place]) < self.part
-            and (turn[1], turn[0].name) not in self.broken
-        ]
-        fitting = [entry for entry in open_ if self._batch_seconds(entry[-1]) < left + OVER]
-        return min(fitting)[-1] if fitting and left > 0 else None
-
-    def _number(self, turn: Turn) -> int:
-        """The first batch that isn't done and that this call hasn't begun; a batch cut off is."""
-        fault, trainer = turn
-        begun = self._begun[(trainer, fault.name)]
-        taken = begun | self.ledger.numbers(trainer, fault.name)
-        number = next(n for n in count() if n not in taken)
-        begun.add(number)
-        return number
-
-    def _share(self, turn: Turn, beside: int = 0) -> float:
-        """Of what is wanted, how much is done; with ``beside`` batches under way, as if done."""
-        fault, trainer = turn
-        tally = self.ledger.tally(trainer, fault.name)
-        done = share(fault, trainer, tally)
-        under_way = done / tally.batches if tally.batches else 1.0  # unknown: one at a time
-        return done + beside * under_way
-
-    def _batch_seconds(self, turn: Turn) -> float:
-        tally = self.ledger.tally(turn[1], turn[0].name)
-        return tally.seconds / tally.batches if tally.batches else 0.0
-
-    def _left_seconds(self, turn: Turn) -> float:
-        """Until it is done, where a batch of it was timed."""
-        done = self._share(turn)
-        took = self.ledger.tally(turn[1], turn[0].name).seconds
-        return took / done * (self.part - done) if 0 < done < self.part else 0.0
-
-    def _do(self, turn: Turn, number: int) -> None:
-        fault, trainer = turn
-        began = time.monotonic()
-        found = self._batch(turn, number)
-        if self._stopped:
-            return
+    def _do(self, batch: Batch) -> str:
+        """Runs a batch and stores its line; a line of text about it, if it was begun."""
+        fault, trainer, number = batch
+        kind, began = (trainer, fault.name), time.monotonic()
+        if self._stop.is_set() or began > self.until or kind in self.broken:
+            return ""
+        found = self._batch(batch)
+        if self._stop.is_set():
+            return ""
         if "failed" in found:
-            print(f"{trainer} {fault.name}: the batch could not be done: {found['failed']}")
-            self.broken.add((trainer, fault.name))
-            return
-        seconds = time.monotonic() - began
-        line = line_of(trainer, fault.name, number, seconds, found, self.about)
+            self.broken.add(kind)
+            return f"{trainer} {fault.name}: the batch could not be done: {found['failed']}"
+        line = line_of(*kind, number, time.monotonic() - began, found, self.about)
         self.ledger.add(line)
         if line["skipped"]:
-            self.broken.add((trainer, fault.name))
+            self.broken.add(kind)
+            return f"{trainer} {fault.name}: not possible here: {line['skipped']}"
+        return f"{trainer} {fault.name}: {line['good']:,} good of {line['cases']:,}"
 
-    def _batch(self, turn: Turn, number: int) -> dict[str, Any]:
+    def _batch(self, batch: Batch) -> dict[str, Any]:
         """What a process of its own found, or why it found nothing."""
-        fault, trainer = turn
-        size = min(fault.batch[trainer], self.most or fault.batch[trainer])
+        fault, trainer, number = batch
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
         with tempfile.TemporaryDirectory(prefix="hasten-campaign-") as folder:
             out = Path(folder) / "out.json"
             script = Path(__file__).with_name("batch.py")
-            words = [trainer, fault.name, str(number), str(size), str(out)]
+            words = [trainer, fault.name, str(number), str(fault.batch[trainer]), str(out)]
             with (Path(folder) / "log").open("w+", errors="replace") as log:
                 process = subprocess.Popen(
                     [self.pythons[trainer], "-W", "ignore", str(script), *words],
@@ -184,7 +129,7 @@ class Campaign:
                 )
                 self._processes.add(process)
                 try:
-                    if not self._stopped:
+                    if not self._stop.is_set():
                         process.wait(BATCH_SECONDS)
                 except subprocess.TimeoutExpired:
                     return {"failed": f"it wasn't done after {BATCH_SECONDS:.0f} s"}
@@ -197,21 +142,6 @@ class Campaign:
                     return {"failed": f"exit code {process.returncode}, {last[:300]}"}
             found: dict[str, Any] = json.loads(out.read_text())
             return found
-
-    def _tell(self, turn: Turn, turns: list[Turn]) -> None:
-        fault, trainer = turn
-        tally = self.ledger.tally(trainer, fault.name)
-        said = f"not possible here: {tally.skipped}" if tally.skipped else ""
-        done = f"{tally.amount:.0f} of {wanted_text(fault, trainer)}"
-        eta = sum(self._left_seconds(each) for each in turns) / 60
-        unknown = sum(not self._share(each) for each in turns)
-        print(
-            f"{time.strftime('%H:%M:%S')}  {TRAINERS[trainer]:<10} {fault.name:<12} "
-            + (said or f"{tally.good:,} good of {tally.cases:,}; {done}")
-            + f"; all done in about {eta:.0f} min"
-            + (f" and {unknown} kinds not begun" if unknown else ""),
-            flush=True,
-        )
 
 
 def _end(process: subprocess.Popen[Any]) -> None:
@@ -246,7 +176,6 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0, help="no batch is begun after them")
     parser.add_argument("--only", action="append", choices=names, help="a fault, may be repeated")
     parser.add_argument("--trainer", action="append", choices=list(TRAINERS), help="may repeat")
-    parser.add_argument("--batch", type=int, help="cases at once; fewer where a machine is busy")
     parser.add_argument("--part", type=float, default=1.0, help="of each full count, 0 to 1")
     parser.add_argument("--jobs", type=int, default=1, help="batches side by side")
     parser.add_argument("--peers", help="a Python that has Lightning")
@@ -262,7 +191,7 @@ def main() -> int:
         print(table(ledger))
         return 0
     known = pythons(given.peers)
-    turns = [
+    kinds = [
         (fault, trainer)
         for fault in FAULTS
         for trainer in fault.wanted
@@ -273,11 +202,11 @@ def main() -> int:
     if "lightning" not in known:
         print("Lightning is left out: name a Python that has it with --peers")
     until = time.monotonic() + 60 * given.minutes
-    campaign = Campaign(ledger, known, until, given.batch, given.jobs, given.part)
+    campaign = Campaign(ledger, known, until, given.jobs)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: no batch is left behind
     code = 0
     try:
-        code = campaign.run(turns)
+        code = campaign.run(batches_of(kinds, given.part, ledger))
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from here")
     print(f"\n{table(ledger)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping
 
-from campaign.faults import CASES, FAULTS, ONCE, SECONDS, TRAINERS, Fault
+from campaign.faults import FAULTS, TRAINERS, Fault
 from campaign.ledger import Ledger, Tally
 
 MACHINE = "2 cores Intel Xeon with AMX bf16, 25 GB, torch 2.13.0 CPU"
@@ -17,20 +17,12 @@ def table(ledger: Ledger) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def share(fault: Fault, trainer: str, tally: Tally) -> float:
-    """How much of what is wanted is done."""
-    wanted = fault.wanted.get(trainer)
-    if not wanted:
-        return 1.0
-    return (tally.batches if fault.unit == ONCE else tally.amount) / wanted
-
-
 def _counts(ledger: Ledger) -> str:
     names = " | ".join(TRAINERS.values())
     lines = [f"| fault | {names} | of hasten's full count |", "|---" * (len(TRAINERS) + 2) + "|"]
     for fault in FAULTS:
         cells = [_cell(fault, ledger.tally(name, fault.name), name) for name in TRAINERS]
-        done = min(share(fault, "hasten", ledger.tally("hasten", fault.name)), 1.0)
+        done = min(ledger.tally("hasten", fault.name).cases / fault.wanted["hasten"], 1.0)
         lines.append(f"| {fault.row} (`{fault.name}`) | {' | '.join(cells)} | {done:.0%} |")
     return "\n".join(lines)
 
@@ -40,8 +32,7 @@ def _cell(fault: Fault, tally: Tally, trainer: str) -> str:
         return "-"
     if not tally.cases:
         return "not possible here" if tally.skipped else "not run"
-    text = f"{tally.good:,} of {tally.cases:,}"
-    return text + (f" in {tally.amount / 60:.0f} min" if fault.unit == SECONDS else "")
+    return f"{tally.good:,} of {tally.cases:,}"
 
 
 def _kinds(ledger: Ledger) -> str:
@@ -80,9 +71,3 @@ def _tallies(ledger: Ledger) -> Iterator[tuple[str, Fault, Tally]]:
             tally = ledger.tally(name, fault.name)
             if tally.cases:
                 yield label, fault, tally
-
-
-def wanted_text(fault: Fault, trainer: str) -> str:
-    """How much is wanted, in words."""
-    unit = {CASES: "cases", SECONDS: "s", ONCE: "time(s)"}[fault.unit]
-    return f"{fault.wanted[trainer]:,} {unit}"

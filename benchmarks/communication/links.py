@@ -1,13 +1,12 @@
 """The links of bench_communication.py's table, and how its minutes are dealt over them: in short
 sittings.
 
-A sitting is one lab with all of a link's methods in turns; what it found is written after each
-round, so a table that was cut off goes on with the link that has had the least of its share.
+A sitting is one lab with all of a link's methods in turns. A table that was cut off goes on with
+the link that has had the least of its share.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 from collections.abc import Mapping, Sequence
@@ -68,25 +67,6 @@ def next_link(sittings: Sequence[Mapping[str, Any]], minutes: float) -> tuple[st
     missing = {name: 60 * minutes * link.share - spent[name] for name, link in LINKS.items()}
     name = max(missing, key=lambda n: missing[n])
     return (name, min(missing[name], SITTING)) if missing[name] >= LEAST else None
-
-
-def kept(place: Path, under_way: Path) -> list[dict[str, Any]]:
-    """The sittings so far, with the whole rounds of one that was cut off."""
-    sittings: list[dict[str, Any]] = json.loads(place.read_text()) if place.exists() else []
-    if under_way.exists():
-        last = json.loads(under_way.read_text())
-        if all(last["at"] != sitting["at"] for sitting in sittings):
-            sittings.append(last)
-            keep(sittings, place)
-        under_way.unlink()
-    return sittings
-
-
-def keep(sittings: Sequence[Mapping[str, Any]], place: Path) -> None:
-    """All of them in the file, whole or not at all."""
-    unfinished = place.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(sittings, indent=1))
-    unfinished.replace(place)
 
 
 def together(sittings: Sequence[Mapping[str, Any]], link: str) -> dict[str, dict[str, list[float]]]:

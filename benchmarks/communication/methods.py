@@ -125,25 +125,9 @@ class Method:
     def drifts(self) -> bool:
         return self.kind in ("diloco", "nesterov", "local", "stream", "signs")
 
-    def state(self) -> dict[str, Any]:
-        """This rank's, after ``settle``."""
-        return {
-            "weights": self.net.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "draw": self.draw.get_state(),
-            "part": None if self.part is None else self.part.state_dict(),
-        }
-
-    def load(self, state: dict[str, Any]) -> None:
-        self.net.load_state_dict(state["weights"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.draw.set_state(state["draw"])
-        if self.part is not None:  # after the weights: what ranks have in common is these
-            self.part.load_state_dict(state["part"])
-
     def settle(self) -> None:
         if self.drifts:
-            self.part.settle()
+            self.part.synchronize()
 
     def waited(self) -> float:
         """Seconds so far in which nothing was computed for want of other ranks."""

@@ -106,7 +106,7 @@ def main() -> None:
     rank = gloo_rank.join(own_core=True)
     found = turns(spec, World(rank, rank, dist.get_world_size()))
     if rank == 0:
-        print("FOUND " + json.dumps(found), flush=True)
+        gloo_rank.answer(found)
     dist.barrier()
     os._exit(0)  # groups of a dozen layouts are not worth an orderly end
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from hasten.machine import host, memory
+from hasten.machine import host
 
 SOURCES = Path(__file__).resolve().parents[2] / "src"
 # glibc keeps freed memory instead of mapping every large tensor anew (mallopt(3))
@@ -34,11 +33,10 @@ ISAS = {
     },
 }
 PACKAGES = ("hasten", "torch", "transformers", "peft", "accelerate", "trl", "lightning", "datasets")
-LOOK_EVERY = 5.0  # seconds, while waiting for a quiet machine
 
 
 def environment(kind: str, threads: int, isa: str | None = None) -> dict[str, str]:
-    """The environment of every variant's process; ``kind`` is glibc, tcmalloc or none.
+    """The environment of every variant's process; ``kind`` is glibc or none.
 
     ``isa`` limits the instruction sets of all libraries alike (:data:`ISAS`).
     """
@@ -55,12 +53,6 @@ def environment(kind: str, threads: int, isa: str | None = None) -> dict[str, st
         env |= ISAS[isa]
     if kind == "glibc":
         env |= KEEPING
-    elif kind == "tcmalloc":
-        library = memory.library("tcmalloc")
-        if library is None:
-            package = memory.PACKAGES["tcmalloc"]
-            raise SystemExit(f"tcmalloc isn't on this machine: install {package}, or take glibc")
-        env["LD_PRELOAD"] = library
     return env
 
 
@@ -106,16 +98,6 @@ def versions(python: str) -> dict[str, str]:
     found = subprocess.run([python, "-c", code, *PACKAGES], capture_output=True, text=True)
     known = dict(line.split() for line in found.stdout.splitlines())
     return {**known, "hasten": metadata.version("hasten"), "python": sys.version.split()[0]}
-
-
-def wait_for_quiet(most: float | None, patience: float) -> dict[str, Any]:
-    """Wait until the load is at most ``most``, for ``patience`` seconds; what was found."""
-    began = time.monotonic()
-    while most is not None and os.getloadavg()[0] > most:
-        if time.monotonic() - began >= patience:
-            break
-        time.sleep(LOOK_EVERY)
-    return {"load_before": os.getloadavg()[0], "waited_seconds": time.monotonic() - began}
 
 
 def description() -> dict[str, Any]:

@@ -40,6 +40,19 @@ class Model(nn.Module):
         return {"loss": self.linear(x).square().mean()}
 
 
+def settings(folder: Path, **changes: Any) -> TrainingArguments:
+    """Of a Trainer that leaves nothing behind and is quiet."""
+    usual = {"report_to": [], "save_strategy": "no", "logging_strategy": "no"}
+    usual |= {"disable_tqdm": True, "use_cpu": True}
+    return TrainingArguments(output_dir=str(folder), **{**usual, **changes})
+
+
+def collate(given: Any) -> dict[str, Any]:
+    """Labels under the name that tells Transformers not to shift them once more."""
+    batch = padded(given)
+    return {**batch, "shift_labels": batch["labels"]}
+
+
 class Saving(TrainerCallback):
     """What the card tells a reader to write."""
 
@@ -64,10 +77,7 @@ def test_the_trainer_saves_and_a_fresh_one_has_weights_moments_and_schedule(
 ) -> None:
     def trainer(steps: int) -> tuple[Trainer, SmartCheckpointer]:
         keeper = SmartCheckpointer(interval=2, folder=tmp_path / "saved")
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path), max_steps=steps, per_device_train_batch_size=4,
-            report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True,
-        )  # fmt: skip
+        arguments = settings(tmp_path, max_steps=steps, per_device_train_batch_size=4)
         found = Trainer(Model(), arguments, train_dataset=ROWS, callbacks=[Saving(keeper)])
         return found, keeper
 
@@ -137,24 +147,17 @@ def hugging_face(world: World) -> dict[str, Any]:
         def on_train_begin(self, *args: Any, **named: Any) -> None:
             compressor.attach(trainer.model_wrapped)
 
-    def collate(given: Any) -> dict[str, Any]:
-        batch = padded(given)
-        return {**batch, "shift_labels": batch["labels"]}
-
     optimizer = AdamW(model.parameters(), lr=3e-3)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             model=model,
-            args=TrainingArguments(
-                output_dir=folder,
+            args=settings(
+                Path(folder),
                 max_steps=8,
                 per_device_train_batch_size=4,
                 ddp_backend="gloo",
-                report_to=[],
-                save_strategy="no",
+                logging_strategy="steps",
                 logging_steps=1,
-                disable_tqdm=True,
-                use_cpu=True,
             ),
             data_collator=collate,
             train_dataset=examples(8, seed=1),
@@ -188,12 +191,6 @@ DATA = examples(30, seed=1)
 BUDGET = 120
 
 
-def collate(given: Any) -> dict[str, Any]:
-    """Labels under the name that tells Transformers not to shift them once more."""
-    batch = padded(given)
-    return {**batch, "shift_labels": batch["labels"]}
-
-
 class TokenBudgetTrainer(Trainer):
     """The Trainer takes a batch sampler through its own loader."""
 
@@ -211,16 +208,8 @@ def test_the_trainer_sees_the_batches_of_each_epoch(tmp_path: Path) -> None:
         seen.append(sorted(kwargs["input_ids"].flatten().tolist()))
 
     model.register_forward_pre_hook(note, with_kwargs=True)
-    settings = TrainingArguments(
-        output_dir=str(tmp_path),
-        num_train_epochs=2,
-        report_to=[],
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
-        use_cpu=True,
-    )
-    TokenBudgetTrainer(model=model, args=settings, train_dataset=DATA).train()
+    arguments = settings(tmp_path, num_train_epochs=2)
+    TokenBudgetTrainer(model=model, args=arguments, train_dataset=DATA).train()
     sampler = DynamicBatchSampler(DATA, BUDGET, seed=4)
     expected = []
     for epoch in range(2):
@@ -286,17 +275,12 @@ def test_the_trainer_learns_from_packed_rows_what_a_loop_learns_from_padded_ones
     optimizer = SGD(model.parameters(), lr=RATE)
     trainer = Trainer(
         model=model,
-        args=TrainingArguments(
-            output_dir=str(tmp_path),
+        args=settings(
+            tmp_path,
             max_steps=STEPS,
             per_device_train_batch_size=len(PACKED_DATA) // accumulate,
             gradient_accumulation_steps=accumulate,
             max_grad_norm=0.0,
-            report_to=[],
-            save_strategy="no",
-            logging_strategy="no",
-            disable_tqdm=True,
-            use_cpu=True,
         ),
         data_collator=collate_packed,
         train_dataset=PACKED_DATA,

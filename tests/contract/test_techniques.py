@@ -28,6 +28,7 @@ from hasten.techniques.adapter import LoRA
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.average import WeightAverage
 from hasten.techniques.batch import AdaptiveBatch, GradientAccumulation
+from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.collate import Packed
 from hasten.techniques.compile import Compiled
 from hasten.techniques.experts import ExpertsImplementation
@@ -53,7 +54,6 @@ MORE: tuple[Technique, ...] = (
     GradientAccumulation(micro_batch_size=3),
     GradientAccumulation(micro_batch_tokens=60),
     PackedEpoch(row_tokens=64),
-    LengthGrouped(window=2),
     ActivationCheckpointing(segments=2),
     ActivationCheckpointing(budget=0.5),
     CompactAdamW(moments="int8"),
@@ -67,8 +67,13 @@ MORE: tuple[Technique, ...] = (
     LoRA(base="nf4"),
     LoRA(dora=True),
 )
-# What needs special hardware, or minutes of a compiler, is examined as it can be anywhere.
+# What needs special hardware, or minutes of a compiler, is examined as it can be anywhere; what
+# would leave so small a job as it is, as it acts there.
 ANYWHERE: dict[type[Technique], Technique] = {
+    AdaptiveBatch: AdaptiveBatch(initial_size=2),
+    Checkpoints: Checkpoints(interval=1),
+    GradientAccumulation: GradientAccumulation(micro_batch_size=4),
+    LengthGrouped: LengthGrouped(window=8),
     Autocast: Autocast(emulate=True),
     BF16MasterWeights: BF16MasterWeights(emulate=True),
     Float8: Float8(emulate=True),
@@ -77,6 +82,8 @@ ANYWHERE: dict[type[Technique], Technique] = {
 INSTANCES = (*(ANYWHERE.get(kind) or kind() for kind in CATALOGUE), *MORE)
 # A technique that shows nothing alone is examined on top of another one.
 ON_TOP_OF = {DocumentAttention: (Packed(),)}
+# To be ahead, or to group what is alike, takes an epoch of several steps.
+SIZES = {"prefetched": {"batch": 1, "steps": 8}, "length_grouped": {"batch": 2, "steps": 12}}
 # What is for models with experts says so of the others, and is examined where it can work.
 HOME: dict[type[Technique], str] = dict.fromkeys(
     (BalancedRouting, ExpertsImplementation, ExpertParallel), "deepseek_v3"
@@ -87,6 +94,7 @@ RANKS = (Slot.LAYOUT, Slot.COMMUNICATION)
 # Relative error of one step's gradient against float64: number formats of 8 bits, and of 24.
 BF16_BOUND, FLOAT32_BOUND = 4e-2, 2e-5
 
+Losses = list[float]
 kinds = pytest.mark.parametrize("kind", CATALOGUE, ids=lambda k: k.name())
 instances = pytest.mark.parametrize("technique", INSTANCES, ids=str)
 # Techniques of these slots look into the model; others see parameters, examples, or the machine,
@@ -143,9 +151,8 @@ def leave_out_what_cannot_run_here(technique: Technique, architecture: str) -> N
         pytest.skip(reasons[0])
 
 
-def gradient(session: Session) -> Tensor:
+def seen_by(session: Session) -> Tensor:
     """The gradient of the first step as one float64 vector."""
-    run(session)
     optimizer: Any = session.optimizer
     return torch.cat([g.double().flatten() for g in optimizer.seen])
 
@@ -154,22 +161,16 @@ def gradient(session: Session) -> Tensor:
 def reference(architecture: str) -> Tensor:
     """The same step without any technique, in float64."""
     plain = job(architecture, torch.float64, steps=1, optimizer=GradientOnly, max_grad_norm=None)
-    return gradient(session_of(plain, architecture=architecture))
-
-
-@functools.cache
-def finished_without(architecture: str, changes: tuple[tuple[str, int], ...]) -> Session:
-    """A run without any technique, at its end."""
-    session = session_of(job(architecture, **dict(changes)), architecture=architecture)
+    session = session_of(plain, architecture=architecture)
     run(session)
-    return session
+    return seen_by(session)
 
 
 @functools.cache
-def losses_without(architecture: str, steps: int | None = None) -> tuple[float, ...]:
-    """The losses of the same run without any technique."""
-    plain = job(architecture) if steps is None else job(architecture, steps=steps)
-    return tuple(m.loss for m in run(session_of(plain, architecture=architecture)))
+def without(architecture: str, changes: tuple[tuple[str, int], ...]) -> tuple[Session, Losses]:
+    """A run without any technique, at its end, and its losses."""
+    session = session_of(job(architecture, **dict(changes)), architecture=architecture)
+    return session, [m.loss for m in run(session)]
 
 
 def test_every_slot_has_a_decision_and_every_name_is_its_own() -> None:
@@ -226,71 +227,39 @@ def test_what_stands_in_its_way_is_a_sentence(technique: Technique) -> None:
 
 
 @with_architectures(INSTANCES)
-def test_it_owes_a_proof_and_gives_it(
+def test_it_proves_its_fidelity_and_its_effect_and_names_stay(
     technique: Technique, architecture: str, tmp_path: Any
 ) -> None:
     leave_out_what_cannot_run_here(technique, architecture)
+    size: dict[str, Any] = SIZES.get(technique.name(), {})
+    is_optimizer = technique.slot is Slot.OPTIMIZER
+    if technique.fidelity is Fidelity.ROUNDING and not is_optimizer:
+        size = {"steps": 1, "optimizer": GradientOnly, "max_grad_norm": None}
+    elif technique.fidelity is not Fidelity.EXACT:
+        size = {"steps": 6 if is_optimizer else 12, **size}
+    plan = (technique, *ON_TOP_OF.get(type(technique), ()))
+    with_it = job(architecture, **size)
+    session = session_of(with_it, *plan, architecture=architecture, folder=tmp_path)
+    losses = [m.loss for m in run(session)]
     if technique.fidelity is Fidelity.EXACT:
-        session = session_of(
-            job(architecture), technique, architecture=architecture, folder=tmp_path
-        )
-        assert tuple(m.loss for m in run(session)) == losses_without(architecture)
-    elif technique.fidelity is Fidelity.ROUNDING and technique.slot is Slot.OPTIMIZER:
+        assert losses == without(architecture, tuple(size.items()))[1]
+    elif technique.fidelity is Fidelity.ROUNDING and is_optimizer:
         # It moves the weights by the same rule: the losses of a run are those of the plain one.
-        plain = losses_without(architecture, 6)
-        found = run(session_of(job(architecture, steps=6), technique, architecture=architecture))
-        assert tuple(m.loss for m in found) == pytest.approx(plain, rel=2e-4)
-        assert [m.loss for m in found] != [plain[0]] * 6
+        plain = without(architecture, tuple(size.items()))[1]
+        assert losses == pytest.approx(plain, rel=2e-4)
+        assert losses != [plain[0]] * 6
     elif technique.fidelity is Fidelity.ROUNDING:
-        once = job(architecture, steps=1, optimizer=GradientOnly, max_grad_norm=None)
-        below = ON_TOP_OF.get(type(technique), ())
-        session = session_of(once, technique, *below, architecture=architecture)
-        found, expected = gradient(session), reference(architecture)
+        found, expected = seen_by(session), reference(architecture)
         error = float((found - expected).norm() / expected.norm())
         assert error < (BF16_BOUND if technique.slot is Slot.PRECISION else FLOAT32_BOUND)
     else:
-        longer = job(architecture, steps=12)
-        losses = [m.loss for m in run(session_of(longer, technique, architecture=architecture))]
         assert losses[-1] < losses[0]
-
-
-@with_architectures([t for t in INSTANCES if t.slot not in RANKS])
-def test_its_probe_tells_a_run_with_it_from_one_without_and_names_stay(
-    technique: Technique, architecture: str, tmp_path: Any
-) -> None:
-    leave_out_what_cannot_run_here(technique, architecture)
-    if technique.name() == "checkpoints":
-        technique = dataclasses.replace(technique, interval=1)  # type: ignore[type-var]
-    if technique.name() == "gradient_accumulation" and technique == GradientAccumulation():
-        # the default holds this tiny step whole
-        technique = GradientAccumulation(micro_batch_size=4)
-    if technique.name() == "adaptive_batch":
-        technique = AdaptiveBatch(initial_size=2)
-    if technique.name() == "length_grouped":  # a window of one step groups nothing
-        technique = LengthGrouped(window=8)
-    # To be ahead, or to group what is alike, takes an epoch of several steps.
-    sizes = {"prefetched": {"batch": 1, "steps": 8}, "length_grouped": {"batch": 2, "steps": 4}}
-    size = sizes.get(technique.name(), {})
-    plan = (technique, *ON_TOP_OF.get(type(technique), ()))
-    with_it = session_of(
-        job(architecture, **size), *plan, architecture=architecture, folder=tmp_path
-    )
-    run(with_it)
-    proof = technique.check_effect(with_it)
-    assert isinstance(proof, EffectCheck)
-    assert proof.effective, proof.evidence
-    without = finished_without(architecture, tuple(size.items()))
-    assert not technique.check_effect(without).effective
-    names_stay(with_it, technique, architecture)
-
-
-@with_architectures([t for t in INSTANCES if t.slot in RANKS])
-def test_a_model_saved_after_it_has_the_same_names(
-    technique: Technique, architecture: str, tmp_path: Any
-) -> None:
-    leave_out_what_cannot_run_here(technique, architecture)
-    session = session_of(job(architecture), technique, architecture=architecture, folder=tmp_path)
-    run(session)
+    if technique.slot not in RANKS:
+        proof = technique.check_effect(session)
+        assert isinstance(proof, EffectCheck)
+        assert proof.effective, proof.evidence
+        plain_size = tuple(SIZES.get(technique.name(), {}).items())
+        assert not technique.check_effect(without(architecture, plain_size)[0]).effective
     names_stay(session, technique, architecture)
 
 

@@ -86,7 +86,6 @@ def test_broken_rows_hardly_move_the_fit(records: list[PublishedMeasurement]) ->
 def test_memorys_figures_are_shares_of_what_was_measured(
     records: list[PublishedMeasurement],
 ) -> None:
-    """As those of ``accuracy.py``, and of everybody who says how far off a prediction was."""
     found = held_out.memory(records)
     measured = np.array([r.memory_gb or np.nan for r in found.records])
     predicted = measured / np.exp(found.errors)

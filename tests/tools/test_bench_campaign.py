@@ -86,7 +86,7 @@ def test_a_tally_counts_cases_kinds_and_words(tmp_path: Path) -> None:
     ledger.add(line(good=2, bad=1))
     ledger.add(line("flips", good=9))
     found = ledger.tally("hasten", "kills")
-    assert (found.batches, found.cases, found.good, found.amount) == (1, 3, 2, 3)
+    assert (found.cases, found.good) == (3, 2)
     assert found.kinds == {"went on": 2, "stuck": 1}
     assert found.words == ["stuck: x"]
     assert ledger.tally("transformers", "kills").cases == 0
@@ -96,7 +96,7 @@ def test_what_is_not_possible_here_is_no_batch(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
     ledger.add(line("full-disk", good=0, skipped="no namespaces"))
     found = ledger.tally("hasten", "full-disk")
-    assert (found.batches, found.skipped) == (0, "no namespaces")
+    assert (found.cases, found.skipped) == (0, "no namespaces")
     assert "not possible here" in table.table(ledger)
 
 
@@ -104,63 +104,21 @@ def test_the_table_has_a_row_for_each_fault_and_says_where_it_is_from(tmp_path: 
     ledger = Ledger(tmp_path)
     assert "nothing was run" in table.table(ledger)
     ledger.add(line(good=250))
-    ledger.add(line("soak", good=60, amount=3600.0))
     text = table.table(ledger)
     for fault in FAULTS:
         assert f"(`{fault.name}`)" in text
     assert "| 250 of 250 | not run | not run | 25% |" in text
-    assert "60 of 60 in 60 min" in text
     assert "torch 2" in text
 
 
-def test_what_is_furthest_behind_comes_next_and_what_does_not_fit_is_left(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path)
-    campaign = run.Campaign(ledger, {"hasten": sys.executable}, time.monotonic() + 60)
-    turns = [(fault_named(name), "hasten") for name in ("kills", "configs")]
-    assert campaign._next(turns, []) == turns[0]
-    ledger.add(line("kills", good=100))
-    assert campaign._next(turns, []) == turns[1]
-    ledger.add(line("configs", good=250))
-    assert campaign._next(turns, []) == turns[0]
-    ledger.lines[0]["seconds"] = 1000.0
-    assert campaign._next(turns, []) == turns[1]
-    campaign.until = time.monotonic() - 1
-    assert campaign._next(turns, []) is None
-
-
-def test_side_by_side_run_batches_of_different_kinds(tmp_path: Path) -> None:
-    ends = time.monotonic() + 60
-    campaign = run.Campaign(Ledger(tmp_path), {"hasten": sys.executable}, ends, jobs=2)
-    turns = [(fault_named(name), "hasten") for name in ("kills", "configs")]
-    assert campaign._next(turns, []) == turns[0]
-    assert campaign._next(turns, turns[:1]) == turns[1]
-    assert campaign._next(turns, turns) is None
-    assert campaign._next(turns[:1], turns[:1]) is None
-
-
-def test_what_alone_is_wanted_runs_beside_itself_and_no_further_than_wanted(
-    tmp_path: Path,
-) -> None:
-    ledger, ends = Ledger(tmp_path), time.monotonic() + 60
-    campaign = run.Campaign(ledger, {"hasten": sys.executable}, ends, jobs=3)
-    kills, configs = turns = [(fault_named(name), "hasten") for name in ("kills", "configs")]
-    ledger.add(line("kills", good=400))
-    assert campaign._next(turns, [kills]) == configs  # not begun: first, and one at a time
-    assert campaign._next(turns, [kills, configs]) == kills
-    assert campaign._next([kills], [kills]) == kills
-    assert campaign._next([kills], [kills, kills]) is None  # 400 + 2 x 400 of 1,000
-    campaign.part = 0.4
-    assert campaign._next([kills], []) is None  # a sample of 400 is done
-
-
-def test_a_batch_that_was_cut_off_is_done_again_and_no_other_twice(tmp_path: Path) -> None:
-    ledger, ends = Ledger(tmp_path), time.monotonic() + 60
+def test_all_kinds_advance_alike_and_a_batch_that_is_done_is_left_out(tmp_path: Path) -> None:
+    ledger, kinds = Ledger(tmp_path), [(fault_named(name), "hasten") for name in ("kills", "nan")]
     for number in (0, 2):
         ledger.add(line("kills") | {"batch": number})
-    campaign = run.Campaign(ledger, {"hasten": sys.executable}, ends, jobs=2)
-    kills = (fault_named("kills"), "hasten")
-    assert [campaign._number(kills) for _ in range(3)] == [1, 3, 4]
-    assert campaign._number((fault_named("flips"), "hasten")) == 0
+    ledger.add(line("nan", good=0, skipped="no namespaces"))  # so it isn't done
+    wanted = [(fault.name, number) for fault, _, number in run.batches_of(kinds, 0.4, ledger)]
+    kills = [("kills", number) for number in range(16) if number not in (0, 2)]  # 400 cases by 25
+    assert wanted == [("nan", 0), *kills[:7], ("nan", 1), *kills[7:]]
 
 
 def test_batches_side_by_side_are_all_written_down(
@@ -168,18 +126,18 @@ def test_batches_side_by_side_are_all_written_down(
 ) -> None:
     both = threading.Barrier(2, timeout=60)
 
-    def done(self: run.Campaign, turn: run.Turn, number: int) -> dict[str, Any]:
+    def done(self: run.Campaign, batch: run.Batch) -> dict[str, Any]:
         both.wait()  # neither ends before the other has begun
-        return {"outcomes": [lives.outcome(True, "went on")] * turn[0].wanted["hasten"]}
+        return {"outcomes": [lives.outcome(True, "went on")]}
 
     monkeypatch.setattr(run.Campaign, "_batch", done)
-    turns = [(fault_named(name), "hasten") for name in ("kills", "configs")]
+    batches = [(fault_named(name), "hasten", 0) for name in ("kills", "configs")]
     ends = time.monotonic() + 60
-    campaign = run.Campaign(Ledger(tmp_path), {"hasten": sys.executable}, ends, jobs=2)
-    assert campaign.run(turns) == 0
-    known = Ledger(tmp_path)
-    assert {line["fault"] for line in known.lines} == {"kills", "configs"}
-    assert [campaign._share(turn) for turn in turns] == [1.0, 1.0]
+    assert run.Campaign(Ledger(tmp_path), {"hasten": sys.executable}, ends, 2).run(batches) == 0
+    assert {line["fault"] for line in Ledger(tmp_path).lines} == {"kills", "configs"}
+    late = run.Campaign(Ledger(tmp_path / "late"), {"hasten": sys.executable}, 0.0)
+    assert late.run(batches) == 0
+    assert late.ledger.lines == []
 
 
 def test_every_fault_names_a_function_and_every_trainer_of_it_a_number() -> None:

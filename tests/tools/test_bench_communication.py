@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 from pathlib import Path
@@ -10,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,38 +22,14 @@ from hasten.measure.workers import WorkerError, WorkerPool, WorkerSpec
 from hasten.progress import SilentProgress
 from hasten.recipe.schema import recipe_from
 from hasten.recipe.shorthands import catalogue
-from ranks import on_ranks
 from sample_data import STDLIB
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from communication import rank
+from communication import links, rank
 from layouts import table, variants
 from tuner import real
 from tuner.problems import PROBLEMS, wide
-
-STEPS = 24
-METHODS = ("ddp", "int4", "stream:2", "diloco:5")
-
-
-def paused(world: World) -> dict[str, Any]:
-    """Of each method: a training at once, and one that pauses and is asked for again."""
-    draw = torch.Generator().manual_seed(5)
-    text = torch.randint(32, 126, (rank.EVAL_DATA + 100_000,), generator=draw, dtype=torch.uint8)
-    found = {}
-    for name in METHODS:
-        place = Path(os.environ["HASTEN_RENDEZVOUS"]).with_name(name.replace(":", "_"))
-        spec = {"method": name, "size": "tiny", "seed": 0, "steps": STEPS, "rate": 1e-3, "rows": 4}
-        spec["paused"] = str(place)
-        whole = rank.loss(spec, world.rank, text)
-        first = rank.loss({**spec, "seconds": 0.0}, world.rank, text)
-        second = rank.loss(spec, world.rank, text)
-        found[name] = {"whole": whole, "first": first, "second": second}
-    return found
-
-
-import bench_communication  # noqa: E402
-from communication import links  # noqa: E402
 
 
 def sitting(link: str, seconds: float = 100.0, at: str = "", **found: Any) -> dict[str, Any]:
@@ -122,45 +96,6 @@ def test_a_turn_of_local_steps_has_whole_rounds_between_exchanges() -> None:
     assert rank.whole_rounds(method("diloco", 20), 20) == 20
     assert rank.whole_rounds(method("local", 8), 20) == 24
     assert rank.whole_rounds(method("stream", 3), 20) == 20
-
-
-def test_rounds_of_a_sitting_that_was_cut_off_count_once(tmp_path: Path) -> None:
-    place, under_way = tmp_path / "table.json", tmp_path / "table.sitting"
-    links.keep([sitting("no limit", at="1")], place)
-    rank.written(under_way, rank.as_json, sitting("1 Gbit/s", at="2"))
-    found = links.kept(place, under_way)
-    assert [s["link"] for s in found] == ["no limit", "1 Gbit/s"]
-    assert not under_way.exists()
-    rank.written(under_way, rank.as_json, found[-1])  # ended between the two files
-    assert links.kept(place, under_way) == found
-    assert links.kept(place, under_way) == found
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["table.json"]
-
-
-def test_what_the_claim_is_about_is_trained_first_and_seed_by_seed() -> None:
-    runs = bench_communication.in_turn(["ddp", "int8", "again", "stream:4"], 2)
-    assert [(r["method"], r["seed"]) for r in runs] == [
-        *(("ddp", 0), ("again", 0), ("stream:4", 0)),
-        *(("ddp", 1), ("again", 1), ("stream:4", 1)),
-        *(("int8", 0), ("int8", 1)),
-    ]
-    names = bench_communication.LOSS.split(",")
-    assert len(bench_communication.in_turn(names, 3)) == 3 * len(names)
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_training_that_paused_goes_on_to_the_loss_of_a_whole_one(tmp_path: Path) -> None:
-    for found in on_ranks(paused, tmp_path):
-        for method, seen in found.items():
-            assert "loss" not in seen["first"]
-            assert seen["first"]["step"] == rank.LOOK
-            assert seen["second"]["pauses"] == [rank.LOOK]
-            assert seen["whole"]["pauses"] == []
-            assert seen["second"]["same_on_all_ranks"]
-            # Ranks that train apart meet once more; DDP with a codec begins in full again.
-            close = 1e-5 if method == "ddp" else 2e-2
-            assert seen["second"]["loss"] == pytest.approx(seen["whole"]["loss"], rel=close)
 
 
 def layouts_sitting(place: str, seconds: float = 100.0, **rates: list[float]) -> dict[str, Any]:

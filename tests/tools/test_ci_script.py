@@ -22,8 +22,6 @@ exit 0
 """
 PYTHON = """#!/bin/sh
 echo "$*" >> "$PLACE/calls"
-case " $BROKEN " in *" once_more "*) case "$*" in *once_more*) exit 1 ;; esac ;; esac
-exit 0
 """
 COMMIT = (*("-c", "user.name=A", "-c", "user.email=a@b.c"), "commit", "--quiet", "--message", "A")
 
@@ -69,31 +67,26 @@ def places(calls: str) -> set[Path]:
     return {Path(line.partition(" in=")[2]) for line in calls.splitlines() if " in=" in line}
 
 
-def test_all_parts_run_and_their_seconds_are_printed(tmp_path: Path) -> None:
+def test_all_parts_run_in_one_fresh_clone_named_hasten_below_a_folder_with_a_space(
+    tmp_path: Path,
+) -> None:
     code, said, calls = ci(tmp_path, "")
     assert code == 0
     assert [line.split()[2] for line in said[-6:]] == [
         *("install", "lint", "docs", "real-examples", "compiled", "suite")
     ]
+    assert not any("not in the clone" in line for line in said)
+    (place,) = places(calls)
+    assert place.name == "hasten"
+    assert " " in place.parent.name
+    assert not place.exists(), "nothing is left behind"
+    assert calls.count("make install ") == 1
     shared = tmp_path / "shared"
     known = f"data={shared / 'data'} articles={shared / 'articles'}"
     assert f"make test-data {known} home={os.environ['HOME']}" in calls
     suite = next(line for line in calls.splitlines() if line.startswith("make test "))
     assert "data= articles= " in suite, "a newcomer has no such folders"
     assert f"home={os.environ['HOME']}" not in suite, "nor any cache"
-
-
-def test_all_parts_run_in_one_fresh_clone_named_hasten_below_a_folder_with_a_space(
-    tmp_path: Path,
-) -> None:
-    code, said, calls = ci(tmp_path, "")
-    assert code == 0
-    (place,) = places(calls)
-    assert place.name == "hasten"
-    assert " " in place.parent.name
-    assert calls.count("make install ") == 1
-    assert not any("not in the clone" in line for line in said)
-    assert not place.exists(), "nothing is left behind"
 
 
 def test_what_is_not_committed_is_named(tmp_path: Path) -> None:
@@ -146,19 +139,13 @@ def test_root_tests_a_clone_of_another_user(tmp_path: Path) -> None:
 
 
 def test_a_part_that_fails_hides_no_other_and_is_named_last(tmp_path: Path) -> None:
-    code, said, calls = ci(tmp_path, "lint test once_more")
+    code, said, calls = ci(tmp_path, "lint test")
     assert code == 1
     assert all(f"make {part} " in calls for part in ("docs", "test-data", "test"))
     last = said[-40:]
     assert "failed: tests/test_a.py::test_b: assert 1 == 2" in last
     failed = [line for line in last if "FAILED" in line]
     assert [line.split()[2] for line in failed] == ["lint", "suite"]
-
-
-def test_what_passes_once_more_is_no_failure(tmp_path: Path) -> None:
-    code, _, calls = ci(tmp_path, "test")
-    assert code == 0
-    assert "scripts/once_more.py" in calls
 
 
 def test_without_an_installation_nothing_runs(tmp_path: Path) -> None:

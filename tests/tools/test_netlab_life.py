@@ -1,4 +1,4 @@
-"""A lab ends with everything in it, however its owner ends, and touches nothing but its own."""
+"""A lab ends with everything in it, however its owner ends; and the commands that make one."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from hasten.errors import InputError
 from hasten.launch import lab as own
@@ -23,7 +24,7 @@ from hasten.launch import lab_network
 from hasten.launch.lab_network import SEGMENT, bits_per_second, burst_bytes
 from labs import TOOLS, lab_with_links
 from netlab import Lab
-from netlab.lab import alive, labs, manifest, remove
+from netlab.__main__ import app
 
 modes = pytest.mark.parametrize("mode", ["user", "root", "loopback"])
 # A rank that has a child of its own, neither of which ends by itself or when asked to.
@@ -123,66 +124,17 @@ def test_killing_the_owner_leaves_no_process_and_no_folder(mode: str, own_room: 
     assert until(lambda: not list(own_room.iterdir()))
 
 
-def test_killing_the_guard_leaves_only_a_folder_that_is_offered_for_removal(own_room: Path) -> None:
+def test_killing_the_guard_ends_all_in_the_lab(own_room: Path) -> None:
     mark = f"303.{os.getpid()}"
     lab = lab_with_links().start()
     lab.begin([sys.executable, "-c", STUBBORN, mark])
     wait_for(mark, 4)
-    os.kill(manifest(lab.name)["process"], signal.SIGKILL)
+    assert lab._watchdog is not None
+    lab._watchdog.kill()
     assert gone(mark)
     with pytest.raises(InputError, match="has ended"):
         lab.bytes(0)
     lab.close()
-    assert [(noted["name"], lives) for noted, lives in labs()] == [(lab.name, False)]
-    remove(lab.name)
-    assert list(own_room.iterdir()) == []
-
-
-def test_a_lab_that_stays_outlives_its_maker_until_it_is_removed(own_room: Path) -> None:
-    name = Lab(2, 1, mode="loopback").start(stay=True).name
-    lab = Lab.attach(name)
-    assert [r.code for r in lab.run(["true"])] == [0, 0]
-    lab.close()
-    assert alive(manifest(name))
-    remove(name)
-    assert list(own_room.iterdir()) == []
-    with pytest.raises(InputError, match="there is no lab"):
-        remove(name)
-
-
-def test_a_folder_without_a_manifest_of_a_lab_is_never_touched(own_room: Path) -> None:
-    other = own_room / "0123abcd"
-    other.mkdir()
-    with pytest.raises(InputError, match="there is no lab 0123abcd"):
-        remove("0123abcd")
-    (other / "manifest.json").write_text(json.dumps({"kind": "another tool", "name": "0123abcd"}))
-    with pytest.raises(InputError, match="no manifest of the lab"):
-        remove("0123abcd")
-    (other / "manifest.json").write_text("{")
-    with pytest.raises(InputError, match="damaged"):
-        remove("0123abcd")
-    for name in ("../0123abcd", "0123ABCD", ""):
-        with pytest.raises(InputError, match="no lab's name"):
-            remove(name)
-    assert other.exists()
-    assert labs() == []
-
-
-def test_a_process_with_the_keepers_old_number_is_not_ended(own_room: Path) -> None:
-    folder = own_room / "00000001"
-    folder.mkdir()
-    stranger = subprocess.Popen(["sleep", "300"])
-    try:
-        born = own.born(stranger.pid)
-        assert born is not None
-        noted = {"kind": own.KIND, "name": folder.name, "process": stranger.pid}
-        (folder / "manifest.json").write_text(json.dumps({**noted, "born": born - 1}))
-        remove(folder.name)
-        assert stranger.poll() is None
-        assert not folder.exists()
-    finally:
-        stranger.kill()
-        stranger.wait()
 
 
 def test_ranks_know_their_place_and_share_the_cores() -> None:
@@ -257,3 +209,43 @@ def test_a_rate_reads_the_same_in_words_and_in_numbers(kbit: int) -> None:
     # A bucket smaller than a segment would let none pass; one of a second would be no limit.
     burst = burst_bytes(kbit * 1000)
     assert SEGMENT <= burst <= max(SEGMENT, kbit * 1000 / 8 / 100)
+
+
+# The commands of tools/netlab.
+
+
+def netlab(*arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, list(arguments))
+    if isinstance(result.exception, InputError):
+        raise result.exception
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_check_says_of_each_kind_whether_it_works_or_what_is_missing() -> None:
+    found = json.loads(netlab("check", "--json"))
+    assert [f["mode"] for f in found] == ["user", "user", "root", "root", "loopback"]
+    assert all(f["works"] != bool(f["reason"]) for f in found)
+    assert found[-1]["works"]
+
+
+@pytest.mark.cold  # other variables would have a server of their own
+def test_check_names_the_missing_tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lab_with_links()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = netlab("check")
+    assert words.count("not here: the command ip is missing: install iproute2") == 4
+
+
+def test_run_makes_a_lab_for_one_command_and_names_the_rank_that_failed(own_room: Path) -> None:
+    words = netlab("run", "--mode", "loopback", "--", "sh", "-c", "echo rank $RANK of $WORLD_SIZE")
+    assert words == "rank 0 of 2\n"
+    script = "test $RANK = 0 || { echo no disk; exit 5; }"
+    words = netlab("run", "--mode", "loopback", "--", "sh", "-c", script, code=5)
+    assert words == "rank 1 on host 1 ended with 5: no disk\n"
+    assert list(own_room.iterdir()) == []
+
+
+def test_a_mode_that_is_none_is_one_sentence() -> None:
+    with pytest.raises(InputError, match="--mode cloud"):
+        netlab("run", "--mode", "cloud", "--", "true")

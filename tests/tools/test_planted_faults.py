@@ -1,9 +1,7 @@
-"""The planted faults fit the package as it is, and a comparison of results tells what was lost."""
+"""The planted faults fit the package as it is, and its tests are seen to catch one."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -15,20 +13,11 @@ ROOT = Path(__file__).parents[2]
 
 
 script = load("planted_faults")
-
-
-def results(path: Path, **outcomes: str) -> Path:
-    """A results file with these outcomes by fault."""
-    lines = [
-        {"fault": name, "kind": "", "package": "core", "outcome": word, "seconds": 1, "commit": "c"}
-        for name, word in outcomes.items()
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
+FAULTS = script.read_faults()
 
 
 def test_every_fault_has_one_place_and_tests_that_exist() -> None:
-    assert script.refusals(script.FAULTS, ROOT) == []
+    assert script.refusals(FAULTS, ROOT) == []
 
 
 def test_a_text_that_stands_elsewhere_is_refused_with_the_number_of_places(tmp_path: Path) -> None:
@@ -42,59 +31,38 @@ def test_a_text_that_stands_elsewhere_is_refused_with_the_number_of_places(tmp_p
 
 
 def test_every_planted_file_compiles_and_is_another() -> None:
-    for fault in script.FAULTS:
+    for fault in FAULTS:
         before = (ROOT / "src" / "hasten" / fault.file).read_text(encoding="utf-8")
-        assert fault.planted(before) != before, fault.name
-        compile(fault.planted(before), fault.file, "exec")
+        after = before.replace(fault.old, fault.new)
+        assert after != before, fault.name
+        compile(after, fault.file, "exec")
 
 
 def test_names_are_unique_and_every_package_has_its_share() -> None:
-    names = Counter(fault.name for fault in script.FAULTS)
+    names = Counter(fault.name for fault in FAULTS)
     assert [name for name, count in names.items() if count > 1] == []
-    packages = Counter(fault.package for fault in script.FAULTS)
+    packages = Counter(fault.file.partition("/")[0] for fault in FAULTS)
     least = {"core": 12, "parts": 22, "measure": 9, "data": 8, "recipe": 6}
     assert {package: count for package, count in least.items() if packages[package] < count} == {}
 
 
-@pytest.mark.parametrize(
-    ("now", "code"),
-    [
-        ({"a": "caught", "b": "survived"}, 0),
-        ({"a": "caught", "b": "caught"}, 0),
-        ({"a": "survived", "b": "caught"}, 1),
-        ({"a": "error", "b": "survived"}, 1),
-        ({"b": "caught"}, 1),
-    ],
-    ids=str,
-)
-def test_a_fault_that_is_no_longer_caught_is_lost(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    now: dict[str, str],
-    code: int,
-) -> None:
-    old = results(tmp_path / "old.jsonl", a="caught", b="survived")
-    new = results(tmp_path / "new.jsonl", **now)
-    monkeypatch.setattr(sys, "argv", ["planted_faults.py", "--compare", str(old), str(new)])
-    assert script.main() == code
-    assert ("LOST" in capsys.readouterr().out) == bool(code)
+CASES = {
+    "assert one() == 1": ("caught", "tests/test_one.py::test_one"),
+    "one()": ("survived", "all pass"),
+    "assert one() == 3": ("error", "fails without it: tests/test_one.py::test_one"),
+    "assert one() == 1 or __import__('time').sleep(600)": ("caught", "hangs"),
+}
 
 
-def test_a_file_to_compare_that_is_not_there_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    new = results(tmp_path / "new.jsonl", a="caught")
-    absent = str(tmp_path / "absent.jsonl")
-    monkeypatch.setattr(sys, "argv", ["planted_faults.py", "--compare", absent, str(new)])
-    assert script.main() == 2
-    assert "no such file" in capsys.readouterr().err
-
-
-def test_a_line_that_a_killed_process_began_is_cut_off(tmp_path: Path) -> None:
-    path = results(tmp_path / "some.jsonl", a="caught")
-    whole = path.read_bytes()
-    path.write_bytes(whole + b'{"fault": "b"')
-    assert list(script.read_results(path).faults) == ["a"]
-    script.ResultsFile(path)
-    assert path.read_bytes() == whole
+@pytest.mark.cold
+@pytest.mark.parametrize("line", CASES)
+def test_a_fault_is_caught_by_a_test_that_passes_without_it(line: str, tmp_path: Path) -> None:
+    package = tmp_path / script.PACKAGE
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("def one(): return 1\n")
+    (tmp_path / "tests").mkdir()
+    test = f"from hasten import one\ndef test_one(): {line}\n"
+    (tmp_path / "tests/test_one.py").write_text(test)
+    fault = script.Fault("two", "", "__init__.py", "return 1", "return 2", ("tests",))
+    seconds = 3.0 if "sleep" in line else 60.0
+    assert script.attempt(fault, tmp_path, seconds) == CASES[line]

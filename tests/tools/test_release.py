@@ -16,41 +16,29 @@ from packaging.version import Version
 from hasten.errors import InputError
 from hasten.machine import versions
 from hasten.models.source_check import check_native
-from script_modules import load
 
 ROOT = Path(__file__).parents[2]
 FILES = ("deploy/Dockerfile", "deploy/Dockerfile.cuda")
-GOOD = """\
-FROM python:3.11-slim AS root
-RUN apt-get update && apt-get install -y g++ \\
-    # a remark inside
-    && rm -rf /var/lib/apt/lists/*
-WORKDIR /opt/x
-COPY src ./src
-RUN pip install --no-cache-dir . && useradd x
-HEALTHCHECK --interval=5m CMD python -c 'pass'
-CMD ["x", "--help"]
-
-FROM root
-USER x
-"""
-
-
-TOOL = load("rehearse_dockerfile")
-
-
-@pytest.fixture
-def context(tmp_path: Path) -> Path:
-    (tmp_path / "src").mkdir()
-    (tmp_path / "src" / "x.py").write_text("")
-    (tmp_path / "docs").mkdir()
-    (tmp_path / ".dockerignore").write_text("# all\n*\n!src\n**/__pycache__\n")
-    return tmp_path
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_there_is_nothing_to_complain_of(name: str) -> None:
-    assert TOOL.complaints((ROOT / name).read_text(encoding="utf-8"), ROOT) == []
+def test_a_dockerfile_copies_what_is_there_and_its_shell_parses(name: str) -> None:
+    lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+    joined = "\n".join(line for line in lines if line[:1] != "#").replace("\\\n", " ")
+    steps = [line.split(maxsplit=1) for line in joined.splitlines() if line]
+    sent = (ROOT / ".dockerignore").read_text().split()  # all but what has an exclamation mark
+    for kind, text in steps:
+        if kind == "COPY":
+            for source in text.split()[:-1]:
+                assert (ROOT / source).exists(), source
+                assert f"!{source}" in sent, source
+        elif kind == "RUN":
+            subprocess.run(["sh", "-n", "-c", text], check=True)
+            assert text.count("pip install") == text.count("--no-cache-dir")
+    kinds = {kind for kind, _ in steps}
+    assert "HEALTHCHECK" in kinds
+    assert kinds & {"CMD", "ENTRYPOINT"}
+    assert [text for kind, text in steps if kind == "USER"] == ["hasten"]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -65,72 +53,6 @@ def test_its_python_is_the_project_s_and_its_packages_are_locked(name: str) -> N
     assert (
         sum("--require-hashes" in each for each in installs) == len(installs) - 1
     )  # all but hasten
-
-
-def test_the_whole_of_a_good_one_passes(context: Path) -> None:
-    assert TOOL.complaints(GOOD, context) == []
-    assert [each.name for each in TOOL.stage(TOOL.instructions(GOOD))] == [
-        *("RUN", "WORKDIR", "COPY", "RUN", "HEALTHCHECK", "CMD", "USER"),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        ("WORKDIR", "WORKDER", "WORKDER is no instruction"),
-        ("python:3.11-slim", "python", "has no tag"),
-        ("COPY src ./src", "COPY missing ./src", "missing isn't in the context"),
-        ("COPY src ./src", "COPY ../src ./src", "isn't in the context"),
-        ("COPY src ./src", "COPY docs ./docs", "left out by .dockerignore"),
-        ("USER x", "USER root", "runs as root"),
-        ("USER x", "USER 0:0", "runs as root"),
-        ("USER x\n", "", "runs as root"),
-        ("HEALTHCHECK --interval=5m CMD python -c 'pass'\n", "", "no HEALTHCHECK"),
-        ("python -c 'pass'", "python -c 'pass", "the shell can't read it"),
-        ('CMD ["x", "--help"]\n', "", "nothing says what the container starts"),
-        ('"--help"]', "--help]", "no list of words"),
-        ("apt-get update && ", "", "apt-get install without update"),
-        (" --no-cache-dir", "", "pip's cache"),
-        ("USER x\n", "USER x\nRUN a \\\n", "the last line is continued"),
-        (GOOD, "", "doesn't begin with FROM"),
-    ],
-)
-def test_what_is_wrong_is_found(old: str, new: str, said: str, context: Path) -> None:
-    assert old in GOOD
-    found = TOOL.complaints(GOOD.replace(old, new), context)
-    assert any(said in line for line in found), found
-
-
-@pytest.mark.parametrize(
-    ("path", "out"),
-    [
-        ("src", False),
-        ("src/hasten/core", False),
-        ("src/hasten/__pycache__", True),
-        ("docs", True),
-        ("docs/reference/techniques/ddp.md", True),
-        ("pyproject.toml", True),
-    ],
-)
-def test_the_last_rule_decides_what_is_left_out(path: str, out: bool) -> None:
-    assert TOOL.ignored(path, "*\n!src\n**/__pycache__\n") is out
-
-
-def test_a_rehearsal_runs_commands_in_order_and_spares_the_machine(
-    context: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    text = GOOD.replace("pip install --no-cache-dir .", "ls src >seen && python -c 'import sys'")
-    text = text.replace('CMD ["x", "--help"]', 'CMD ["cat", "seen"]')
-    TOOL.rehearse(text, context, tmp_path / "run", None, pip=False)
-    out = capfd.readouterr().out
-    assert "\nx.py\n" in out
-    assert "apt-get install -y g++\nrm -rf /var/lib/apt/lists" in out
-    assert out.rstrip().endswith("useradd x")
-    assert (tmp_path / "run" / "image" / "opt" / "x" / "src" / "x.py").is_file()
-    with pytest.raises(TOOL.subprocess.CalledProcessError):
-        TOOL.rehearse(
-            text.replace("useradd x", "false"), context, tmp_path / "again", None, pip=False
-        )
 
 
 @pytest.fixture

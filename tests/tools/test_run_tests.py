@@ -33,7 +33,7 @@ def test_fine():
     with Path("fine").open("a") as file:
         file.write("x")
 """
-TWO_GROUPS = """
+TWO = """
 import pytest
 def test_first():
     assert 1 == 2
@@ -50,64 +50,43 @@ def on_one_core() -> None:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 
 
-def outcome(folder: Path, tests: str, *scripts: str) -> tuple[int, str]:
-    """Exit code and output of ``run_tests``, or of one script after the other until one passes."""
+def outcome(folder: Path, tests: str) -> tuple[int, str]:
+    """Exit code and output of ``run_tests``."""
     (folder / "pytest.ini").write_text(INI)
     (folder / "test_some.py").write_text(tests)
     # Options of the run that this test is a part of are no options of that one.
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     clean["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    said = ""
-    for script in scripts:
-        command = [sys.executable, str(ROOT / "scripts" / script)]
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            env=clean,
-            preexec_fn=on_one_core,  # there tests run in one process: each more takes a second
-        )
-        said += done.stdout
-        if done.returncode == 0:
-            break
-    return done.returncode, said
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts/run_tests.py")],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env=clean,
+        preexec_fn=on_one_core,  # there tests run in one process: each more takes a second
+    )
+    return done.returncode, done.stdout
 
 
-def test_a_failure_does_not_hide_one_of_a_test_that_judges_seconds(tmp_path: Path) -> None:
-    code, said = outcome(tmp_path, TWO_GROUPS, "run_tests.py")
+def test_what_fails_twice_is_named_at_the_end(tmp_path: Path) -> None:
+    code, said = outcome(tmp_path, TWO)
     assert code == 1
+    assert said.count("2 failed") == 2
     last = said.splitlines()[-3:]
     assert last[0].startswith("failed: test_some.py::test_first")
     assert last[1].startswith("failed: test_some.py::test_second")
     assert "test_full_count" not in said
-    code, said = outcome(tmp_path, TWO_GROUPS, "once_more.py")
-    assert code == 1
-    assert "2 failed" in said
 
 
 def test_what_passes_alone_is_named_and_the_rest_is_not_run_again(tmp_path: Path) -> None:
-    code, said = outcome(tmp_path, LUCKY, "run_tests.py", "once_more.py")
+    code, said = outcome(tmp_path, LUCKY)
     assert code == 0
     assert "UNSTEADY, failed once and then passed: test_some.py::test_lucky\n" in said
     assert (tmp_path / "fine").read_text() == "x"
 
 
-def test_a_timing_that_failed_is_repeated_once_on_its_own(tmp_path: Path) -> None:
-    timed = LUCKY.replace("def test_lucky", "import pytest\n@pytest.mark.timing\ndef test_lucky")
-    code, said = outcome(tmp_path, timed, "run_tests.py")
-    assert code == 0
-    assert "UNSTEADY, failed once and then passed: test_some.py::test_lucky\n" in said
-
-
 def test_four_failures_are_no_bad_luck(tmp_path: Path) -> None:
     broken = LUCKY + "".join(f"\ndef test_{i}(): assert False" for i in range(3))
-    code, said = outcome(tmp_path, broken, "run_tests.py", "once_more.py")
+    code, said = outcome(tmp_path, broken)
     assert code == 1
-    assert "4 failed" in said
-
-
-def test_without_a_record_of_failures_nothing_is_run_again(tmp_path: Path) -> None:
-    code, said = outcome(tmp_path, "", "once_more.py")
-    assert code == 1
-    assert "no record" in said
+    assert said.count("4 failed") == 1
