@@ -48,14 +48,12 @@ from hasten.machine.processes import count_stops, end_with_parent, host_memory_p
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
-    from hasten.core.context import JobContext
     from hasten.core.job import Job as TrainingJob
     from hasten.core.plan import Plan
     from hasten.core.session import Progress
     from hasten.core.technique import Technique
     from hasten.core.timing import StepMetrics
     from hasten.measure.quality.bench import CheckContext
-    from hasten.recipe.prepared_data import PreparedData
     from hasten.recipe.sample import Sample
     from hasten.recipe.schema import Recipe
 
@@ -93,7 +91,11 @@ def main(spec: Mapping[str, Any], requests: int, replies: int) -> int:
 
         def serve(build: Callable[[], WorkerJob], ranks: bool = False) -> int:
             try:
-                with _naming_rank() if ranks else contextlib.nullcontext():
+                with contextlib.ExitStack() as stack:
+                    if ranks:
+                        from hasten.launch.ranks import naming_ranks
+
+                        stack.enter_context(naming_ranks(environment.world()))
                     job = build()
                     say(job.ready())
                     for line in inbox:
@@ -118,12 +120,6 @@ def _job(name: str) -> Callable[[Mapping[str, Any], Serve], int]:
     job: Callable[[Mapping[str, Any], Serve], int]
     job = getattr(importlib.import_module(module), function)
     return job
-
-
-def _naming_rank() -> contextlib.AbstractContextManager[None]:
-    from hasten.launch.ranks import naming_ranks
-
-    return naming_ranks(environment.world())
 
 
 @contextlib.contextmanager
@@ -217,9 +213,8 @@ class RecipeJob:
         host.reset_memory_peak(context.device)
         opened = time.perf_counter()
         self.plan = plan_of(recipe, context, more=more)
-        requested = requested_plan(recipe, more)
-        # less the ranks' layout
-        self._switches = [t for t in self.plan if t in requested.techniques]
+        requested = requested_plan(recipe, more).techniques  # less the ranks' layout
+        self._switches = [t for t in self.plan if t in requested]
         changed = recipe.model_copy(update=dict(changes))
         job = job_of(changed, self.data, context, self.plan)
         self.session = assemble(prepare(job, self.plan, context, folder))
@@ -313,11 +308,7 @@ def loop_job(arguments: Mapping[str, Any], serve: Serve) -> int:
 
 
 class LoopJob:
-    """The job of a user's step function.
-
-    Requests: ``steps`` with ``count``, with its items called tokens; ``finish``: peak
-    memory.
-    """
+    """A user's step function; requests: ``steps`` with ``count``, ``finish`` (peak memory)."""
 
     def __init__(self, target: str, settings: Mapping[str, Any]) -> None:
         began = time.perf_counter()
@@ -460,7 +451,7 @@ class QualityJob:
 def check_context(recipe: Recipe, folder: Path) -> CheckContext:
     """A recipe's job, to be built for any plan."""
     from hasten.measure.quality.bench import CheckContext
-    from hasten.recipe.build import context_of, plan_of
+    from hasten.recipe.build import context_of, job_of, plan_of
     from hasten.recipe.prepared_data import prepare_data
 
     data = prepare_data(recipe, Path(recipe.output) / "data")
@@ -470,26 +461,13 @@ def check_context(recipe: Recipe, folder: Path) -> CheckContext:
         return plan_of(recipe.model_copy(update={"plan": stored}), context)
 
     def job(plan: Plan, seed: int | None, tokens: int | None) -> TrainingJob:
-        return _check_job(recipe, data, context, plan, seed, tokens)
+        changes: dict[str, Any] = {} if seed is None else {"seed": seed}
+        if tokens is not None:
+            changes |= {"max_tokens": tokens, "max_steps": None, "epochs": None}
+        return job_of(recipe.model_copy(update=changes), data, context, plan)
 
     folder.mkdir(parents=True, exist_ok=True)
     return CheckContext(job, read, context, folder, recipe.nproc)
-
-
-def _check_job(
-    recipe: Recipe,
-    data: PreparedData,
-    context: JobContext,
-    plan: Plan,
-    seed: int | None,
-    tokens: int | None,
-) -> TrainingJob:
-    from hasten.recipe.build import job_of
-
-    changes: dict[str, Any] = {} if seed is None else {"seed": seed}
-    if tokens is not None:
-        changes |= {"max_tokens": tokens, "max_steps": None, "epochs": None}
-    return job_of(recipe.model_copy(update=changes), data, context, plan)
 
 
 JOBS: dict[str, Callable[[Mapping[str, Any], Serve], int]] = {
