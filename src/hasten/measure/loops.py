@@ -131,16 +131,9 @@ def compare(
         raise InputError(f"budget_seconds is {budget_seconds}; it must be more than 0")
     if not 0 <= noise_floor < 1:
         raise InputError(f"noise_floor is {noise_floor}; it is a share from 0 up to 1")
-    design = Design(
-        rounds=rounds,
-        steps=steps,
-        warmup=warmup,
-        evaluations=0,
-        seed=seed,
-        budget_seconds=budget_seconds,
-    )
+    design = Design(rounds, steps, warmup, evaluations=0, seed=seed, budget_seconds=budget_seconds)
     targets = [loop_reference(job) for job in (job_a, job_b)]
-    called = names or (_name(targets[0]), _name(targets[1]))
+    called = names or [target.rpartition(":")[2] for target in targets]
     began = time.monotonic()
     with (
         one_measurement(_LOG.warning, budget_seconds),
@@ -162,7 +155,7 @@ def compare(
         plans = dict.fromkeys(PLACES, Plan())
         variants = measure_variants(at, plans, design, check, record=record).variants
         check()
-    first, second = (_loop(name, variant) for name, variant in zip(called, variants, strict=True))
+    first, second = map(_loop, called, variants)
     ratio = paired_ratio(first.rounds, second.rounds)
     return Comparison(first, second, ratio, verdict(ratio, noise_floor=noise_floor), unit)
 
@@ -204,10 +197,6 @@ def _loop(name: str, variant: Variant) -> Loop:
     losses = tuple(step["loss"] for step in variant.steps if step["loss"] is not None)
     build = variant.startup_seconds.get("build")
     return Loop(name, tuple(variant.rounds), losses, variant.peak_memory_bytes, build)
-
-
-def _name(target: str) -> str:
-    return target.rpartition(":")[2]
 
 
 def _row(loop: Loop, ratio: str) -> list[str]:

@@ -19,6 +19,7 @@ from typing import Literal
 from hasten.errors import InputError
 from hasten.measure.ablation import Variant
 from hasten.measure.statistics import (
+    CONFIDENCE,
     DOUBT,
     Effect,
     Interval,
@@ -43,7 +44,8 @@ def p_beyond(
     """The p-value of a change beyond the noise floor: against its nearer edge, 1 within it.
 
     It is Student's test of the mean logarithm, below 0.05 exactly where the 95 % interval leaves
-    the edge out. A single ratio can't leave anything out and has 1. Neither rounds nor, where ``process_variance`` is known, processes alone may explain it.
+    the edge out; a single ratio has 1. Neither rounds nor, where ``process_variance`` is known,
+    processes alone may explain it.
     """
     mean, error = _mean_and_error(ratios)
     for edge in (math.log1p(floor), math.log1p(-floor)):
@@ -110,11 +112,13 @@ class EffectVerdict:
 
 
 def ratio_of_rounds(
-    ratios: Sequence[float], process_variance: ProcessVariance | None = None
+    ratios: Sequence[float],
+    process_variance: ProcessVariance | None = None,
+    confidence: float = CONFIDENCE,
 ) -> Interval:
     """The interval of ratios, one for each round; at least as wide as processes make it."""
-    interval = paired_ratio([1.0] * len(ratios), ratios)
-    return interval if process_variance is None else process_variance.widened(interval)
+    interval = paired_ratio([1.0] * len(ratios), ratios, confidence)
+    return interval if process_variance is None else process_variance.widened(interval, confidence)
 
 
 def judge_effects(
@@ -311,7 +315,6 @@ def _residual(rows: Sequence[Row]) -> tuple[float, float]:
 # (Piaggio et al., JAMA 308:2594, 2012, on what non-inferiority has to report).
 
 Word = Literal["not worse", "worse", "undecided"]
-CONFIDENCE = 0.95
 MOST_SEEDS = 1000  # beyond which "more seeds" is no advice
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from jinja2 import Environment
 
 from hasten.data.statistics import BatchLayout, DataStatistics
-from hasten.errors import InputError
-from hasten.machine.files import write_atomic
+from hasten.report.markup import write_files
 from hasten.report.svg import Bar, bar_chart, visible
 
 WIDTHS = (800, 360)  # pixels: a wide drawing and one for telephones
@@ -59,11 +58,7 @@ def write_page(
     path: Path, title: str, statistics: DataStatistics, ways: Sequence[BatchLayout], advice: str
 ) -> None:
     """Writes the page atomically; an existing page is replaced."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, page(title, statistics, ways, advice))
-    except OSError as error:
-        raise InputError(f"{path} can't be written: {error.strerror or error}") from error
+    write_files(path.parent, {path.name: page(title, statistics, ways, advice)})
 
 
 def page(title: str, statistics: DataStatistics, ways: Sequence[BatchLayout], advice: str) -> str:

@@ -10,17 +10,14 @@ from textwrap import indent
 from typing import Any
 
 from hasten.core.timing import PARTS, step_total
-from hasten.errors import InputError
-from hasten.formatting import aligned
-from hasten.machine.files import write_atomic
-from hasten.report.markup import html_table
+from hasten.formatting import NOT_MEASURED, aligned, number_text
+from hasten.report.markup import html_table, write_files
 
 # A profile in words and aligned tables, for the terminal and the page alike.
 #
 # What wasn't measured is said to be so and never printed as zero.
 
-NOT_MEASURED = "not measured"
-Rows = Sequence[Sequence[str]]
+Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, columns, rows
 
 
 def render_text(profile: Mapping[str, Any]) -> str:
@@ -36,9 +33,9 @@ def head(profile: Mapping[str, Any]) -> str:
     even, used = profile["ledger"]["stability"], profile["ledger"]["utilisation"]
     stall, cores = profile["data_stall_share"], profile.get("usable_cores")
     lines = [
-        f"{profile['tokens_per_second']:,.0f} tokens/s, step {time_text(profile['step_seconds'])}, "
+        f"{profile['tokens_per_second']:,.0f} tokens/s, step {_time(profile['step_seconds'])}, "
         f"padding {profile['padding_share']:.0%}, peak {_size(profile['peak_memory_bytes'])}",
-        f"steps: p50 {time_text(even['p50'])}, p99 {time_text(even['p99'])}, spread "
+        f"steps: p50 {_time(even['p50'])}, p99 {_time(even['p99'])}, spread "
         f"{_share(even['relative_spread'])}, {even['stalls']} stalled; data stall {_share(stall)}",
         f"MFU {_share(profile['mfu'])}; device used {_share(used)}"
         + (f" ({used * cores:.2f} of {cores} cores)" if used is not None and cores else ""),
@@ -46,77 +43,63 @@ def head(profile: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def tables(profile: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """(title, columns, rows) of each table."""
-    operators = profile["operators"]
+def tables(profile: Mapping[str, Any]) -> list[Table]:
+    """All tables of a profile."""
+    operators, ledger = profile["operators"], profile["ledger"]
+    total = step_total({k: v for k, v in ledger["step"].items() if v is not None})
+    parts = []
+    for part in PARTS:
+        taken = ledger["step"][part]
+        share = "between steps" if part == "checkpoint" else _share(taken and taken / total)
+        parts.append([part, _time(taken), "" if taken is None else share])
+    owners = [[owner, _size(count)] for owner, count in ledger["memory"].items()]
     families = [
-        [row["family"], time_text(row["seconds"]), _share(row["share"]), f"{row['calls']:,}"]
+        [row["family"], _time(row["seconds"]), _share(row["share"]), f"{row['calls']:,}"]
         for row in operators["families"]
     ]
     top = [
-        [_cut(row["name"]), row["family"], time_text(row["seconds"]), _share(row["share"])]
+        [_cut(row["name"]), row["family"], _time(row["seconds"]), _share(row["share"])]
         for row in operators["top"]
     ]
     title = (
         f"Operators of one step under the profiler "
-        f"({time_text(operators['profiled_step_seconds'])}, "
-        f"{time_text(operators['outside_seconds'])} of it outside any operator), own time"
+        f"({_time(operators['profiled_step_seconds'])}, "
+        f"{_time(operators['outside_seconds'])} of it outside any operator), own time"
     )
     return [
-        ("Where a step's time goes", ["part", "seconds", "share"], _parts(profile)),
-        ("Memory by owner", ["owner", "bytes"], _owners(profile)),
+        ("Where a step's time goes", ["part", "seconds", "share"], parts),
+        ("Memory by owner", ["owner", "bytes"], owners),
         (title, ["family", "seconds", "share", "calls"], families),
         ("The longest of them", ["operator", "family", "seconds", "share"], top),
         *_ranks(profile),
     ]
 
 
-def _parts(profile: Mapping[str, Any]) -> list[list[str]]:
-    step = profile["ledger"]["step"]
-    total_seconds = step_total({k: v for k, v in step.items() if v is not None})
-    rows = []
-    for part in PARTS:
-        seconds = step[part]
-        share = (
-            "between steps" if part == "checkpoint" else _share(seconds and seconds / total_seconds)
-        )
-        rows.append([part, time_text(seconds), share if seconds is not None else ""])
-    return rows
-
-
-def _owners(profile: Mapping[str, Any]) -> list[list[str]]:
-    return [
-        [owner, _size(owned_bytes)] for owner, owned_bytes in profile["ledger"]["memory"].items()
-    ]
-
-
-def _ranks(profile: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
+def _ranks(profile: Mapping[str, Any]) -> list[Table]:
     if profile["parallel"] is None:
         return []
     shown = ("data", "forward", "backward", "communication", "optimizer", "idle")
-    rows = [
-        [str(r["rank"]), *(time_text(r["step"][part]) for part in shown)] for r in profile["ranks"]
-    ]
+    rows = [[str(r["rank"]), *(_time(r["step"][part]) for part in shown)] for r in profile["ranks"]]
     parallel, communications = profile["parallel"], _communication(profile["ranks"])
     if "text" in parallel:
         efficiency = ("Efficiency", ["", ""], [["", parallel["text"]]])
         return [("Ranks", ["rank", *shown], rows), *communications, efficiency]
     speeds = [
-        ["all ranks", _rate(parallel["tokens_per_second"]), ""],
+        ["all ranks", f"{parallel['tokens_per_second']:,.0f}", ""],
         [
             f"one rank alone x {parallel['ranks']}",
-            _rate(parallel["one_rank_tokens_per_second"] * parallel["ranks"]),
+            f"{parallel['one_rank_tokens_per_second'] * parallel['ranks']:,.0f}",
             _share(parallel["efficiency_against_one_rank"]),
         ],
         [
             "all ranks without communication",
-            _rate(parallel["without_communication_tokens_per_second"]),
+            f"{parallel['without_communication_tokens_per_second']:,.0f}",
             _share(parallel["efficiency_against_no_communication"]),
         ],
     ]
     title = (
         "Parallel efficiency; communication that shows: "
-        f"{time_text(parallel['communication_seconds'])} a step"
+        f"{_time(parallel['communication_seconds'])} a step"
     )
     return [
         ("Where each rank's time goes", ["rank", *shown], rows),
@@ -125,15 +108,12 @@ def _ranks(profile: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[s
     ]
 
 
-def _communication(
-    ranks: Sequence[Mapping[str, Any]],
-) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Table of each rank's communication in a step."""
+def _communication(ranks: Sequence[Mapping[str, Any]]) -> list[Table]:
     names = ("comm_seconds", "exposed_comm_seconds", "hidden_communication_seconds")
     rows = [
         [
             str(r["rank"]),
-            *(time_text(r["communication"].get(name)) for name in names),
+            *(_time(r["communication"].get(name)) for name in names),
             _size(r["communication"].get("comm_bytes")),
         ]
         for r in ranks
@@ -143,33 +123,21 @@ def _communication(
     return [("What travels in a step", columns, rows)] if rows else []
 
 
-def time_text(seconds: float | None) -> str:
-    if seconds is None:
-        return NOT_MEASURED
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.0f} µs"
-    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+def _time(seconds: float | None) -> str:
+    return number_text(seconds, "seconds")
 
 
 def _size(count: float | None) -> str:
-    if count is None:
-        return NOT_MEASURED
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+    return number_text(count, "memory")
 
 
 def _share(value: float | None) -> str:
-    return NOT_MEASURED if value is None else f"{value:.1%}"
-
-
-def _rate(value: float) -> str:
-    return f"{value:,.0f}"
+    return number_text(value, "percent")
 
 
 def _cut(name: str, most: int = 48) -> str:
     return name if len(name) <= most else name[: most - 3] + "..."
 
-
-# The files.
 
 COLOURS = {
     "data": "#b5651d",
@@ -193,7 +161,7 @@ def timeline(laps: Sequence[tuple[str, float]], width: int = WIDTH) -> str:
     for part, seconds in laps:
         x, long = at / total_seconds * width, seconds / total_seconds * width
         at += seconds
-        label = f"{part} {time_text(seconds)}"
+        label = f"{part} {_time(seconds)}"
         marks.append(
             f'<rect x="{x:.2f}" y="0" width="{max(long, 0.3):.2f}" height="44" '
             f'fill="{COLOURS[part]}"><title>{escape(label)}</title></rect>'
@@ -202,9 +170,9 @@ def timeline(laps: Sequence[tuple[str, float]], width: int = WIDTH) -> str:
             marks.append(f'<text x="{x + 5:.1f}" y="27" fill="#fff">{escape(part)}</text>')
     return (
         f'<svg viewBox="0 0 {width} 64" role="img" aria-label="one step, '
-        f'{time_text(total_seconds)}">'
+        f'{_time(total_seconds)}">'
         f"{''.join(marks)}<text x='0' y='60'>0</text>"
-        f'<text x="{width}" y="60" text-anchor="end">{time_text(total_seconds)}</text></svg>'
+        f'<text x="{width}" y="60" text-anchor="end">{_time(total_seconds)}</text></svg>'
     )
 
 
@@ -248,12 +216,5 @@ def write_profile(profile: Mapping[str, Any], folder: Path) -> Path:
         InputError: the folder can't be written.
     """
     text = json.dumps(profile, indent=1, allow_nan=False) + "\n"
-    try:
-        write_atomic(folder / "profile.json", text)
-        write_atomic(folder / "profile.html", render_page(profile))
-    except OSError as error:
-        raise InputError(
-            f"{folder} can't be written: {error.strerror or error}; make room, or name another "
-            "folder"
-        ) from error
+    write_files(folder, {"profile.json": text, "profile.html": render_page(profile)})
     return folder / "profile.html"

@@ -18,7 +18,6 @@ from torch.utils.flop_counter import flop_registry
 
 from hasten.measure.gpu_simulation.roofline import ATTENTION, FP8, HALF, SINGLE, CallCost
 
-NOTHING = CallCost()
 # No kernel: memory that is only reserved, or only looked at.
 FREE = frozenset(
     {*("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh")}
@@ -72,15 +71,13 @@ def cost(func: Any, args: Any, kwargs: Any, out: Any, documents: Sequence[int]) 
     name = func._schema.name.split("::")[1]
     inputs = _tensors((args, kwargs))
     made = _tensors(out)
-    writes = func._schema.is_mutable
-    if name in FREE or (made and not writes and _is_view(func)) or not (inputs or made):
-        return NOTHING
-    launches = _launches(name, args)
-    return CallCost(
-        launches,
-        _moved(func, name, args, inputs, made),
-        *_flops(func, name, args, kwargs, out, inputs, documents),
-    )
+    returns = func._schema.returns
+    is_view = bool(returns) and all(r.alias_info is not None for r in returns)
+    is_free = name in FREE or (made and is_view and not func._schema.is_mutable)
+    if is_free or not (inputs or made):
+        return CallCost()
+    flops, unit = _flops(func, name, args, kwargs, out, inputs, documents)
+    return CallCost(_launches(name, args), _moved(func, name, args, inputs, made), flops, unit)
 
 
 def touched(tensor: Tensor) -> int:
@@ -95,11 +92,6 @@ def _tensors(values: Any) -> list[Tensor]:
     """Each once."""
     tensors = {id(t): t for t in tree_leaves(values) if isinstance(t, Tensor)}
     return list(tensors.values())
-
-
-def _is_view(func: Any) -> bool:
-    returns = func._schema.returns
-    return bool(returns) and all(r.alias_info is not None for r in returns)
 
 
 def _moved(func: Any, name: str, args: Any, inputs: list[Tensor], made: list[Tensor]) -> int:

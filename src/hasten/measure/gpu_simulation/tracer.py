@@ -29,10 +29,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from hasten.core.timing import BACKWARD, BETWEEN, FORWARD, OPTIMIZER
 from hasten.measure.gpu_simulation.operators import cost
 from hasten.measure.gpu_simulation.roofline import CallCost, SimulatedDevice
 
-FORWARD, BACKWARD, OPTIMIZER, BETWEEN = "forward", "backward", "optimizer", "between"
 KEPT_NUMBERS = 4096  # of a tensor whose values are known on the device
 ALIGNMENT = 512  # bytes; the allocator's unit
 PACKAGE = str(Path(__file__).parents[2])
@@ -115,7 +115,8 @@ class Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(_desugars(kind) for kind in types):
+        plain = (Tensor, torch.nn.Parameter)
+        if not all(kind in plain or issubclass(kind, FakeTensor) for kind in types):
             return NotImplemented  # a DTensor's operator comes again with its local tensors
         space, name = func._schema.name.split("::")
         if func is torch.ops.prim.device.default:
@@ -124,7 +125,8 @@ class Tracer(TorchDispatchMode):
         fakes = [t for t in tensors if isinstance(t, FakeTensor)]
         if space == "c10d" or space.startswith("_c10d_functional"):
             self._note_message(name, tensors)
-        if not fakes and not _asks_for_device(kwargs):
+        device = kwargs.get("device")
+        if not fakes and (device is None or torch.device(device).type != "cuda"):
             return func(*args, **kwargs)  # the host's own
         if name == "record_stream":
             return None  # of the allocator
@@ -330,21 +332,11 @@ def _where() -> str:
     return "elsewhere"
 
 
-def _desugars(kind: type) -> bool:
-    """Returns True if a tensor of this class runs other operators instead of its own."""
-    return kind not in (Tensor, torch.nn.Parameter, FakeTensor) and not issubclass(kind, FakeTensor)
-
-
 def _of_width(attended: Tensor, width: int) -> Tensor:
     """Attention's output as wide as the values, also where the kernel's fake takes the query's."""
     return (
         attended if attended.shape[-1] == width else attended.new_empty(*attended.shape[:-1], width)
     )
-
-
-def _asks_for_device(kwargs: Any) -> bool:
-    device = kwargs.get("device")
-    return device is not None and torch.device(device).type == "cuda"
 
 
 def _asks_not_to_wait(name: str, args: Any, kwargs: Any) -> bool:
@@ -356,9 +348,7 @@ def _asks_not_to_wait(name: str, args: Any, kwargs: Any) -> bool:
 # Numbers that are known on the device. Beside a fake lie its numbers on the host; a view of the one
 # is a view of the other, so that what is written in place is seen through all views.
 
-_stale: weakref.WeakSet[Any] = (
-    weakref.WeakSet()
-)  # storages on the host that no longer tell the truth
+_stale: weakref.WeakSet[Any] = weakref.WeakSet()  # storages on the host with outdated numbers
 
 
 def numbers_of(tensor: FakeTensor) -> Tensor | None:
