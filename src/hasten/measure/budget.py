@@ -403,7 +403,6 @@ class BudgetTracker:
         return choice.rounds
 
     def _measured(self) -> set[str]:
-        """The variants that have complete rounds."""
         rounds = Rounds(self._record.events, "", self._design)  # which is the baseline is no matter
         names = {name for members in rounds.members.values() for name in members}
         return {name for name in names if rounds.complete(name)}

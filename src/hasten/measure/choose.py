@@ -374,7 +374,6 @@ class PlanComparison:
         return text
 
     def _tested(self, plans: Mapping[str, Plan], names: Iterable[str]) -> set[Technique]:
-        """The techniques that these changes add, or leave out."""
         return {t for name in names for t in set(plans[name]) ^ set(self._first)}
 
     def _choice_rows(
@@ -441,7 +440,6 @@ def _changes(
 
 
 def _about(change: str) -> str:
-    """The technique that a change takes away; its own name if it only adds one."""
     for word in ("without ", " for "):
         if word in change:
             return change.rpartition(word)[2]
@@ -449,7 +447,6 @@ def _about(change: str) -> str:
 
 
 def _together(first: Plan, changed: Mapping[str, Plan]) -> Plan:
-    """The first plan with all of these changes."""
     plan = first
     for other in changed.values():
         for technique in first:
@@ -468,7 +465,6 @@ def _best(ratios: Mapping[str, Interval], reference: str = FIRST) -> str:
 
 
 def _measured_changes(variants: Sequence[Variant]) -> list[Variant]:
-    """The variants with rounds next to the first plan's."""
     return [v for v in variants if v.kind != "baseline" and v.baseline_rounds and not v.failed]
 
 

@@ -479,7 +479,6 @@ def communication_of(measured: Sequence[StepMetrics]) -> dict[str, float] | None
 
 
 def _profiled(session: Session, run: Any, folder: Path) -> dict[str, Any]:
-    """One step under torch's profiler, on every rank alike; the first rank keeps the trace."""
     device = session.setup.job.device
     on_gpu = device.startswith("cuda")
     wanted = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
@@ -503,7 +502,6 @@ def _parallel(
     ranks: Sequence[dict[str, Any]],
     tell: Tell,
 ) -> dict[str, Any] | None:
-    """Efficiency of several ranks against both denominators, over the measured examples."""
     layout, engine, setup = session.setup.layout, session.engine, session.setup
     if layout.size == 1:
         return None

@@ -148,7 +148,6 @@ def judge_effects(
 
 
 def _with_reason(word: Effect, ratio: Interval, floor: float, p: float | None) -> str:
-    """The word, with the reason if the interval alone suggests another word."""
     if word != "undecided" or (ratio.high >= 1 - LEAST_FLOOR and ratio.low <= 1 + LEAST_FLOOR):
         return word
     if ratio.low <= 1 + floor and ratio.high >= 1 - floor:
@@ -274,7 +273,6 @@ def with_process_variance(variants: Sequence[Variant]) -> list[Variant]:
 
 
 def _by_build(variant: Variant, base: Variant) -> Row:
-    """The variant's mean log ratio to the baseline in each of its builds."""
     baseline_rates = variant.baseline_rounds or base.rounds
     pairs = list(zip(variant.rounds, baseline_rates, strict=False))
     builds = variant.builds or [0] * len(pairs)

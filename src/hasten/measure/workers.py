@@ -569,7 +569,6 @@ def _started(
 
 
 def _understood(line: str) -> Reply | str:
-    """The reply in a line, or the failure that it reports."""
     try:
         reply: Reply = json.loads(line)
         failed = reply.get("failed")

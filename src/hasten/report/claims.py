@@ -57,7 +57,6 @@ def without_quality(word: str) -> str:
 def _checked(
     metric: str, claimed: float, name: str, without: Variant, with_: Variant
 ) -> tuple[str, str]:
-    """The measured value of a claim from two variants, and the verdict on it."""
     ratio, effect = with_["effect"] or NOT_MEASURED, verdict_word(with_["verdict"])
     if without["against"] == with_["name"]:  # the variant leaves out what the other has
         low, high = (without["effect"][end] for end in ("high", "low"))
@@ -152,7 +151,6 @@ def _base(technique: str) -> str:
 def _alone(
     switch: Mapping[str, Any], claim: Mapping[str, Any], report: Mapping[str, Any]
 ) -> tuple[str, str]:
-    """Result of one technique's variant relative to the baseline, if there is one."""
     if "missing" in switch:
         return "not measured", f"{UNKNOWN}: {switch['missing']}"
     name = switch["technique"]
@@ -163,7 +161,6 @@ def _alone(
 
 
 def _total(claim: Mapping[str, Any], final: Variant, report: Mapping[str, Any]) -> tuple[str, str]:
-    """A claim on the whole plan: by its kind of metric."""
     metric = claim["metric"]
     if metric == QUALITY:
         return _quality(report)
@@ -205,7 +202,6 @@ def _absolute(
 
 
 def _share(metric: str, variant: Mapping[str, Any]) -> Any:
-    """A share of a variant, or None where it wasn't measured."""
     ledger = variant.get("ledger") or {}
     if metric == "throughput_spread":
         return variant.get(metric)
@@ -235,7 +231,6 @@ def _per_run(metric: str, final: Mapping[str, Any], report: Mapping[str, Any]) -
 
 
 def _quality(report: Mapping[str, Any]) -> tuple[str, str]:
-    """The eval loss of the last variant and the first, by the margin that was fixed before."""
     assessment = report.get("quality") or {}
     variants = report["variants"]
     losses = [variant.get("eval_loss") for variant in (variants[0], variants[-1])]
@@ -263,7 +258,6 @@ def _against_baseline(
 def _seconds(
     claim: Mapping[str, Any], variant: Variant, report: Mapping[str, Any], names: Iterable[str]
 ) -> tuple[str, str]:
-    """The time for the same examples, judged as the speed is."""
     faster = {**claim, "metric": SPEED, "ratio": 1 / claim["ratio"]}
     measured, word = _against_baseline(faster, variant, report, names)
     ratio = variant["ratio"]

@@ -178,7 +178,6 @@ def _again(variants: Sequence[Variant]) -> list[float]:
 
 
 def _side_by_side(variants: Sequence[Variant]) -> bool:
-    """Returns True if round i of all these variants ran in the same turn."""
     return all(variant.baseline_rounds == variants[0].baseline_rounds for variant in variants)
 
 
@@ -285,7 +284,6 @@ def judge_variants(
 
 
 def _new(name: str, others: Mapping[str, Variant], plans: Plans) -> list[str]:
-    """The techniques that a variant has and the variant that it is compared with hasn't."""
     before = plans[others[name].name]
     return [text.partition("(")[0] for text in plans[name] if text not in before]
 
@@ -356,7 +354,6 @@ def _has_result(variant: Variant) -> bool:
 
 
 def _state(variant: Variant, base: Variant) -> str:
-    """The state of a variant without an effect."""
     if variant.failed is not None:
         return f"failed: {variant.failed}"
     if variant is base:

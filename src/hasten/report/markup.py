@@ -44,6 +44,14 @@ def html_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return f"<table>{line(head, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
 
 
+def html_page(title: str, body: str) -> str:
+    """A page that stands alone, in the style of reports; ``body`` is HTML."""
+    from jinja2 import Environment, FileSystemLoader
+
+    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
+    return environment.get_template("page/plain.html.jinja").render(title=title, body=body)
+
+
 def write_files(folder: Path, texts: Mapping[str, str]) -> None:
     """Writes texts by file name, each complete or not at all; the folder is made if missing.
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from hasten.core.timing import PARTS, step_total
 from hasten.formatting import NOT_MEASURED, aligned, number_text
-from hasten.report.markup import html_table, write_files
+from hasten.report.markup import html_page, html_table, write_files
+from hasten.report.svg import rect, svg_text
 
 # A profile in words and aligned tables, for the terminal and the page alike.
 #
@@ -139,74 +140,47 @@ def _cut(name: str, most: int = 48) -> str:
     return name if len(name) <= most else name[: most - 3] + "..."
 
 
-COLOURS = {
-    "data": "#b5651d",
-    "copy": "#c9a227",
-    "forward": "#2a6fb0",
-    "backward": "#1f4e79",
-    "communication": "#a23b72",
-    "optimizer": "#3a7d44",
-    "checkpoint": "#6b6b6b",
-    "idle": "#c4c4c4",
-}
 WIDTH = 920  # pixels of the timeline
 
 
-def timeline(laps: Sequence[tuple[str, float]], width: int = WIDTH) -> str:
+def timeline(laps: Sequence[tuple[str, float]]) -> str:
     """One step from left to right as an inline SVG; a part that came again is drawn again."""
     total_seconds = sum(seconds for _, seconds in laps)
     if not total_seconds:
         return f"<p>{NOT_MEASURED}</p>"
     marks, at = [], 0.0
     for part, seconds in laps:
-        x, long = at / total_seconds * width, seconds / total_seconds * width
+        x, width = at / total_seconds * WIDTH, seconds / total_seconds * WIDTH
         at += seconds
-        label = f"{part} {_time(seconds)}"
-        marks.append(
-            f'<rect x="{x:.2f}" y="0" width="{max(long, 0.3):.2f}" height="44" '
-            f'fill="{COLOURS[part]}"><title>{escape(label)}</title></rect>'
-        )
-        if long > 8 * len(part):
-            marks.append(f'<text x="{x + 5:.1f}" y="27" fill="#fff">{escape(part)}</text>')
+        css = f"part s{PARTS.index(part) + 1}"
+        marks.append(rect(css, x, 0, max(width, 0.3), 44, f"{part} {_time(seconds)}"))
+        if width > 8 * len(part):
+            marks.append(svg_text("inside", x + 5, 27, part))
+    ends = svg_text("tick", 0, 60, "0") + svg_text("tick end", WIDTH, 60, _time(total_seconds))
     return (
-        f'<svg viewBox="0 0 {width} 64" role="img" aria-label="one step, '
-        f'{_time(total_seconds)}">'
-        f"{''.join(marks)}<text x='0' y='60'>0</text>"
-        f'<text x="{width}" y="60" text-anchor="end">{_time(total_seconds)}</text></svg>'
+        f'<svg viewBox="0 0 {WIDTH} 64" role="img" aria-label="one step, {_time(total_seconds)}">'
+        f"{''.join(marks)}{ends}</svg>"
     )
 
 
 def render_page(profile: Mapping[str, Any]) -> str:
     """One HTML file without scripts; nothing is loaded from elsewhere."""
     keys = "".join(
-        f'<span><i style="background:{COLOURS[part]}"></i>{part}</span>' for part in PARTS
+        f'<span class="item"><span class="key part box s{number}"></span>{part}</span>'
+        for number, part in enumerate(PARTS, start=1)
     )
-    body = "".join(
-        f"<h2>{escape(title)}</h2>{html_table(columns, rows)}"
+    sections = "".join(
+        f"<section><h2>{escape(title)}</h2>{html_table(columns, rows)}</section>"
         for title, columns, rows in tables(profile)
     )
     lines = "<br>".join(map(escape, head(profile).splitlines()))
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>hasten profile</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{STYLE}</style><main><h1>{escape(profile.get('title', 'profile'))}</h1>"
-        f"<p>{lines}</p><h2>The last measured step</h2>{timeline(profile['laps'])}"
-        f'<p class="keys">{keys}</p>{body}'
+    body = (
+        f"<p>{lines}</p><section><h2>The last measured step</h2>{timeline(profile['laps'])}"
+        f'<p class="legend">{keys}</p></section>{sections}'
         f"<p><code>{escape(profile.get('command', ''))}</code>, "
-        f"{escape(profile.get('created', ''))}</p></main></html>\n"
+        f"{escape(profile.get('created', ''))}</p>"
     )
-
-
-STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;margin:0;color:#1a1a1a;background:#fff}"
-    "main{max-width:960px;margin:auto;padding:24px}h1{font-size:22px}h2{font-size:17px}"
-    "svg{width:100%;height:auto;font-size:13px}table{border-collapse:collapse}"
-    "td,th{padding:2px 16px 2px 0;text-align:left;border-bottom:1px solid #ddd}"
-    "td+td{font-variant-numeric:tabular-nums}.keys span{margin-right:14px}"
-    ".keys i{display:inline-block;width:11px;height:11px;margin-right:5px}"
-    "@media(prefers-color-scheme:dark){body{color:#eee;background:#161616}"
-    "td,th{border-color:#444}svg text{fill:#eee}}"
-)
+    return html_page(profile.get("title", "profile"), body)
 
 
 def write_profile(profile: Mapping[str, Any], folder: Path) -> Path:

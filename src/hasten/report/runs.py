@@ -356,7 +356,6 @@ def render(comparison: Mapping[str, Any]) -> str:
 
 
 def _common_end(runs: Sequence[RunFacts]) -> tuple[float | None, str]:
-    """The largest number of tokens, or else of steps, that every run with losses has reached."""
     ends = [run.curve[-1] for run in runs if len(run.curve)]
     if not ends:
         return None, "tokens"
@@ -481,7 +480,6 @@ def section(studies: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _best(study: Mapping[str, Any]) -> list[str]:
-    """The best trials, and which decisions mattered."""
     trials = [t for t in study.get("trials", ()) if t["log_rate"] is not None]
     lines = []
     for trial in sorted(trials, key=lambda t: -float(t["log_rate"]))[:SHOWN]:

@@ -150,7 +150,7 @@ def ablate(
     only: Sequence[str] = (),
     design: Design | None = None,
     title: str = "What the plan gains",
-    command: str = "hasten.report.ablate",
+    command: str = "hasten.report.speedup.ablate",
     fresh: bool = False,
     audience: Audience | None = None,
     also: Callable[[ExperimentSubject], Mapping[str, Any]] = lambda subject: {},

@@ -440,7 +440,6 @@ def _bars(title: str, bars: Sequence[Bar], floor: float | None) -> Draw:
 
 
 def _speed(variant: Row, report: Mapping[str, Any]) -> Bar:
-    """A variant's bar against the baseline."""
     tone = _tone_of(variant, on_the_whole(variant, report))
     ratio = variant["ratio"]
     text = span(ratio, "times")
@@ -508,7 +507,6 @@ def _rounds(variants: Sequence[Row]) -> Draw:
 
 
 def _loads(variants: Sequence[Row]) -> dict[str, Draw]:
-    """Charts of the load by other programs in each round, for variants with this value."""
     strips = []
     for variant in variants:
         if loads := [value for value in variant["foreign_load"] if value is not None]:
@@ -519,7 +517,6 @@ def _loads(variants: Sequence[Row]) -> dict[str, Draw]:
 
 
 def _ledgers(variants: Sequence[Row]) -> dict[str, Draw]:
-    """The stacks of a step's time and of memory, before and after."""
     ends = [variants[0]] if len(variants) == 1 else [variants[0], result_of(variants)]
     charts: dict[str, Draw] = {}
     for name, part, title in (

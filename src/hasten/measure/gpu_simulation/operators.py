@@ -89,7 +89,6 @@ def touched(tensor: Tensor) -> int:
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    """Each once."""
     tensors = {id(t): t for t in tree_leaves(values) if isinstance(t, Tensor)}
     return list(tensors.values())
 

@@ -174,7 +174,6 @@ def _stream_kind() -> type:
 
 
 def _event_kind() -> type:
-    """The class that replaces `torch.cuda.Event`."""
     import torch
 
     class SimulatedEvent(torch.Event):

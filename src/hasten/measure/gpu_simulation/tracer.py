@@ -303,7 +303,6 @@ def seconds_on(device: SimulatedDevice) -> str:
 
 
 def _has_unknown_size(name: str, args: Any) -> bool:
-    """Returns True if the result's size depends on numbers that a fake doesn't have."""
     if name in ("nonzero", "masked_select"):
         return True
     return (
@@ -391,7 +390,6 @@ def _with_numbers(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _few(func: Any, args: Any, kwargs: Any) -> bool:
-    """Returns True if a newly created tensor has few numbers; checked on the meta device."""
     size = func(*args, **{**kwargs, "device": torch.device("meta")})
     return isinstance(size, Tensor) and size.numel() <= KEPT_NUMBERS
 

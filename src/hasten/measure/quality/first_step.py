@@ -367,7 +367,6 @@ class FirstStepProof:
     def _near(
         self, loss: float, host: GradientRecord, noise: _Noise, other: _Pass
     ) -> Difference | None:
-        """The largest difference above its bound, in float32."""
         bound = LOSS_BOUND * max(abs(loss), 1e-3) + NOISE_FACTOR * noise.loss
         gap = abs(other.loss - loss)
         if not gap <= bound:  # not a number, too
@@ -586,7 +585,6 @@ def _get(batch: Any, key: str) -> Any:
 
 
 def _cut(batch: Any, rows: int, tokens: int) -> dict[str, Any]:
-    """The first rows and tokens of a batch's two-dimensional tensors."""
     return {
         key: value[:rows, :tokens] if isinstance(value, Tensor) and value.dim() == 2 else value
         for key, value in batch.items()

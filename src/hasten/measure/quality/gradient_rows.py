@@ -145,7 +145,6 @@ class Gradients:
         return [n for n in names if "failed" not in self.replies[n] and not self._passes(n, n)]
 
     def _passes(self, name: str, key: str) -> bool:
-        """Returns True if an answer passes by the rule of ``name``."""
         answer = self.replies[key]
         if "failed" in answer:
             return False

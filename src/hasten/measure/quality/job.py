@@ -47,7 +47,6 @@ def train(bench: CheckContext, plan: Plan, seed: int, tokens: int) -> dict[str, 
 
 
 def _until(bench: CheckContext, plan: Plan, seed: int, tokens: int) -> Setup:
-    """A training to so many tokens."""
     context, folder = bench.context, bench.folder / f"variant-{plan.key}-{seed}"
     try:
         return prepare(bench.job_of(plan, seed, tokens), plan, context, folder)

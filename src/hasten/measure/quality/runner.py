@@ -117,7 +117,6 @@ class QualityRunner:
         return replies
 
     def _replies_of(self, worker: Worker, requests: Sequence[CheckRequest]) -> list[Reply]:
-        """The replies of one worker; if it failed, the last reply has the reason."""
         replies: list[Reply] = []
         try:
             worker.ready(self._patience())

@@ -163,7 +163,6 @@ def verified(
 
 
 def _stored(path: Path) -> Rows | None:
-    """The stored result; None if there is none, or none that can be read."""
     with contextlib.suppress(InputError):
         return read_json_object(path, "report of a verification")
     return None
@@ -172,7 +171,6 @@ def _stored(path: Path) -> Rows | None:
 def _key(
     recipe: Recipe, context: JobContext, plan: Plan, data_key: str, design: VerificationDesign
 ) -> str:
-    """Hash of everything that a check depends on."""
     return key_of(
         {
             "recipe": recipe.model_dump(mode="json", exclude={"price", "plan", "output"}),
