@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from hasten.core.context import ExampleStats, JobContext
 from hasten.machine import cache
-from hasten.measure.recipe_experiment import ExperimentSubject
+from hasten.measure.recipe_experiment import ExperimentSubject, conditions
 from hasten.recipe.schema import AutoPlan
 
 FOLDER = Path("~/.cache/hasten/choices")  # of this user
@@ -129,10 +129,8 @@ def choice_path(subject: ExperimentSubject, settings: AutoPlan, folder: Path | N
         "asked": settings.model_dump(),
         "examples": asdict(context.examples),
         "model": asdict(context.model),
-        "hardware": {**asdict(context.hardware), "device": context.device},
         "ranks": context.world.size,
-        "versions": dict(context.versions),
-        "source": cache.source_digest(),
+        **conditions(context),
     }
     return cache.path_of(folder or FOLDER, parts)
 

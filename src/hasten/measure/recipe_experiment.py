@@ -58,6 +58,15 @@ class ExperimentSubject:
     job: str = "recipe"
 
 
+def conditions(context: JobContext) -> dict[str, Any]:
+    """What decides numbers apart from the job, for the keys of stored results."""
+    return {
+        "hardware": {**asdict(context.hardware), "device": context.device},
+        "versions": dict(context.versions),
+        "source": source_digest(),
+    }
+
+
 def environment(plan: Plan, context: JobContext, transport: Mapping[str, str]) -> Mapping[str, str]:
     """Environment variables of a variant's process, the same as those of a training.
 
@@ -187,16 +196,13 @@ def measured(
 def _key(
     subject: ExperimentSubject, resolved: Recipe, plans: Mapping[str, Plan], design: Design
 ) -> str:
-    context = subject.context
     return key_of(
         {
             "recipe": resolved.model_dump(mode="json", exclude={"price", "plan", "output"}),
             "data": subject.data_key,
             "plans": {name: plan.key for name, plan in plans.items()},
             "design": asdict(design),
-            "hardware": {**asdict(context.hardware), "device": context.device},
             "threads": {name: environment_.variable(name) for name in THREADS},
-            "versions": dict(context.versions),
-            "source": source_digest(),
+            **conditions(subject.context),
         }
     )
