@@ -8,7 +8,6 @@ too.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,6 @@ from hasten.measure.significance import LEAST_FLOOR
 from hasten.measure.statistics import Interval, ProcessVariance, is_likely, verdict
 from hasten.report.judgement import NOT_MEASURED, Row, cumulative_of, ratio_between, verdict_word
 
-_SAME = 1e-3  # by which a ratio may differ from its rounds' for being rounded
 _SENSIBLE = (1e-50, 1e50)  # tokens per second; beyond, logarithms and their squares lose meaning
 
 
@@ -46,10 +44,8 @@ def result_of(variants: Sequence[Row]) -> Row:
 
 
 def paired_speed(one: Row, other: Row, base: Row) -> Interval | None:
-    """The speed of the other variant over the one's, paired by round; None if they can't be
-    paired.
-    """
-    measured_rows = {id(row): measured_variant(row, base) for row in (base, one, other)}
+    """The speed of the other variant over the one's, paired by round; None without rounds."""
+    measured_rows = {id(row): measured_variant(row) for row in (base, one, other)}
     sides = measured_rows[id(other)], measured_rows[id(one)]
     if not all(side.rounds for side in sides):
         return None
@@ -57,24 +53,17 @@ def paired_speed(one: Row, other: Row, base: Row) -> Interval | None:
     return None if ratio is None else ratio[0]
 
 
-def measured_variant(row: Row, base: Row) -> Variant:
-    """Converts a report's variant for verdicts; without rounds if they can't be paired.
-
-    If a variant has no `beside`, and its ratio isn't that of its rounds over the
-    baseline's, it ran in other turns.
-    """
-    usable = all(map(_sensible, (*row["rounds"], *row["beside"]))) and _in_turn(row, base)
+def measured_variant(row: Row) -> Variant:
+    """A report's variant with its rounds; without any if these can't be speeds."""
+    usable = all(map(_sensible, (*row["rounds"], *row["beside"])))
     process_variance = row["process_variance"]
     has_variance = process_variance is not None and all(map(_sensible, process_variance.values()))
-    failed, loss, curve = verdict_word(row["verdict"]) == "failed", row["eval_loss"], [(1, 0.0)]
+    failed = verdict_word(row["verdict"]) == "failed"
     return Variant(
         row["name"],
         Plan(),
         rounds=list(row["rounds"]) if usable and not failed else [],
-        eval_data=[] if loss is None else [((row["eval_curve"] or curve)[-1][0] or 0, loss)],
-        effective=row["effective"],
         failed=row["verdict"] if failed else None,
-        kind=row["kind"],
         baseline_rounds=list(row["beside"]) if len(row["beside"]) == len(row["rounds"]) else [],
         process_variance=ProcessVariance(**process_variance) if has_variance else None,
     )
@@ -210,19 +199,6 @@ def amount(value: object) -> str:
     """A number or text that a verification measured, as it is printed."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number_text(float(value), "measured") if number else str(value)  # type: ignore[arg-type]
-
-
-def _in_turn(variant: Row, base: Row) -> bool:
-    """Returns True if the variant's ratio is that of its rounds over the baseline's.
-
-    It is also True if the ratio is unknown.
-    """
-    pairs = zip(variant["rounds"], base["rounds"], strict=False)
-    ratios = [a / b for a, b in pairs if _sensible(a) and _sensible(b)]
-    reported = variant["ratio"]["median"]
-    if variant is base or variant["beside"] or reported is None or not ratios:
-        return True
-    return math.isclose(statistics.median(ratios), reported, rel_tol=_SAME)
 
 
 def _sensible(value: float | None) -> bool:

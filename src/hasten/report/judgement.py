@@ -230,24 +230,13 @@ def verdict_word(text: str | None) -> str:
     return (text or "").partition(":")[0]
 
 
-def judge_variants(
-    variants: Sequence[Variant],
-    verification: Verification = (),
-    *,
-    plans: Plans | None = None,
-    floor: float | None = None,
-) -> list[Judgement]:
+def judge_variants(variants: Sequence[Variant], verification: Verification = ()) -> list[Judgement]:
     """The judgement of every variant, in their order; the first is the baseline.
 
-    Args:
-        variants: with their rounds.
-        verification: the proofs of equal quality.
-        plans: of variants that were read, and have none of their own.
-        floor: of the experiment's noise; by its second baseline if left out.
+    ``verification`` has the proofs of equal quality.
     """
-    base = variants[0]
-    plans = plans or {variant.name: [str(t) for t in variant.plan] for variant in variants}
-    floor = floor_of(variants) if floor is None else floor
+    base, floor = variants[0], floor_of(variants)
+    plans = {variant.name: [str(t) for t in variant.plan] for variant in variants}
     others = references(variants, plans)
     usable = others if _has_result(base) else {}
     effects = {n: ratio_between(a, usable[n], base) for a in variants if (n := a.name) in usable}
