@@ -306,7 +306,7 @@ class ProcessVariance:
         """Standard deviation of one process."""
         return self.error * math.sqrt(self.builds)
 
-    def half(self, confidence: float, variants: float = 2.0) -> float:
+    def half(self, confidence: float = CONFIDENCE, variants: float = 2.0) -> float:
         """Half the width of an interval; ``variants``: the sum of their squared weights in it."""
         quantile = student_quantile((1 + confidence) / 2, self.freedom)
         return quantile * self.error * math.sqrt(variants)
