@@ -94,14 +94,10 @@ class Design:
         return max(self.warmup, self.longest_warmup)
 
     @property
-    def most_rounds(self) -> int:
-        """With those that are done again, at most as many as were planned."""
-        return self.rounds * (1 if self.foreign_load is None else 2)
-
-    @property
     def steps_in_all(self) -> int:
-        """The most steps that one process of a variant takes."""
-        return self.most_warmup + self.most_rounds * self.steps
+        """The most steps that one process of a variant takes; rounds may be done twice."""
+        most_rounds = self.rounds * (1 if self.foreign_load is None else 2)
+        return self.most_warmup + most_rounds * self.steps
 
     def looks(self, rounds: int) -> set[int]:
         """After which of so many rounds the eval loss is taken: evenly, the last included."""

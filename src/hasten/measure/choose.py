@@ -20,7 +20,6 @@ stored for jobs of the same model, data, settings, machine and versions.
 from __future__ import annotations
 
 import contextlib
-import logging
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -75,7 +74,6 @@ COMPARISON = Design(
     rounds=30, steps=3, warmup=2, longest_warmup=6, evaluations=0, eliminate=True, seed=1
 )
 PLAIN, FIRST, TOGETHER = "no techniques", "first plan", "all changes"
-_LOG = logging.getLogger(__name__)
 
 
 def choose(

@@ -107,9 +107,8 @@ class Experiment:
                 self._fresh_round(waiting)
             else:
                 self._cohort(waiting)
-        if not self.time.over:
-            for name in self._unproven():
-                self._prove(name)
+        if not self.time.over and not self.design.eliminate:
+            self._check_effects_again()
         if self.time.over:
             self.time.close(self.base, self._waiting())
         self.record.append("done")
@@ -254,7 +253,13 @@ class Experiment:
             if not self.alive:
                 return
             if self.design.eliminate and done >= RACED_ROUNDS:
-                names = self._without_slower(names, number, count)
+                rounds = self._rounds()
+                for name in names:  # the significantly slower ones leave
+                    ratio = rounds.ratio(name) if name in self.alive else None
+                    if name != self.base and ratio is not None and ratio.high < 1:
+                        self.record.append("eliminated", variant=name, cohort=number, round=count)
+                        self.alive.pop(name).worker.close()
+                names = [name for name in names if name in self.alive]
                 ratios = [self._rounds().ratio(name) for name in names if name != self.base]
                 # Further rounds change nothing if every variant is faster than the first, or its
                 # interval is narrow enough to count as equal.
@@ -292,16 +297,6 @@ class Experiment:
             else:
                 self.alive[name].note("turn", round=number, **outcome.to_dict())
 
-    def _without_slower(self, names: Sequence[str], cohort: int, round_: int) -> list[str]:
-        """Ends the variants significantly slower than the first; returns the remaining names."""
-        rounds = self._rounds()
-        for name in names:
-            ratio = rounds.ratio(name) if name in self.alive else None
-            if name != self.base and ratio is not None and ratio.high < 1:
-                self.record.append("eliminated", variant=name, cohort=cohort, round=round_)
-                self.alive.pop(name).worker.close()
-        return [name for name in names if name in self.alive]
-
     def _fresh_round(self, waiting: Sequence[str]) -> None:
         """A round in which every variant is started for its turn and ended after it."""
         number, events = self._next_cohort(), self.record.events
@@ -334,21 +329,18 @@ class Experiment:
         looks = [e for e in self.record.events if e["event"] == "evaluate" and e["variant"] == name]
         return self.design.evaluations > 0 and not any(e["tokens"] for e in looks)
 
-    def _unproven(self) -> list[str]:
-        """Variants with complete rounds and a process that was killed before it could finish."""
-        rounds = self._rounds()
-        if self.design.eliminate:
-            return []
-        end_events = ("finish", "unfinished", "failed")
-        done = {e["variant"] for e in self.record.events if e["event"] in end_events}
-        return [name for name in self.plans if name not in done and rounds.complete(name)]
+    def _check_effects_again(self) -> None:
+        """For variants that were killed before they could finish, though their rounds are complete.
 
-    def _prove(self, name: str) -> None:
-        """Checks a variant's techniques in a process that trains no longer than a warm-up."""
-        self.alive = {}
-        with contextlib.ExitStack() as stack:
-            self._start(name, self._next_cohort(), stack, evaluate_first=False, at_the_end=True)
-            self._finish(name)
+        Their new processes train no longer than a warm-up.
+        """
+        rounds, ends = self._rounds(), ("finish", "unfinished", "failed")
+        done = {e["variant"] for e in self.record.events if e["event"] in ends}
+        for name in [n for n in self.plans if n not in done and rounds.complete(n)]:
+            self.alive = {}
+            with contextlib.ExitStack() as stack:
+                self._start(name, self._next_cohort(), stack, evaluate_first=False, at_the_end=True)
+                self._finish(name)
 
     def _finish(self, name: str) -> None:
         done = any(e["event"] == "finish" and e["variant"] == name for e in self.record.events)

@@ -74,20 +74,14 @@ class Comparison:
     verdict: Effect
     unit: str = "items"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        loops = {"first": self.first, "second": self.second}
-        return {
-            **{name: {**loop.__dict__} for name, loop in loops.items()},
-            "ratio": self.ratio.summary(),
-            "verdict": self.verdict,
-            "unit": self.unit,
-        }
-
     def __str__(self) -> str:
-        head = ["job", f"{self.unit}/s [95 %]", "ratio [95 %]", "last loss", "peak memory"]
-        rows = [head, [*_row(self.first, "1.00×")]]
-        rows.append([*_row(self.second, span(self.ratio.summary(), "times"))])
+        rows = [["job", f"{self.unit}/s [95 %]", "ratio [95 %]", "last loss", "peak memory"]]
+        ratios = ("1.00×", span(self.ratio.summary(), "times"))
+        for loop, ratio in zip((self.first, self.second), ratios, strict=True):
+            speed = span(spread(loop.rounds).summary(), "amount")
+            loss = number_text(loop.losses[-1] if loop.losses else None, "loss")
+            memory = number_text(loop.peak_memory_bytes, "memory")
+            rows.append([loop.name, speed, ratio, loss, memory])
         return f"{aligned(rows)}\nverdict: {self.verdict} ({self.ratio.rounds} rounds)"
 
 
@@ -197,15 +191,3 @@ def _loop(name: str, variant: Variant) -> Loop:
     losses = tuple(step["loss"] for step in variant.steps if step["loss"] is not None)
     build = variant.startup_seconds.get("build")
     return Loop(name, tuple(variant.rounds), losses, variant.peak_memory_bytes, build)
-
-
-def _row(loop: Loop, ratio: str) -> list[str]:
-    loss = loop.losses[-1] if loop.losses else None
-    speed = span(spread(loop.rounds).summary(), "amount")
-    return [
-        loop.name,
-        speed,
-        ratio,
-        number_text(loss, "loss"),
-        number_text(loop.peak_memory_bytes, "memory"),
-    ]

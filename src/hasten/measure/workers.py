@@ -597,15 +597,19 @@ def merge_replies(replies: Sequence[Reply]) -> Reply:
         steps = zip(*(reply["steps"] for reply in replies), strict=True)
         merged = {**first, "steps": [_slowest(step) for step in steps]}
         if first.get("apart"):
-            merged["turn_seconds"] = max(
-                math.fsum(step["step_seconds"] for step in reply["steps"]) for reply in replies
-            )
+            turns = [[step["step_seconds"] for step in reply["steps"]] for reply in replies]
+            merged["turn_seconds"] = max(map(math.fsum, turns))
         return merged
     refused = next((reply for reply in replies if "refused" in reply), None)
     if refused is not None:
         return {"failed": refused["refused"]}
+
+    def error_of(reply: Reply) -> float:
+        errors = [float(reply[name]) for name in ERRORS if name in reply]
+        return math.inf if any(map(math.isnan, errors)) else max(errors)
+
     judged = [reply for reply in replies if any(name in reply for name in ERRORS)]
-    merged = first | max(judged, key=_error_of) if judged else dict(first)
+    merged = first | max(judged, key=error_of) if judged else dict(first)
     if "weights" in merged:
         merged["weights"] = [reply["weights"] for reply in replies]
     return merged
@@ -619,8 +623,3 @@ def _slowest(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         merged[name] = round(sum(step[name] for step in ranks) / len(ranks))
     merged["tokens_per_second"] = merged["tokens"] / merged["step_seconds"]
     return merged
-
-
-def _error_of(reply: Reply) -> float:
-    errors = [float(reply[name]) for name in ERRORS if name in reply]
-    return math.inf if any(map(math.isnan, errors)) else max(errors)
