@@ -312,7 +312,8 @@ class Experiment:
             if name in self.time.dropped or self.time.seconds_left() <= 0:
                 continue
             with contextlib.ExitStack() as stack:
-                unseen = self._unseen(name)
+                looks = [e for e in events if e["event"] == "evaluate" and e["variant"] == name]
+                unseen = self.design.evaluations > 0 and not any(e["tokens"] for e in looks)
                 self._start(name, number, stack, evaluate_first=unseen)
                 self._attempt(name, lambda variant: variant.warm_up(self.design.most_warmup))
                 variants += self.alive.values()
@@ -323,11 +324,6 @@ class Experiment:
                     self._attempt(name, lambda variant: variant.evaluate())
                 self._finish(name)
         self.time.out(variants, done + 1)
-
-    def _unseen(self, name: str) -> bool:
-        """Returns True if a variant's eval loss after training is required but missing."""
-        looks = [e for e in self.record.events if e["event"] == "evaluate" and e["variant"] == name]
-        return self.design.evaluations > 0 and not any(e["tokens"] for e in looks)
 
     def _check_effects_again(self) -> None:
         """For variants that were killed before they could finish, though their rounds are complete.

@@ -121,7 +121,8 @@ class VariantProcess:
         """
         began, before, compiling = self._clock(), len(self.warm), 0.0
         while len(self.warm) < least or (
-            len(self.warm) < most and not (self.stationary and _seconds(self.warm) >= seconds)
+            len(self.warm) < most
+            and not (self.stationary and sum(s["step_seconds"] for s in self.warm) >= seconds)
         ):
             count = 1 if seconds else max(least - len(self.warm), 1)
             reply = self.ask("steps", BUILD_SECONDS, count=count)
@@ -352,7 +353,3 @@ def peak_of(steps: Sequence[Mapping[str, Any]]) -> int | None:
     """The largest peak of memory in these steps."""
     peaks = (step.get("peak_memory_bytes") for step in steps)
     return max((peak for peak in peaks if peak is not None), default=None)
-
-
-def _seconds(steps: Sequence[Mapping[str, Any]]) -> float:
-    return math.fsum(step["step_seconds"] for step in steps)

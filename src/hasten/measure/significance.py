@@ -361,17 +361,12 @@ def non_inferiority(
         word = "not worse"
     elif mean - half > allowed:
         word = "worse"
-    more = _more(mean, spread, allowed, pairs) if word == "undecided" else None
+    # Further pairs until the interval leaves the margin to one side, at today's scatter.
+    decisive = (n for n in range(pairs + 1, MOST_SEEDS) if _half(spread, n) < abs(allowed - mean))
+    wanted = next(decisive, None) if word == "undecided" else None
+    more = None if wanted is None else wanted - pairs
     return NonInferiority(word, math.exp(mean), math.exp(mean + half), pairs, more)
 
 
 def _half(spread: float, pairs: int) -> float:
     return student_quantile(CONFIDENCE, pairs - 1) * spread / math.sqrt(pairs)
-
-
-def _more(mean: float, spread: float, allowed: float, pairs: int) -> int | None:
-    """Further pairs until the interval leaves the margin to one side, at today's scatter."""
-    for wanted in range(pairs + 1, MOST_SEEDS):
-        if _half(spread, wanted) < abs(allowed - mean):
-            return wanted - pairs
-    return None

@@ -107,19 +107,14 @@ def main(spec: Mapping[str, Any], requests: int, replies: int) -> int:
             return 0
 
         try:
-            return _job(spec["job"])(spec["arguments"], serve)
+            name, job = spec["job"], JOBS.get(spec["job"])
+            if job is None:
+                module, _, function = name.partition(":")
+                job = getattr(importlib.import_module(module), function)
+            return job(spec["arguments"], serve)
         except Exception as error:
             say({"failed": f"{type(error).__name__}: {error}"})
             return 1
-
-
-def _job(name: str) -> Callable[[Mapping[str, Any], Serve], int]:
-    if name in JOBS:
-        return JOBS[name]
-    module, _, function = name.partition(":")
-    job: Callable[[Mapping[str, Any], Serve], int]
-    job = getattr(importlib.import_module(module), function)
-    return job
 
 
 @contextlib.contextmanager
@@ -320,15 +315,15 @@ class LoopJob:
 
     def handle(self, op: str, arguments: Mapping[str, Any]) -> Reply:
         if op == "steps":
-            return {"steps": [self._timed() for _ in range(arguments["count"])]}
+            steps = []
+            for _ in range(arguments["count"]):
+                items, seconds, loss = timed(self._step)
+                speed = {"step_seconds": seconds, "tokens_per_second": items / seconds}
+                steps.append({"tokens": items, "loss": loss, **speed})
+            return {"steps": steps}
         if op == "finish":
             return {"effective": [], "samples": [], "peak_memory_bytes": memory_peak()}
         raise ValueError(f"unknown request {op!r}")
-
-    def _timed(self) -> Reply:
-        items, seconds, loss = timed(self._step)
-        speed = {"step_seconds": seconds, "tokens_per_second": items / seconds}
-        return {"tokens": items, "loss": loss, **speed}
 
 
 def memory_peak() -> int:

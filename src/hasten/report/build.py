@@ -100,13 +100,14 @@ def report_of(
 def _variant(variant: Variant, base: Variant, judgement: Judgement) -> dict[str, Any]:
     seconds = [s["step_seconds"] for s in variant.steps]
     positions, tokens = (sum(s[k] for s in variant.steps) for k in ("positions", "tokens"))
+    ratio = ratio_to(variant, base)
     measured, variance = variant.failed is None and variant.rounds, variant.process_variance
     row: dict[str, Any] = {
         "name": variant.name,
         "kind": variant.kind,
         "techniques": [str(t) for t in variant.plan],
         "tokens_per_second": spread(variant.rounds).summary() if measured else NOT_MEASURED,
-        "ratio": _ratio(variant, base),
+        "ratio": NOT_MEASURED if ratio is None else ratio.summary(),
         "against": judgement.against,
         "effect": NOT_MEASURED if judgement.effect is None else judgement.effect.summary(),
         "verdict": judgement.verdict,
@@ -138,6 +139,8 @@ def _variant(variant: Variant, base: Variant, judgement: Judgement) -> dict[str,
             for t in (variant.plan if variant.unfinished is not None else ())
         ],
     }
+    if variant is base and ratio is not None:
+        row["ratio"] = {"median": 1.0, "low": 1.0, "high": 1.0}
     if len(seconds) > 1:
         cuts = statistics.quantiles(seconds, n=100, method="inclusive")
         row["step_seconds"] = {"p50": cuts[49], "p99": cuts[98]}
@@ -146,13 +149,6 @@ def _variant(variant: Variant, base: Variant, judgement: Judgement) -> dict[str,
         cuts = statistics.quantiles(rates, n=20, method="inclusive")
         row["throughput_spread"] = (cuts[18] - cuts[0]) / 2 / statistics.median(rates)
     return row
-
-
-def _ratio(variant: Variant, base: Variant) -> dict[str, float | None]:
-    ratio = ratio_to(variant, base)
-    if ratio is None:
-        return NOT_MEASURED
-    return {"median": 1.0, "low": 1.0, "high": 1.0} if variant is base else ratio.summary()
 
 
 def _mfu(variant: Variant) -> float | None:

@@ -240,12 +240,12 @@ def changes(
         raise InputError(f"--tolerance is a share from 0 up to 1, not {margin:g}")
     (base, _), *others = before.items()
     missing = BundledMeasurement(failed="it wasn't measured")
-    found = [_change(name, stored, now.get(name, missing), margin) for name, stored in others]
+    rows = [_change(name, stored, now.get(name, missing), margin) for name, stored in others]
     without = now[base].failed if base in now else None
     if without is None:
-        return found
+        return rows
     reason = f"the baseline failed: {without}"  # whatever became of the variant itself
-    return [replace(c, reason=reason) if c.verdict == "lost" else c for c in found]
+    return [replace(c, reason=reason) if c.verdict == "lost" else c for c in rows]
 
 
 def lost(variant_changes: Sequence[VariantChange]) -> list[str]:

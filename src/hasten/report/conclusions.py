@@ -85,8 +85,8 @@ def switches(variants: Sequence[Row]) -> list[SwitchGain]:
     """Every technique of the whole plan, where it was measured apart; not in a cumulative."""
     final = result_of(variants)
     wanted = set(final["techniques"])
-    apart = [a for a in variants[1:] if a is not final]
-    separate = [a for a in apart if a["kind"] not in ("again", "cumulative")]
+    compared_rows = [a for a in variants[1:] if a is not final]
+    separate = [a for a in compared_rows if a["kind"] not in ("again", "cumulative")]
     if any(a["kind"] is None for a in separate) and cumulative_of(variants):
         return []
     gains = []

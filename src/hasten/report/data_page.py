@@ -22,33 +22,26 @@ def write_page(
 
 def page(title: str, statistics: DataStatistics, ways: Sequence[BatchLayout], advice: str) -> str:
     """The page; every text is escaped, the drawings escape their own."""
+    share = statistics.trained_tokens / statistics.tokens
+    quantiles = ", ".join(f"{q} %: {n:,}" for q, n in statistics.quantiles.items())
+    facts = [
+        ("examples", f"{statistics.examples:,}, {statistics.duplicates:,} of them duplicates"),
+        ("tokens", f"{statistics.tokens:,}, {share:.1%} of them trained"),
+        ("tokens per example", f"{statistics.shortest:,} to {statistics.longest:,}; {quantiles}"),
+    ]
+    lengths = []
+    for one in statistics.bins:
+        name = f"{one.low:,}-{one.high - 1:,}" if one.high - one.low > 1 else f"{one.low:,}"
+        text = f"{one.examples:,} ({one.tokens / statistics.tokens:.1%} of tokens)"
+        lengths.append(Bar(name, text, float(one.examples)))
     fullness = [Bar(way.method, f"{way.fullness:.1%}", way.fullness) for way in ways]
     drawn = (
-        ("Examples by length in tokens", _histogram(statistics), lambda value: f"{value:,.0f}"),
+        ("Examples by length in tokens", lengths, lambda value: f"{value:,.0f}"),
         ("How full the positions are", fullness, lambda value: f"{value:.0%}"),
     )
-    body = [html_table(("", ""), _facts(statistics))]
+    body = [html_table(("", ""), facts)]
     for heading, bars, formatter in drawn:
         wide, narrow = (bar_chart(heading, bars, width, 0.0, formatter) for width in WIDTHS)
         body.append(f"<section><h2>{heading}</h2>")
         body.append(f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div></section>')
     return html_page(visible(title), f"{''.join(body)}<p>Fullest: {escape(advice)}</p>")
-
-
-def _facts(statistics: DataStatistics) -> list[tuple[str, str]]:
-    share = statistics.trained_tokens / statistics.tokens
-    quantiles = ", ".join(f"{q} %: {n:,}" for q, n in statistics.quantiles.items())
-    return [
-        ("examples", f"{statistics.examples:,}, {statistics.duplicates:,} of them duplicates"),
-        ("tokens", f"{statistics.tokens:,}, {share:.1%} of them trained"),
-        ("tokens per example", f"{statistics.shortest:,} to {statistics.longest:,}; {quantiles}"),
-    ]
-
-
-def _histogram(statistics: DataStatistics) -> list[Bar]:
-    bars = []
-    for one in statistics.bins:
-        name = f"{one.low:,}-{one.high - 1:,}" if one.high - one.low > 1 else f"{one.low:,}"
-        text = f"{one.examples:,} ({one.tokens / statistics.tokens:.1%} of tokens)"
-        bars.append(Bar(name, text, float(one.examples)))
-    return bars

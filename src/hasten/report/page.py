@@ -211,8 +211,8 @@ def _of_variants(cost: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
 
 
 def _cut(text: str, most: int) -> str:
-    left = len(text) - most
-    return text if left <= 0 else f"{text[:most]}… ({left} more characters in report.json)"
+    more = len(text) - most
+    return text if more <= 0 else f"{text[:most]}… ({more} more characters in report.json)"
 
 
 def _embedded(plain: Mapping[str, Any]) -> tuple[str, bool]:

@@ -179,7 +179,7 @@ def _logged(path: Path) -> RunFacts:
     """A run that left its lines alone: one under way, or one of a host's callback."""
     log = _Log(path / "metrics.jsonl")
     curve = _curve(log.points())
-    total, seconds = number(log.tokens), number(_sum(log.seconds)) if log.seconds else None
+    total, seconds = number(log.tokens), number(sum(log.seconds)) if log.seconds else None
     every = bool(log.lines) and len(log.seconds) == log.lines
     return RunFacts(
         name=path.name or str(path),
@@ -268,14 +268,6 @@ def _newest_state(folder: Path) -> Path | None:
         return int(step) if path.parent != folder and step.isdecimal() else math.inf
 
     return max((path for path in candidates if path.is_file()), key=steps, default=None)
-
-
-def _sum(values: Iterable[float]) -> float:
-    """The sum, infinite if it is beyond what a number holds."""
-    try:
-        return math.fsum(values)
-    except OverflowError:
-        return math.inf
 
 
 def _whole(value: object) -> int | None:

@@ -70,8 +70,8 @@ class GreedySearch:
         rows = [["technique", f"times the plan so far [{sure:.3g} %]", "kept", "why"]]
         for rung in self.rungs:
             ratio_text = "not measured" if rung.ratio is None else span(rung.ratio, "times")
-            kept = "yes" if rung.accepted else "no"
-            rows.append([rung.technique, ratio_text, kept, cell(rung.why)])
+            decision = "yes" if rung.accepted else "no"
+            rows.append([rung.technique, ratio_text, decision, cell(rung.why)])
         return f"{markdown_table(rows)}\nkept: {self.plan if len(self.plan) else 'nothing'}"
 
     def rows(self) -> list[dict[str, Any]]:

@@ -92,15 +92,10 @@ def treats_alike(plan: Plan) -> bool:
 
 @contextlib.contextmanager
 def on_simulated_device(tracer: Tracer) -> Iterator[None]:
-    """Operators inside run on the simulated device, and the tracer counts them."""
-    # On the device's own thread torch.tensor(.., device="cuda") would ask for memory.
-    with _watching(tracer), torch.autograd.set_multithreading_enabled(False), tracer:
-        yield
+    """Operators inside run on the simulated device, and the tracer counts them.
 
-
-@contextlib.contextmanager
-def _watching(tracer: Tracer) -> Iterator[None]:
-    """Tell the tracer of what doesn't come to it: calls of modules, storages, waits, threads."""
+    It is also given what doesn't come to it: calls of modules, storages, waits, threads.
+    """
     call, resize = torch.nn.Module.__call__, torch.UntypedStorage.resize_
     run = threading.Thread.run
     accelerator: Any = torch.accelerator
@@ -130,7 +125,9 @@ def _watching(tracer: Tracer) -> Iterator[None]:
     thread.run = run_traced
     accelerator.synchronize = cuda.synchronize = lambda *_, **__: tracer.synchronised("synchronize")
     try:
-        yield
+        # On the device's own thread torch.tensor(.., device="cuda") would ask for memory.
+        with torch.autograd.set_multithreading_enabled(False), tracer:
+            yield
     finally:
         module.__call__, storage.resize_, thread.run = call, resize, run
         accelerator.synchronize = cuda.synchronize = waits

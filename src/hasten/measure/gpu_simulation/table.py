@@ -27,6 +27,7 @@ QUANTITIES = ("calls", "launches", "bytes", "flops", "seconds")
 def table(trace: SimulatedTrace, name: str, cutoff_len: int) -> str:
     """The text that `hasten plan --simulate` prints."""
     first, device = trace.ranks[0], trace.device
+    syncs = sorted(first.by_name("syncs").items(), key=lambda item: -item[1])[:LINES]
     ranks = f", {len(trace.ranks)} ranks" if len(trace.ranks) > 1 else ""
     blocks = [
         f"{name} by simulation, {device.name}{ranks}: counted without a GPU, nothing was measured",
@@ -39,7 +40,7 @@ def table(trace: SimulatedTrace, name: str, cutoff_len: int) -> str:
         _verdict(trace),
         "",
         f"the host waits for the device (syncs), of {first.total('syncs'):.0f}:",
-        _lines(first),
+        "\n".join(f"{count:5.0f} x {where}" for where, count in syncs) or "  none",
         "",
         "operators by time by simulation:",
         _operators(first),
@@ -130,11 +131,6 @@ def _verdict(trace: SimulatedTrace) -> str:
         f"{trace.tokens / trace.step_seconds:,.0f} tokens/s, MFU {trace.mfu:.1%}"
     )
     return f"{memory}\n{time}"
-
-
-def _lines(rank: RankTrace) -> str:
-    syncs = sorted(rank.by_name("syncs").items(), key=lambda item: -item[1])
-    return "\n".join(f"{count:5.0f} x {where}" for where, count in syncs[:LINES]) or "  none"
 
 
 def _operators(rank: RankTrace) -> str:

@@ -123,8 +123,10 @@ class Tracer(TorchDispatchMode):
             return args[0].fake_device
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         fakes = [t for t in tensors if isinstance(t, FakeTensor)]
-        if space == "c10d" or space.startswith("_c10d_functional"):
-            self._note_message(name, tensors)
+        if tensors and (space == "c10d" or space.startswith("_c10d_functional")):
+            key = RankMessage(name, str(tensors[0].device), _where())
+            size = sum(t.numel() * t.element_size() for t in tensors)
+            self.messages[key] = self.messages.get(key, 0) + size
         device = kwargs.get("device")
         if not fakes and (device is None or torch.device(device).type != "cuda"):
             return func(*args, **kwargs)  # the host's own
@@ -164,7 +166,9 @@ class Tracer(TorchDispatchMode):
             if name == "all" and isinstance(out, FakeTensor):
                 out.holds = True  # who asks whether all numbers are good hears yes
             if name == "topk" and out[1].numel() <= KEPT_NUMBERS:
-                out[1].known_numbers = _spread(out[1].shape, args[0].shape[-1])
+                # A router that loads its experts evenly: each row takes the next few in turn.
+                turns = torch.arange(out[1].numel()) % args[0].shape[-1]
+                out[1].known_numbers = turns.view(out[1].shape)
             return out
         for fake, number in zip(tree_leaves(out), tree_leaves(numbers), strict=False):
             if isinstance(fake, FakeTensor) and isinstance(number, Tensor):
@@ -253,13 +257,6 @@ class Tracer(TorchDispatchMode):
                 self.counts[quantity, FORWARD, name] += count
             else:
                 self._pending[quantity, "", name] += count
-
-    def _note_message(self, name: str, tensors: list[Tensor]) -> None:
-        if not tensors:
-            return
-        key = RankMessage(name, str(tensors[0].device), _where())
-        size = sum(t.numel() * t.element_size() for t in tensors)
-        self.messages[key] = self.messages.get(key, 0) + size
 
     # Memory.
 
@@ -375,8 +372,10 @@ def _with_numbers(func: Any, args: Any, kwargs: Any) -> Any:
         return None
     if any(isinstance(t, FakeTensor) and numbers_of(t) is None for t in inputs):
         return None
-    if not inputs and not _few(func, args, kwargs):
-        return None
+    if not inputs:  # a new tensor, whose size the meta device tells
+        made = func(*args, **{**kwargs, "device": torch.device("meta")})
+        if not isinstance(made, Tensor) or made.numel() > KEPT_NUMBERS:
+            return None
     on_host = {**kwargs, "device": torch.device("cpu")} if "device" in kwargs else kwargs
     args, kwargs = tree_map_only(FakeTensor, numbers_of, (args, on_host))
     try:
@@ -387,16 +386,6 @@ def _with_numbers(func: Any, args: Any, kwargs: Any) -> Any:
     if "empty" in func._schema.name:
         out.zero_()  # not what happened to lie there: a trace says the same each time
     return out
-
-
-def _few(func: Any, args: Any, kwargs: Any) -> bool:
-    size = func(*args, **{**kwargs, "device": torch.device("meta")})
-    return isinstance(size, Tensor) and size.numel() <= KEPT_NUMBERS
-
-
-def _spread(shape: torch.Size, choices: int) -> Tensor:
-    """Choices of a router that loads its experts evenly: each row takes the next few in turn."""
-    return (torch.arange(shape.numel()) % choices).view(shape)
 
 
 def _forget(func: Any, args: Any) -> None:

@@ -75,8 +75,8 @@ class GradientRecorder(torch.optim.SGD):
             pairs = zip(gradients.items(), self.weights, strict=True)
             gradients = {name: layout.full_tensor(p, gradient) for (name, gradient), p in pairs}
         if isinstance(layout, SplitsWeights):
-            own = {n: t for n, t in gradients.items() if n not in layout.copies}
-            gradients = layout.gather_to_rank0(own)
+            distinct = {n: t for n, t in gradients.items() if n not in layout.copies}
+            gradients = layout.gather_to_rank0(distinct)
         return gradients
 
 
