@@ -59,7 +59,7 @@ class ExperimentSubject:
 
 
 def conditions(context: JobContext) -> dict[str, Any]:
-    """What decides numbers apart from the job, for the keys of stored results."""
+    """Machine, versions and sources, for the keys of stored results."""
     return {
         "hardware": {**asdict(context.hardware), "device": context.device},
         "versions": dict(context.versions),

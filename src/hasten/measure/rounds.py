@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence, Set
+from typing import Any
 
 from hasten.core.plan import Plan
 from hasten.measure.ablation import Design, Kind, Variant
@@ -168,7 +169,9 @@ def _variant(variant: Variant, rounds: Rounds) -> Variant:
         variant.baseline_rounds = [rounds.rate(key, rounds.base) for key in keys]
     variant.steps = [step for turn in turns for step in turn["steps"]]
     variant.foreign_load = [turn["background_load"] for turn in turns]
-    joules = [turn.get("joules") for turn in turns]  # of the device, where the others sleep
+    joules: list[Any] = [
+        turn.get("joules") for turn in turns
+    ]  # of the device, where the others sleep
     tokens = sum(step["tokens"] for step in variant.steps)
     if tokens and None not in joules:
         variant.joules_per_token = sum(joules) / tokens

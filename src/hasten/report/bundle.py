@@ -181,7 +181,7 @@ def _checked(contents: Any, path: Path) -> Bundle:
 def _measurement(name: str, value: Mapping[str, Any], path: Path) -> BundledMeasurement:
     lists = [value.get(key) for key in ("rounds", "beside", "idle")] if value else []
     if lists and all(isinstance(one, list) for one in lists):
-        rounds, baseline_rounds, idle = map(tuple, lists)
+        rounds, baseline_rounds, idle = (tuple(one or ()) for one in lists)
         if all((number(speed) or 0.0) > 0 for speed in (*rounds, *baseline_rounds)):
             failed = value.get("failed")
             reason = None if failed is None else str(failed)

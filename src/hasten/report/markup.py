@@ -45,7 +45,7 @@ def html_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def html_page(title: str, body: str) -> str:
-    """A page that stands alone, in the style of reports; ``body`` is HTML."""
+    """A complete page in the style of reports; ``body`` is HTML."""
     from jinja2 import Environment, FileSystemLoader
 
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)

@@ -81,7 +81,7 @@ class Removal:
 
 
 class TechniquePasses(Protocol):
-    """What a host supplies for the check."""
+    """The passes that a host supplies for the check."""
 
     @property
     def model(self) -> nn.Module:

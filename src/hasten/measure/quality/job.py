@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -65,7 +66,7 @@ def _until(bench: CheckContext, plan: Plan, seed: int, tokens: int) -> Setup:
 
 def _at(
     tokens: int, before: Evaluation | None, last: Evaluation
-) -> tuple[float | None, dict[str, float | None]]:
+) -> tuple[float | None, Mapping[str, float | None]]:
     """Eval loss and the job's own measures after exactly so many tokens."""
     if before is None or not before.tokens < tokens <= last.tokens:
         return last.eval_loss, last.metrics
