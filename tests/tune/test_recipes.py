@@ -19,8 +19,7 @@ from hasten.measure.ablation import AGAIN, BASELINE, Variant
 from hasten.measure.choice import Choice
 from hasten.measure.experiment import Measured
 from hasten.measure.recipe_experiment import ExperimentSubject, prepared
-from hasten.measure.workers import Worker
-from hasten.measure.workers import COLD_START
+from hasten.measure.workers import COLD_START, Worker
 from hasten.progress import SilentProgress
 from hasten.recipe.build import requested_plan
 from hasten.recipe.schema import load_recipe, recipe_from
