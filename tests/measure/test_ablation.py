@@ -126,15 +126,6 @@ def test_an_variant_killed_in_its_turn_is_reported_and_the_others_finish(
     assert base.samples  # it got as far as writing
 
 
-def test_an_variant_that_cannot_start_is_reported_with_its_reason(
-    measured: dict[str, Variant],
-) -> None:
-    unheard = measured["unheard"]
-    assert unheard.failed is not None
-    assert unheard.failed.startswith("plan: no technique is called 'unheard_of'")
-    assert not unheard.rounds
-
-
 def test_the_report_of_it_says_who_failed_and_why(measured: dict[str, Variant]) -> None:
     found = report_of(
         list(measured.values()),

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 import hasten
-from hasten import report as evidence
 from hasten.core.plan import Plan
 from hasten.errors import InputError
 from hasten.launch.ranks import rank_variables
@@ -212,15 +211,6 @@ def test_what_cannot_be_compared_is_refused_in_a_sentence(recipe: Recipe, tmp_pa
     with pytest.raises(InputError, match="is not in the plan"):
         ablate(recipe, only=["muon"])
     assert log(tmp_path) == []
-
-
-def test_the_names_are_where_the_articles_and_the_house_have_them() -> None:
-    assert evidence.greedy_recipe is greedy_recipe
-    assert evidence.ablate is ablate
-    assert evidence.Design is Design
-    assert {"ablate", "compare", "greedy_recipe"} <= set(dir(evidence))
-    with pytest.raises(AttributeError):
-        _ = evidence.nothing
 
 
 def test_variants_start_with_the_recipe_s_transport_as_a_training_does() -> None:

@@ -86,7 +86,7 @@ def test_the_seconds_are_those_of_the_steps_operators() -> None:
     running = training(found)
     next(running)
     counter = OperatorCounter(FLOPS)
-    clock: Any = comparison._CountingClock(counter, found.setup.clock)
+    clock: Any = comparison.MarkedClock(counter.mark, found.setup.clock)
     found.setup.clock = clock
     with FlopCounterMode(display=False) as truth, counter:
         next(running)

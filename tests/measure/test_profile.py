@@ -35,7 +35,7 @@ from hasten.measure.profile import (
     steps_needed,
     table,
 )
-from hasten.report import profile_page
+from hasten.report import markup
 from hasten.report.profile_page import render_page, render_text, timeline, write_profile
 from hasten.techniques.batch import AdaptiveBatch
 from hasten.techniques.collate import Packed
@@ -179,7 +179,7 @@ def test_the_page_says_what_was_not_measured_and_loads_nothing(profile: dict[str
     page = render_page({**profile, "title": "<script>", "command": "a & b", "created": "now"})
     assert "<script" not in page
     assert "&lt;script&gt;" in page
-    assert "http" not in page
+    assert "://" not in page
     assert "not measured" in page
     assert page.count("<rect") == len(profile["laps"])
     assert timeline([]) == "<p>not measured</p>"
@@ -199,10 +199,10 @@ def test_a_file_that_cannot_be_finished_leaves_the_earlier_one(
     write_profile(profile, tmp_path)
     before = (tmp_path / "profile.html").read_text()
 
-    def full(value: Any) -> str:
+    def full(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(profile_page, "render_page", full)
+    monkeypatch.setattr(markup, "write_atomic", full)
     with pytest.raises(InputError, match="No space"):
         write_profile({**profile, "step_seconds": 1.0}, tmp_path)
     assert (tmp_path / "profile.html").read_text() == before

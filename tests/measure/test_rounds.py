@@ -17,7 +17,7 @@ from hasten.machine import processes
 from hasten.machine.processes import Instant, LoadMeter
 from hasten.measure import schedule
 from hasten.measure.ablation import Design
-from hasten.measure.experiment import GROUP, SHARE, grouping_words, may_join, variant_fits
+from hasten.measure.experiment import GROUP, SHARE, grouping_words, may_join
 from hasten.measure.record import Event
 from hasten.measure.rounds import rates
 from hasten.measure.schedule import Turn, VariantProcess, run_round
@@ -207,7 +207,7 @@ def test_variants_that_start_never_take_more_than_there_is(peaks: list[int], mem
     known = dict(zip(names, peaks, strict=True))
     alive: list[str] = []
     for name in names:
-        if may_join(alive, known, name, memory, Design()):
+        if may_join(known, memory, Design(), alive, name):
             alive.append(name)
     assert alive[0] == "0"  # somebody always starts
     assert len(alive) == 1 or sum(known[n] for n in alive) <= SHARE * memory
@@ -215,22 +215,22 @@ def test_variants_that_start_never_take_more_than_there_is(peaks: list[int], mem
 
 def test_an_variant_never_seen_is_taken_for_the_largest() -> None:
     peaks = {"a": 100, "b": 300}
-    assert variant_fits(["a", "b"], peaks, "c", int(700 / SHARE) + 1)
-    assert not variant_fits(["a", "b"], peaks, "c", int(700 / SHARE) - 1)
-    assert variant_fits(["a"], {}, "b", 0)  # nothing is known yet
+    assert may_join(peaks, int(700 / SHARE) + 1, Design(), ["a", "b"], "c")
+    assert not may_join(peaks, int(700 / SHARE) - 1, Design(), ["a", "b"], "c")
+    assert may_join({}, 0, Design(), ["a"], "b")  # nothing is known yet
 
 
 def test_groups_have_the_baseline_and_so_many_more() -> None:
     design = Design(grouping="groups")
     for count in range(1, 6):
         alive = [str(n) for n in range(count)]
-        assert may_join(alive, {"0": 1}, "x", 1000, design) == (count <= GROUP)
-    assert may_join(["0"], {"0": 10}, "x", 1, design)  # two at least, as was asked for
-    assert not may_join(["0", "1"], {"0": 10}, "x", 1, design)
+        assert may_join({"0": 1}, 1000, design, alive, "x") == (count <= GROUP)
+    assert may_join({"0": 10}, 1, design, ["0"], "x")  # two at least, as was asked for
+    assert not may_join({"0": 10}, 1, design, ["0", "1"], "x")
 
 
 def test_together_means_together() -> None:
-    assert may_join(["0", "1"], {"0": 10}, "x", 1, Design(grouping="together"))
+    assert may_join({"0": 10}, 1, Design(grouping="together"), ["0", "1"], "x")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from hasten.measure.significance import (
     judge_effects,
     noise_floor,
     p_beyond,
-    p_value,
     ratio_of_rounds,
     rounds_needed,
 )
@@ -48,14 +47,7 @@ def drawn(mean: float, sigma: float, rounds: int, seed: int = 0) -> list[float]:
 def test_the_p_value_is_scipys_one_sample_test_of_the_logs() -> None:
     ratios = [1.02, 1.05, 0.99, 1.04, 1.01, 1.03]
     expected = stats.ttest_1samp(np.log(ratios), math.log(1.01)).pvalue
-    assert p_value(ratios, 1.01) == pytest.approx(expected, rel=1e-9)
-
-
-@given(ratios=RATIOS, edge=st.floats(min_value=0.5, max_value=2.0))
-def test_a_p_value_and_the_interval_say_the_same(ratios: list[float], edge: float) -> None:
-    ratio, p = ratio_of(ratios), p_value(ratios, edge)
-    if abs(p - DOUBT) > 1e-6:
-        assert (p < DOUBT) == (not ratio.low <= edge <= ratio.high)
+    assert p_beyond(ratios, 0.01) == pytest.approx(expected, rel=1e-9)
 
 
 @given(ratios=RATIOS, floor=st.sampled_from([0.0, 0.01, 0.05]))
@@ -66,17 +58,10 @@ def test_beyond_the_floor_means_that_the_interval_is(ratios: list[float], floor:
 
 
 def test_one_round_and_equal_rounds_have_the_p_values_of_common_sense() -> None:
-    assert p_value([1.5], 1.0) == 1.0
-    assert p_value([1.5, 1.5, 1.5], 1.0) == 0.0
-    assert p_value([1.0, 1.0], 1.0) == 1.0
+    assert p_beyond([1.5, 1.5, 1.5], 0.0) == 0.0
+    assert p_beyond([1.0, 1.0], 0.0) == 1.0
     assert p_beyond([1.5], 0.01) == 1.0
     assert p_beyond([1.005, 1.004], 0.01) == 1.0
-
-
-@pytest.mark.parametrize("edge", [0.0, -1.0, math.nan, math.inf])
-def test_an_edge_that_is_no_ratio_is_rejected(edge: float) -> None:
-    with pytest.raises(InputError, match="tested against"):
-        p_value([1.0, 1.1], edge)
 
 
 def test_holm_multiplies_the_smallest_by_their_number_and_steps_down() -> None:

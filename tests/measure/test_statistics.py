@@ -68,7 +68,7 @@ def test_exchanging_the_variants_inverts_the_interval(pairs: list[tuple[float, f
 
 @given(values=st.lists(ENDS, min_size=2, max_size=9))
 def test_more_confidence_never_narrows_the_interval(values: list[float]) -> None:
-    narrow, wide = spread(values, 0.8), spread(values, 0.99)
+    narrow, wide = (paired_ratio([1.0] * len(values), values, share) for share in (0.8, 0.99))
     assert wide.low <= narrow.low
     assert narrow.high <= wide.high
 
@@ -107,7 +107,7 @@ def test_rounds_that_cannot_be_compared_are_rejected_with_their_place(
 @pytest.mark.parametrize("confidence", [0.0, 1.0, 95.0, math.nan])
 def test_a_confidence_that_is_no_share_is_rejected(confidence: float) -> None:
     with pytest.raises(InputError, match="confidence"):
-        spread([1.0, 2.0], confidence)
+        paired_ratio([1.0, 1.0], [1.0, 2.0], confidence)
 
 
 @pytest.mark.parametrize(

@@ -52,25 +52,6 @@ def test_the_head_says_how_much_faster_and_how_sure(report: Report, tmp_path: Pa
         assert said in head
 
 
-def test_every_section_is_there_and_cost_only_if_known(report: Report, tmp_path: Path) -> None:
-    def headings(page: Page) -> list[str | None]:
-        return [attributes.get("id") for tag, attributes in page.elements if tag == "h2"]
-
-    named = [
-        "variants",
-        "unpaid",
-        "quality",
-        "memory",
-        "stability",
-        "effective",
-        "claims",
-        "sample",
-    ]
-    assert headings(written(report, tmp_path)) == [*named, "cost", "gaps", "reproduction"]
-    report["cost"] = None
-    assert headings(written(report, tmp_path)) == [*named, "gaps", "reproduction"]
-
-
 def test_the_page_needs_no_network_and_runs_no_script(report: Report, tmp_path: Path) -> None:
     page = written(report, tmp_path)
     scripts = [attributes for tag, attributes in page.elements if tag == "script"]
@@ -259,10 +240,6 @@ def test_a_name_cannot_break_the_markdown_table() -> None:
     assert "\x1b" not in row
     assert r"\<img\> \[x\](y)" in row
     assert row.count("not measured") == 2
-
-
-def test_the_documented_example_is_a_report(tmp_path: Path) -> None:
-    assert "1.47×" in written(smallest(), tmp_path).words()
 
 
 def test_a_plan_measured_as_a_whole_says_nothing_of_its_switches(tmp_path: Path) -> None:

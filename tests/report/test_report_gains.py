@@ -1,6 +1,6 @@
 """What the report derives from pairs of variants: rungs, switches in company, what did not pay.
 
-The reports are of the schema of an earlier version: their effects are found from their rounds.
+The reports are written by hand: their effects are found from their rounds.
 """
 
 from typing import Any
@@ -178,17 +178,6 @@ def test_variants_of_different_turns_are_compared_through_the_baseline_beside_th
     fair = paired_speed(variants[1], variants[2], variants[0])
     assert fair is not None
     assert (fair.low, fair.high) == pytest.approx((1.5, 1.5), abs=0.01)
-
-
-def test_variants_of_different_turns_are_not_compared_by_their_rounds_alone() -> None:
-    report = apart()
-    variants = report["variants"]
-    # a slower hour: "without b"
-    variants[6]["rounds"] = [value * 0.7 for value in variants[6]["rounds"]]
-    assert variants[6]["name"] == "without b"
-    assert paired_speed(variants[6], variants[-1], variants[0]) is None
-    assert [s.with_others is None for s in switches(variants)] == [False, True, False]
-    assert "b" not in [row["name"] for row in unpaid(report)]
 
 
 def test_what_did_not_pay_is_listed_once_with_its_reason() -> None:

@@ -9,12 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.errors import InputError
-from hasten.report.runs import Point, RunFacts, compare_runs, number, read_runs, render
+from hasten.report.runs import RunFacts, compare_runs, number, read_runs, render
 
 HERE = {"cpu": "a processor", "usable_cores": 2, "memory_limit_bytes": 10**10}
 RECIPE = {"model": "m", "dataset": "d.jsonl", "seed": 0, "learning_rate": 1e-3, "output": "x"}
@@ -65,7 +66,7 @@ def recipe_reader(path: Path) -> dict[str, Any]:
 def test_a_run_of_hasten_is_read_with_its_curve(tmp_path: Path) -> None:
     (run,) = read_runs(trained(tmp_path, "a"), recipe_reader)
     assert (run.steps, run.tokens, run.tokens_per_second) == (10, 1000, 250)
-    assert run.curve[-1] == Point(10, 1000, 2.0)
+    assert list(run.curve[-1]) == [10, 1000, 2.0]
     assert run.plan == ("packed",)
     assert run.recipe == RECIPE
 
@@ -104,13 +105,13 @@ def test_an_experiment_is_its_baseline_and_its_result(
 
 
 def test_losses_are_compared_at_the_tokens_that_all_have_reached(tmp_path: Path) -> None:
-    a = RunFacts("a", "k", curve=tuple(Point(i, 100.0 * i, 3 - i / 10) for i in range(1, 21)))
-    b = RunFacts("b", "k", curve=tuple(Point(i, 200.0 * i, 4 - i / 10) for i in range(1, 6)))
+    a = RunFacts("a", "k", curve=np.array([(i, 100.0 * i, 3 - i / 10) for i in range(1, 21)]))
+    b = RunFacts("b", "k", curve=np.array([(i, 200.0 * i, 4 - i / 10) for i in range(1, 6)]))
     found = compare_runs([a, b])
     assert found["equal"] == {"unit": "tokens", "value": 1000.0}
     assert found["runs"][0]["loss_at_equal"] == pytest.approx(2.0)  # of step 10 alone: (900, 1000]
     assert found["runs"][1]["loss_at_equal"] == pytest.approx(3.5)
-    c = RunFacts("c", "k", curve=(Point(4, None, 1.0),))
+    c = RunFacts("c", "k", curve=np.array([(4, np.nan, 1.0)]))
     found = compare_runs([a, c])
     assert found["equal"] == {"unit": "steps", "value": 4.0}
     assert found["runs"][1]["loss_at_equal"] == 1.0
@@ -253,11 +254,11 @@ def test_memory_of_a_long_run_is_its_curve_and_not_its_lines(tmp_path: Path) -> 
     finally:
         tracemalloc.stop()
     assert (run.steps, run.tokens, run.tokens_per_second) == (steps, 10.0 * steps, 20.0)
-    assert (len(run.curve), run.curve[-1]) == (steps, Point(steps, 10.0 * steps, 1.5))
+    assert (len(run.curve), *run.curve[-1]) == (steps, steps, 10.0 * steps, 1.5)
     assert peak < 100 * steps, "four numbers for each step, and room to grow"
 
 
 def test_a_pipe_in_the_place_of_a_run_s_lines_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text("{}")
     os.mkfifo(tmp_path / "metrics.jsonl")
-    assert list(read_runs(tmp_path)[0].curve) == []
+    assert len(read_runs(tmp_path)[0].curve) == 0

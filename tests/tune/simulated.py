@@ -77,7 +77,7 @@ class Machine:
 
 
 class Simulated:
-    """A worker (`hasten.measure.schedule.TurnWorker`)."""
+    """A worker (`hasten.measure.workers.Worker`)."""
 
     def __init__(self, machine: Machine, settings: dict[str, Any]) -> None:
         self.machine, self.settings, self.ended = machine, settings, False

@@ -19,8 +19,7 @@ from hasten.measure.ablation import AGAIN, BASELINE, Variant
 from hasten.measure.choice import Choice
 from hasten.measure.experiment import Measured
 from hasten.measure.recipe_experiment import ExperimentSubject, prepared
-from hasten.measure.schedule import TurnWorker
-from hasten.measure.workers import COLD_START
+from hasten.measure.workers import COLD_START, Worker
 from hasten.progress import SilentProgress
 from hasten.recipe.build import requested_plan
 from hasten.recipe.schema import load_recipe, recipe_from
@@ -152,7 +151,7 @@ def test_a_recipe_is_tuned_from_trials_to_its_winner(
     monkeypatch.setattr(api, "prepared", lambda recipe, audience, ranks: given)
     machines: list[Machine] = []
 
-    def start(self: RecipeSubject, point: Point) -> TurnWorker:
+    def start(self: RecipeSubject, point: Point) -> Worker:
         if not machines:
             machines.append(Machine(self.space, lambda s: 0.01, start=0.0))
             machines[0].seconds = lambda s: 0.012 if s["PRECISION"] == "none" else 0.012 / faster

@@ -127,11 +127,11 @@ def speedup(
     refuse_unused(context, set(every) - {"tolerance"}, "without --rerun")
     from hasten.cli.train import warn_of_idle
     from hasten.cli.verify import beforehand
+    from hasten.measure.quality import requirements
     from hasten.progress import Display
     from hasten.recipe.schema import load_recipe
     from hasten.recipe.yaml_reader import read_duration
     from hasten.report.bundle import NAME as BUNDLE
-    from hasten.report.judgement import GUILTY
     from hasten.report.page import write_report
     from hasten.report.speedup import ablate, greedy_recipe
 
@@ -203,7 +203,7 @@ def speedup(
     if report is None:
         return 0
     idle = warn_of_idle({a["technique"]: a for a in report["variants"][-1]["effective"]})
-    unproven = any(row["verdict"] in GUILTY for row in report["verification"] or ())
+    unproven = any(row["verdict"] in requirements.FAILED for row in report["verification"] or ())
     if unproven:
         say(
             "a check of equal quality failed: see the verification's table in the report",

@@ -1,6 +1,6 @@
 """The design of an experiment, the plans that it compares, and the result per variant.
 
-The module ``experiment`` measures variants; ``findings`` turns numbers into verdicts.
+The module ``experiment`` measures variants; ``report.judgement`` turns numbers into verdicts.
 """
 
 from __future__ import annotations
@@ -94,14 +94,10 @@ class Design:
         return max(self.warmup, self.longest_warmup)
 
     @property
-    def most_rounds(self) -> int:
-        """With those that are done again, at most as many as were planned."""
-        return self.rounds * (1 if self.foreign_load is None else 2)
-
-    @property
     def steps_in_all(self) -> int:
-        """The most steps that one process of a variant takes."""
-        return self.most_warmup + self.most_rounds * self.steps
+        """The most steps that one process of a variant takes; rounds may be done twice."""
+        most_rounds = self.rounds * (1 if self.foreign_load is None else 2)
+        return self.most_warmup + most_rounds * self.steps
 
     def looks(self, rounds: int) -> set[int]:
         """After which of so many rounds the eval loss is taken: evenly, the last included."""
@@ -136,9 +132,7 @@ class Variant:
     foreign_load: list[float] = field(default_factory=list)
     joules_per_token: float | None = None  # of the rounds that count, where energy was counted
     builds: list[int] = field(default_factory=list)  # which fresh build had the round, from 0
-    process_variance: ProcessVariance | None = (
-        None  # how far processes of this experiment lie apart; None: not known
-    )
+    process_variance: ProcessVariance | None = None  # of all processes; None: not known
     warmup: dict[str, float | None] = field(default_factory=dict)
     ledger: dict[str, Any] | None = None
 
@@ -171,21 +165,21 @@ def plans_of(
         which = "single" if only else which
     plans: dict[str, Plan] = {BASELINE: Plan()}
     kinds: dict[str, Kind] = {BASELINE: "baseline"}
-    for technique in plan:
-        for name, kind, variant in _between(plan, technique.name(), which):
-            if (not only or technique.name() in only) and set(variant) not in map(
-                set, plans.values()
-            ):
+    for index, technique in enumerate(plan):
+        if only and technique.name() not in only:
+            continue
+        for name, kind, variant in _between(plan, index, which):
+            if set(variant) not in map(set, plans.values()):
                 plans[name], kinds[name] = variant, kind
     last = {"full": "plan", "cumulative": f"+ {names[-1]}"}.get(which, "all")
     plans[last], kinds[last] = plan, "all"
     return plans, kinds
 
 
-def _between(plan: Plan, name: str, which: Which) -> list[tuple[str, Kind, Plan]]:
+def _between(plan: Plan, index: int, which: Which) -> list[tuple[str, Kind, Plan]]:
     """The variants that single out one technique, less those that equal the whole plan."""
-    index = [t.name() for t in plan].index(name)
     technique = plan.techniques[index]
+    name = technique.name()
     variants: list[tuple[str, Kind, Plan]] = []
     if which in ("single", "all"):
         variants.append((f"only {name}", "single", Plan([technique])))

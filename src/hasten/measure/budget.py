@@ -54,16 +54,12 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from hasten.errors import InputError
 from hasten.measure.ablation import Design, Kind
 from hasten.measure.record import ExperimentRecord
 from hasten.measure.rounds import Rounds
 from hasten.measure.schedule import VariantProcess
-
-if TYPE_CHECKING:
-    pass  # loads torch
 
 FEWEST_ROUNDS = 2  # one says nothing of its own error
 WORTH_ROUNDS = 5  # fewer leave an interval too wide for most effects: rather fewer variants
@@ -92,14 +88,13 @@ class Costs:
         """
         again = (builds - 1) * variants * self.start
         work = variants * (builds * looks * self.look + self.finish)
-        return to_start * self.start + again + work + rounds * self._round(variants)
-
-    def _round(self, variants: int) -> float:
         unknown = variants - len(self.turns)
         if unknown <= 0:
-            return variants * statistics.fmean(self.turns)
-        between = math.exp(statistics.fmean(math.log(max(turn, 1e-9)) for turn in self.turns))
-        return math.fsum(self.turns) + unknown * between
+            round_seconds = variants * statistics.fmean(self.turns)
+        else:
+            between = math.exp(statistics.fmean(math.log(max(turn, 1e-9)) for turn in self.turns))
+            round_seconds = math.fsum(self.turns) + unknown * between
+        return to_start * self.start + again + work + rounds * round_seconds
 
 
 @dataclass(frozen=True)
@@ -109,8 +104,7 @@ class BudgetPlan:
     names: tuple[str, ...]
     rounds: int
     builds: int
-    # a sentence, and the variants that it is about
-    dropped: tuple[tuple[str, tuple[str, ...]], ...]
+    dropped: tuple[tuple[str, tuple[str, ...]], ...]  # a sentence, and the variants it is about
 
 
 def rounded_up(seconds: float) -> str:
@@ -119,19 +113,6 @@ def rounded_up(seconds: float) -> str:
         return f"{math.ceil(seconds)} s"
     minutes = math.ceil(seconds / 60)
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def require_budget(seconds: float, spent: float, needed_seconds: float) -> None:
-    """Refuse a budget in which the least there is doesn't fit.
-
-    Raises:
-        InputError: two rounds of baseline and plan take longer, and how long.
-    """
-    if spent + needed_seconds > seconds:
-        raise InputError(
-            f"budget: {rounded_up(seconds)} is too short: two rounds of the baseline and one more "
-            f"variant take about {rounded_up(spent + needed_seconds)} on this job and machine"
-        )
 
 
 def fit_to_budget(
@@ -150,8 +131,7 @@ def fit_to_budget(
         names: all variants.
         kinds: what each is.
         expected: the gain that is forecast for a variant; a missing one counts as none.
-        builds: as the user wished.
-        most_rounds: as the user wished.
+        builds, most_rounds: as the user wished.
         rest_of: seconds for (variants, builds, rounds).
         available_seconds: seconds there are.
         worth: with fewer rounds than these, rather fewer variants.
@@ -159,7 +139,11 @@ def fit_to_budget(
     enough = min(worth, most_rounds)
     retained = list(names)
     dropped: list[tuple[str, tuple[str, ...]]] = []
-    for what in _in_order(names, kinds, expected):
+    left_out = [name for name in names if kinds.get(name) == "leave-one-out"]
+    others = [name for name in names[1:-1] if kinds.get(name) in ("single", "cumulative", "other")]
+    others.sort(key=lambda name: expected.get(name, 0.0))
+    again = [name for name in names if kinds.get(name) == "again"]
+    for what in (*left_out, None, *others, *again):  # None: the second builds
         if rest_of(retained, builds, max(enough, builds)) <= available_seconds:
             break
         if what is None:
@@ -173,17 +157,6 @@ def fit_to_budget(
     while rounds > FEWEST_ROUNDS and rest_of(retained, builds, rounds) > available_seconds:
         rounds -= 1
     return BudgetPlan(tuple(retained), rounds, builds, tuple(dropped))
-
-
-def _in_order(
-    names: Sequence[str], kinds: Mapping[str, Kind], expected: Mapping[str, float]
-) -> list[str | None]:
-    """The order in which variants are dropped; None is the position of the second builds."""
-    left_out = [name for name in names if kinds.get(name) == "leave-one-out"]
-    single = [name for name in names if kinds.get(name) in ("single", "cumulative", "other")]
-    again = [name for name in names if kinds.get(name) == "again"]
-    single = [name for name in single if name not in (names[0], names[-1])]
-    return [*left_out, None, *sorted(single, key=lambda n: expected.get(n, 0.0)), *again]
 
 
 class BudgetTracker:
@@ -261,15 +234,19 @@ class BudgetTracker:
             return
         costs = self._costs(variants)
         self._round_seconds = costs.of(variants=2, rounds=1, looks=1, to_start=0)
-        least = costs.of(variants=2, rounds=FEWEST_ROUNDS, looks=1, to_start=2 - len(variants))
         if self.every_variant:
             if len(variants) == 2 and self._is_first:
                 self._refuse_hopeless(len(waiting), replace(costs, finish=0.0))
             return
+        least = costs.of(variants=2, rounds=FEWEST_ROUNDS, looks=1, to_start=2 - len(variants))
+        end = self._record.spent + least
         if self._measured():
-            self.over = self.over or self._record.spent + least > budget
-        elif not self._design.partial:
-            require_budget(budget, self._record.spent, least)
+            self.over = self.over or end > budget
+        elif not self._design.partial and end > budget:
+            raise InputError(
+                f"budget: {rounded_up(budget)} is too short: two rounds of the baseline and one "
+                f"more variant take about {rounded_up(end)} on this job and machine"
+            )
         if len(variants) == 2 and not self.over:
             self._choose(waiting, len(variants), costs)
 
@@ -301,16 +278,21 @@ class BudgetTracker:
     def plan_rounds(self, waiting: Sequence[str], variants: Sequence[VariantProcess]) -> None:
         """After all have started that are to be alive together: how many rounds there will be."""
         if self.every_variant:
-            self._shorten(variants)
+            if variants and self._is_first:
+                costs = self._costs(variants)
+                three_rounds = costs.of(len(variants), WORTH_IN_PART, looks=1, to_start=0)
+                if self._record.spent + three_rounds > self._until:
+                    self.steps = 1  # turns of one step, for all cohorts
+                    self._record.append("turns", length=1)
             return
         names = [name for name in waiting if name not in self.dropped]
         if self._design.budget_seconds is None or not variants or len(names) < 2:
             return
         rounds = self._choose(names, len(variants), self._costs(variants))
-        recorded_rounds = [e["rounds"] for e in self._record.events if e["event"] == "rounds"]
         if self._design.eliminate:
             return  # rounds get cheaper as variants leave
-        if not recorded_rounds and rounds < self._design.rounds:
+        is_recorded = any(e["event"] == "rounds" for e in self._record.events)
+        if not is_recorded and rounds < self._design.rounds:
             self._record.append("rounds", rounds=rounds)
 
     def out(self, variants: Sequence[VariantProcess], done: int) -> bool:
@@ -339,15 +321,6 @@ class BudgetTracker:
         else:
             self.over = True
         return True
-
-    def _shorten(self, variants: Sequence[VariantProcess]) -> None:
-        """Turns of one step, for all cohorts, where not three rounds of whole turns fit."""
-        if not variants or not self._is_first:
-            return
-        needed_seconds = self._costs(variants).of(len(variants), WORTH_IN_PART, looks=1, to_start=0)
-        if self._record.spent + needed_seconds > self._until:
-            self.steps = 1
-            self._record.append("turns", length=1)
 
     def close(self, base: str, lacking: Sequence[str]) -> None:
         """Note what there was no time for, and how many rounds and builds there are.
@@ -430,7 +403,6 @@ class BudgetTracker:
         return choice.rounds
 
     def _measured(self) -> set[str]:
-        """The variants that have complete rounds."""
         rounds = Rounds(self._record.events, "", self._design)  # which is the baseline is no matter
         names = {name for members in rounds.members.values() for name in members}
         return {name for name in names if rounds.complete(name)}

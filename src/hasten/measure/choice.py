@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from hasten.core.context import ExampleStats, JobContext
 from hasten.machine import cache
-from hasten.measure.recipe_experiment import ExperimentSubject
+from hasten.measure.recipe_experiment import ExperimentSubject, conditions
 from hasten.recipe.schema import AutoPlan
 
 FOLDER = Path("~/.cache/hasten/choices")  # of this user
@@ -105,14 +105,11 @@ def kept_choices(context: JobContext, folder: Path | None = None) -> list[KeptCh
         context: the model, the device and the machine; its examples don't matter.
         folder: where choices are kept; in the user's cache if left out.
     """
-    about = _about_job(context)
+    about = {**_about_job(context), "examples": None}
 
     def build(path: Path, entry: Any) -> KeptChoice | None:
         saved_job = entry["about"]
-        if entry["fidelity"] == "lossy" or {**saved_job, "examples": None} != {
-            **about,
-            "examples": None,
-        }:
+        if entry["fidelity"] == "lossy" or {**saved_job, "examples": None} != about:
             return None
         choice, examples = Choice.from_dict(entry["choice"]), ExampleStats(**saved_job["examples"])
         return KeptChoice(choice, str(entry["date"]), path, examples)
@@ -132,10 +129,8 @@ def choice_path(subject: ExperimentSubject, settings: AutoPlan, folder: Path | N
         "asked": settings.model_dump(),
         "examples": asdict(context.examples),
         "model": asdict(context.model),
-        "hardware": {**asdict(context.hardware), "device": context.device},
         "ranks": context.world.size,
-        "versions": dict(context.versions),
-        "source": cache.source_digest(),
+        **conditions(context),
     }
     return cache.path_of(folder or FOLDER, parts)
 
@@ -152,8 +147,7 @@ def _about_job(context: JobContext) -> dict[str, Any]:
         "ranks": context.world.size,
         "versions": dict(context.versions),
     }
-    decoded: dict[str, Any] = json.loads(json.dumps(description))
-    return decoded
+    return dict(json.loads(json.dumps(description)))
 
 
 def stored_choice(path: Path) -> Choice | None:

@@ -20,7 +20,6 @@ stored for jobs of the same model, data, settings, machine and versions.
 from __future__ import annotations
 
 import contextlib
-import logging
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -75,7 +74,6 @@ COMPARISON = Design(
     rounds=30, steps=3, warmup=2, longest_warmup=6, evaluations=0, eliminate=True, seed=1
 )
 PLAIN, FIRST, TOGETHER = "no techniques", "first plan", "all changes"
-_LOG = logging.getLogger(__name__)
 
 
 def choose(
@@ -129,12 +127,8 @@ def choose_by_forecast(
     technique_candidates = candidates(recipe, context, settings.fidelity, more)
     base_plan = plan_of(recipe.model_copy(update={"auto_plan": None}), context)
     plan = first_plan(technique_candidates, base_plan, context)
-    return Choice(
-        _entries(plan, context),
-        "forecast",
-        f"{why}, so a forecast chose",
-        _rows(technique_candidates),
-    )
+    rows = _rows(technique_candidates)
+    return Choice(_entries(plan, context), "forecast", f"{why}, so a forecast chose", rows)
 
 
 class PlanComparison:
@@ -196,8 +190,7 @@ class PlanComparison:
                     return self._forecast(why)
             self._audience.tell(
                 f"plan: auto: comparing {len(variants)} changes of {self._first} for "
-                f"{duration(budget)} "
-                "at most"
+                f"{duration(budget)} at most"
             )
             return self._compared(variants, budget)
 
@@ -277,13 +270,13 @@ class PlanComparison:
 
     def _compared(self, variants: Mapping[str, Plan], budget: float) -> Choice:
         """First every change by itself, then what they make together, and no technique at all."""
-        ratios = (
-            self._ratios({FIRST: self._first, **variants}, FIRST_SHARE * budget) if variants else {}
-        )
+        if variants:
+            plans = {FIRST: self._first, **variants}
+            self._variants = self._compare(plans, FIRST_SHARE * budget)
+        ratios = _ratios(self._variants)
         founded = {t.name() for t in self._first if expected_gain(t, self._context) > FORECAST}
-        helped = {
-            n for n, (_, verdict) in _verdicts(self._variants).items() if verdict.word == "helped"
-        }
+        verdicts = _verdicts(self._variants)
+        helped = {name for name, (_, verdict) in verdicts.items() if verdict.word == "helped"}
         changes, best = _changes(ratios, variants, founded, helped), _best(ratios)
         if len(changes) == 1 and best == FIRST:
             best = changes[0]  # alike without a technique, or likely to help
@@ -301,20 +294,11 @@ class PlanComparison:
             final = self._compare(
                 {name: plans[name] for name in dict.fromkeys(finals)}, seconds_left
             )
-        last = {variant.name: ratio for variant in final if (ratio := _ratio(variant)) is not None}
-        if last:
+        if last := _ratios(final):
             best = _best(last, reference=finals[0])
         elif not ratios:
             return self._forecast("the budget was too short for a comparison")
         return self._choice(plans, best, ratios, final)
-
-    def _ratios(self, plans: Mapping[str, Plan], seconds: float) -> dict[str, Interval]:
-        self._variants = self._compare(plans, seconds)
-        return {
-            variant.name: ratio
-            for variant in self._variants
-            if (ratio := _ratio(variant)) is not None
-        }
 
     def _compare(self, plans: Mapping[str, Plan], seconds: float) -> list[Variant]:
         """Compares plans with the first one; it and the last one are never dropped."""
@@ -341,18 +325,14 @@ class PlanComparison:
         ratios: Mapping[str, Interval],
         final: Sequence[Variant],
     ) -> Choice:
-        plan, variants = (
-            plans[best],
-            {variant.name: variant.rounds for variant in final if variant.rounds},
-        )
+        plan = plans[best]
+        variants = {variant.name: variant.rounds for variant in final if variant.rounds}
         chosen, plain = variants.get(best, []), variants.get(PLAIN, [])
         gain = None
         if chosen and plain and best != PLAIN:  # one that is out has fewer rounds
             ratios_to_plain = [a / b for a, b in zip(chosen, plain, strict=False)]
             gain = ratio_of_rounds(ratios_to_plain, final[0].process_variance).summary()
-        speeds = chosen or next(
-            (variant.rounds for variant in self._variants if variant.name == best), []
-        )
+        speeds = chosen or {v.name: v.rounds for v in self._variants}.get(best, [])
         others = {name: r.low for name, r in ratios.items() if plans[name] != plan}
         if plan != self._first:
             others[FIRST] = 1.0
@@ -392,7 +372,6 @@ class PlanComparison:
         return text
 
     def _tested(self, plans: Mapping[str, Plan], names: Iterable[str]) -> set[Technique]:
-        """The techniques that these changes add, or leave out."""
         return {t for name in names for t in set(plans[name]) ^ set(self._first)}
 
     def _choice_rows(
@@ -404,7 +383,8 @@ class PlanComparison:
         """A row for every change that was compared, and for every candidate that wasn't."""
         rows = []
         for name, (ratio, verdict) in verdicts.items():
-            taken = _applied(self._first, plans[name], chosen)
+            gone, new = set(self._first) - set(plans[name]), set(plans[name]) - set(self._first)
+            taken = not gone & set(chosen) and new <= set(chosen)
             decision = "taken" if taken else "not taken"
             rows.append(ChoiceRow(name, decision, verdict.text, ratio.summary()))
         compared = self._tested(plans, verdicts)
@@ -458,7 +438,6 @@ def _changes(
 
 
 def _about(change: str) -> str:
-    """The technique that a change takes away; its own name if it only adds one."""
     for word in ("without ", " for "):
         if word in change:
             return change.rpartition(word)[2]
@@ -466,7 +445,6 @@ def _about(change: str) -> str:
 
 
 def _together(first: Plan, changed: Mapping[str, Plan]) -> Plan:
-    """The first plan with all of these changes."""
     plan = first
     for other in changed.values():
         for technique in first:
@@ -478,40 +456,29 @@ def _together(first: Plan, changed: Mapping[str, Plan]) -> Plan:
     return plan
 
 
-def _applied(first: Plan, changed: Plan, chosen: Plan) -> bool:
-    """Returns True if the chosen plan contains a change of the initial plan."""
-    gone = [t for t in first if t not in changed.techniques]
-    new = [t for t in changed if t not in first.techniques]
-    return all(t not in chosen.techniques for t in gone) and all(
-        t in chosen.techniques for t in new
-    )
-
-
 def _best(ratios: Mapping[str, Interval], reference: str = FIRST) -> str:
     """The plan with the highest lower bound; ``reference`` is what the others are compared with."""
     bounds = {reference: 1.0} | {name: ratio.low for name, ratio in ratios.items()}
     return max(bounds, key=bounds.__getitem__)
 
 
-def _ratio(variant: Variant) -> Interval | None:
-    """Its speed over the first plan's; None: it is that plan, or wasn't compared."""
-    if variant.kind == "baseline" or not variant.baseline_rounds or variant.failed:
-        return None
-    # Decisions allow for no process variance.
-    return paired_ratio(variant.baseline_rounds, variant.rounds)
+def _measured_changes(variants: Sequence[Variant]) -> list[Variant]:
+    return [v for v in variants if v.kind != "baseline" and v.baseline_rounds and not v.failed]
+
+
+def _ratios(variants: Sequence[Variant]) -> dict[str, Interval]:
+    """Speeds over the first plan's. Decisions allow for no process variance."""
+    return {v.name: paired_ratio(v.baseline_rounds, v.rounds) for v in _measured_changes(variants)}
 
 
 def _verdicts(variants: Sequence[Variant]) -> dict[str, tuple[Interval, EffectVerdict]]:
     """Each measured change's ratio and verdict, as the report of the same rounds has them."""
     process_variance = variants[0].process_variance if variants else None
     effects = {}
-    for variant in variants:
-        if _ratio(variant) is not None:
-            ratios = [
-                ours / theirs
-                for ours, theirs in zip(variant.rounds, variant.baseline_rounds, strict=True)
-            ]
-            effects[variant.name] = ratio_of_rounds(ratios, process_variance), ratios
+    for variant in _measured_changes(variants):
+        pairs = zip(variant.rounds, variant.baseline_rounds, strict=True)
+        ratios = [ours / theirs for ours, theirs in pairs]
+        effects[variant.name] = ratio_of_rounds(ratios, process_variance), ratios
     judged = judge_effects(effects, process_variance=process_variance)
     return {name: (ratio, judged[name]) for name, (ratio, _) in effects.items()}
 

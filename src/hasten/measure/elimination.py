@@ -114,6 +114,5 @@ def leading(logs: Logs[Name]) -> list[Name]:
 
 
 def _slower(first: Sequence[float], other: Sequence[float], far: float) -> bool:
-    """Returns True if ``other`` is behind ``first`` by more than ``far`` standard errors."""
     gaps = [a - b for a, b in zip(first, other, strict=True)]
     return statistics.fmean(gaps) > far * statistics.stdev(gaps) / math.sqrt(len(gaps))

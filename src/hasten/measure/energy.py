@@ -30,10 +30,6 @@ JOULES_PER_KWH = 3.6e6
 Joules = Callable[[], float | None]
 
 
-class CounterError(OSError):
-    """A counter that can't be read; the message contains the reason."""
-
-
 @dataclass
 class EnergyMeter:
     """Joules since the meter was opened, over all of its counters; None once one of them failed."""
@@ -126,10 +122,9 @@ def _rapl(powercap: Path) -> EnergyMeter:
     zones = {zone: _text(zone / "name") for zone in sorted(powercap.glob("intel-rapl:*"))}
     zones = {z: name for z, name in zones.items() if name.startswith("package") or name == "dram"}
     if not zones:
-        raise CounterError(f"no RAPL counter under {powercap}")
-    counters = [RaplCounter(zone) for zone in zones]
-    names = ", ".join(zones.values())
-    return EnergyMeter(f"RAPL ({names}): all that ran on the processor", counters)
+        raise OSError(f"no RAPL counter under {powercap}")
+    source = f"RAPL ({', '.join(zones.values())}): all that ran on the processor"
+    return EnergyMeter(source, [RaplCounter(zone) for zone in zones])
 
 
 def _number(path: Path) -> int:
@@ -137,7 +132,7 @@ def _number(path: Path) -> int:
     try:
         return int(text)
     except ValueError as error:
-        raise CounterError(f"{path} holds {text[:40]!r}, not a count") from error
+        raise OSError(f"{path} holds {text[:40]!r}, not a count") from error
 
 
 def _text(path: Path) -> str:
@@ -145,21 +140,21 @@ def _text(path: Path) -> str:
         return path.read_text().strip()
     except OSError as error:
         hint = "; its owner is root" if isinstance(error, PermissionError) else ""
-        raise CounterError(f"{path}: {error.strerror or error}{hint}") from error
+        raise OSError(f"{path}: {error.strerror or error}{hint}") from error
 
 
 def _nvml(uuids: Sequence[str]) -> EnergyMeter:
     if not uuids:
-        raise CounterError("which GPUs train is not known")
+        raise OSError("which GPUs train is not known")
     gpu.ask("nvmlInit")
-    counters = [_gpu_counter(gpu.by_uuid(uuid)) for uuid in uuids]
-    count = f"{len(counters)} GPU" + ("s" if len(counters) > 1 else "")
-    return EnergyMeter(f"NVML ({count}): the accelerators alone, all that ran on them", counters)
 
-
-def _gpu_counter(handle: Any) -> Joules:
-    def joules() -> float:
+    def joules(handle: Any) -> float:
         return float(gpu.ask("nvmlDeviceGetTotalEnergyConsumption", handle)) / 1e3
 
-    first = joules()
-    return lambda: joules() - first
+    def counter(handle: Any) -> Joules:
+        first = joules(handle)
+        return lambda: joules(handle) - first
+
+    counters = [counter(gpu.by_uuid(uuid)) for uuid in uuids]
+    count = f"{len(counters)} GPU" + ("s" if len(counters) > 1 else "")
+    return EnergyMeter(f"NVML ({count}): the accelerators alone, all that ran on them", counters)

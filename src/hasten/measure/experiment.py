@@ -107,9 +107,8 @@ class Experiment:
                 self._fresh_round(waiting)
             else:
                 self._cohort(waiting)
-        if not self.time.over:
-            for name in self._unproven():
-                self._prove(name)
+        if not self.time.over and not self.design.eliminate:
+            self._check_effects_again()
         if self.time.over:
             self.time.close(self.base, self._waiting())
         self.record.append("done")
@@ -157,7 +156,7 @@ class Experiment:
             if self.fresh:
                 return  # two variants at a time are too many: nothing of this cohort counts
             if not self.time.over:
-                self._play(waiting, names, number)
+                self._warm_up_and_take_turns(waiting, names, number)
             for name in [name for name in self.plans if name in self.alive]:
                 if self._rounds().complete(name):  # known even if no further build has its time
                     self._finish(name)
@@ -165,15 +164,21 @@ class Experiment:
                 for variant in self.alive.values():
                     variant.worker.close(kill=True)  # nobody waits until they have left
 
-    def _play(self, waiting: Sequence[str], names: Sequence[str], number: int) -> None:
-        """Catch up with the longest warm-up, then take turns as long as there is time."""
-        settled = max((len(variant.warm) for variant in self.alive.values()), default=0)
-        settled = max(settled, self._rounds().warmup)
-        settled = max(settled, self.time.warmup(waiting, list(self.alive.values())))
+    def _warm_up_and_take_turns(
+        self, waiting: Sequence[str], names: Sequence[str], number: int
+    ) -> None:
+        """All do as many steps as the longest warm-up, then turns as long as there is time."""
+        settled = max(
+            self._rounds().warmup,
+            self.time.warmup(waiting, list(self.alive.values())),
+            *(len(variant.warm) for variant in self.alive.values()),
+        )
         for name in names:
             self._attempt(name, lambda variant: variant.warm_up(settled))
         self.time.plan_rounds(waiting, list(self.alive.values()))
-        names = self._without_dropped(names)
+        for name in self.time.dropped & set(self.alive):
+            self.alive.pop(name).worker.close()
+        names = [name for name in names if name not in self.time.dropped]
         done = len(self._rounds().complete(names[-1]))
         if self.time.out(list(self.alive.values()), done):
             return
@@ -190,12 +195,15 @@ class Experiment:
         starts from the other end, if memory is known to hold all of them.
         """
         names: list[str] = []
-        fit = all_fit(waiting, self.peaks, self.context.memory, self.design)
-        for name in reversed(waiting) if number % 2 == 0 and fit else waiting:
+        fits = partial(may_join, self.peaks, self.context.memory, self.design)
+        all_fit = all(  # those that have been alive before
+            name in self.peaks and fits(waiting[:i], name) for i, name in enumerate(waiting)
+        )
+        for name in reversed(waiting) if number % 2 == 0 and all_fit else waiting:
             if name in self.time.dropped or not self.time.allows(name, list(self.alive.values())):
                 continue
             alive = list(self.alive)
-            if not may_join(alive, self.peaks, name, self.context.memory, self.design):
+            if not fits(alive, name):
                 if len(alive) < 2 and self.design.grouping == "auto":
                     self.fresh = self.time.fresh = True
                     return names
@@ -245,8 +253,17 @@ class Experiment:
             if not self.alive:
                 return
             if self.design.eliminate and done >= RACED_ROUNDS:
-                names = self._without_slower(names, number, count)
-                if self._decided(names):
+                rounds = self._rounds()
+                for name in names:  # the significantly slower ones leave
+                    ratio = rounds.ratio(name) if name in self.alive else None
+                    if name != self.base and ratio is not None and ratio.high < 1:
+                        self.record.append("eliminated", variant=name, cohort=number, round=count)
+                        self.alive.pop(name).worker.close()
+                names = [name for name in names if name in self.alive]
+                ratios = [self._rounds().ratio(name) for name in names if name != self.base]
+                # Further rounds change nothing if every variant is faster than the first, or its
+                # interval is narrow enough to count as equal.
+                if all(r and (r.low > 1 or r.high / r.low < 1 + 2 * ALIKE) for r in ratios):
                     self.record.append("rounds", rounds=done)
         ended_early = self.time.over or count < planned
         if ended_early and count and looks and count not in looks:
@@ -280,29 +297,6 @@ class Experiment:
             else:
                 self.alive[name].note("turn", round=number, **outcome.to_dict())
 
-    def _without_slower(self, names: Sequence[str], cohort: int, round_: int) -> list[str]:
-        """Ends the variants significantly slower than the first; returns the remaining names."""
-        rounds = self._rounds()
-        for name in names:
-            ratio = rounds.ratio(name) if name in self.alive else None
-            if name != self.base and ratio is not None and ratio.high < 1:
-                self.record.append("eliminated", variant=name, cohort=cohort, round=round_)
-                self.alive.pop(name).worker.close()
-        return [name for name in names if name in self.alive]
-
-    def _decided(self, names: Sequence[str]) -> bool:
-        """Returns True if further rounds would change nothing.
-
-        That is when every variant is faster than the first, or its interval is narrow enough to
-        count as equal.
-        """
-        rounds = self._rounds()
-        ratios = [rounds.ratio(name) for name in names if name != self.base]
-        return all(
-            ratio is not None and (ratio.low > 1 or ratio.high / ratio.low < 1 + 2 * ALIKE)
-            for ratio in ratios
-        )
-
     def _fresh_round(self, waiting: Sequence[str]) -> None:
         """A round in which every variant is started for its turn and ended after it."""
         number, events = self._next_cohort(), self.record.events
@@ -311,16 +305,15 @@ class Experiment:
         self.record.append("cohort", cohort=number, members=names, fresh=True)
         done = len(self._rounds().complete(names[-1]))
         shown = self._round_words(done + 1, names[-1])
-        draw, variants = (
-            random.Random(self.design.seed * 1_000_003 + number),
-            list[VariantProcess](),
-        )
+        draw = random.Random(self.design.seed * 1_000_003 + number)
+        variants: list[VariantProcess] = []
         for name in draw.sample(names, len(names)):
             self.alive = {}
             if name in self.time.dropped or self.time.seconds_left() <= 0:
                 continue
             with contextlib.ExitStack() as stack:
-                unseen = self._unseen(name)
+                looks = [e for e in events if e["event"] == "evaluate" and e["variant"] == name]
+                unseen = self.design.evaluations > 0 and not any(e["tokens"] for e in looks)
                 self._start(name, number, stack, evaluate_first=unseen)
                 self._attempt(name, lambda variant: variant.warm_up(self.design.most_warmup))
                 variants += self.alive.values()
@@ -332,26 +325,18 @@ class Experiment:
                 self._finish(name)
         self.time.out(variants, done + 1)
 
-    def _unseen(self, name: str) -> bool:
-        """Returns True if a variant's eval loss after training is required but missing."""
-        looks = [e for e in self.record.events if e["event"] == "evaluate" and e["variant"] == name]
-        return self.design.evaluations > 0 and not any(e["tokens"] for e in looks)
+    def _check_effects_again(self) -> None:
+        """For variants that were killed before they could finish, though their rounds are complete.
 
-    def _unproven(self) -> list[str]:
-        """Variants with complete rounds and a process that was killed before it could finish."""
-        rounds = self._rounds()
-        if self.design.eliminate:
-            return []
-        end_events = ("finish", "unfinished", "failed")
-        done = {e["variant"] for e in self.record.events if e["event"] in end_events}
-        return [name for name in self.plans if name not in done and rounds.complete(name)]
-
-    def _prove(self, name: str) -> None:
-        """Checks a variant's techniques in a process that trains no longer than a warm-up."""
-        self.alive = {}
-        with contextlib.ExitStack() as stack:
-            self._start(name, self._next_cohort(), stack, evaluate_first=False, at_the_end=True)
-            self._finish(name)
+        Their new processes train no longer than a warm-up.
+        """
+        rounds, ends = self._rounds(), ("finish", "unfinished", "failed")
+        done = {e["variant"] for e in self.record.events if e["event"] in ends}
+        for name in [n for n in self.plans if n not in done and rounds.complete(n)]:
+            self.alive = {}
+            with contextlib.ExitStack() as stack:
+                self._start(name, self._next_cohort(), stack, evaluate_first=False, at_the_end=True)
+                self._finish(name)
 
     def _finish(self, name: str) -> None:
         done = any(e["event"] == "finish" and e["variant"] == name for e in self.record.events)
@@ -384,19 +369,9 @@ class Experiment:
             variant.note("unfinished" if at_the_end else "failed", why=str(error))
         variant.worker.close(kill=True)
 
-    def _without_dropped(self, names: Sequence[str]) -> list[str]:
-        """End the processes of variants for which there is no time; the names of the others."""
-        for name in self.time.dropped & set(self.alive):
-            self.alive.pop(name).worker.close()
-        return [name for name in names if name not in self.time.dropped]
-
     def _round_words(self, number: int, name: str) -> str:
-        most = self._in_all(name)
-        return (
-            f"round {number} of up to {most}"
-            if self.time.every_variant
-            else f"round {number}/{most}"
-        )
+        between = " of up to " if self.time.every_variant else "/"
+        return f"round {number}{between}{self._in_all(name)}"
 
     def _in_all(self, name: str) -> int:
         """Rounds a variant will have had, those included that are done again."""
@@ -419,9 +394,7 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Measured:
-    """An experiment's variants, and how it was run in the words of the report
-    (``report.design``).
-    """
+    """An experiment's variants, and how it was run: ``report.design``."""
 
     variants: list[Variant]
     design: dict[str, Any]
@@ -500,49 +473,32 @@ def design_words(events: Sequence[Event], base: str, design: Design) -> dict[str
     }
 
 
-def variant_fits(alive: Sequence[str], peaks: Mapping[str, int], name: str, memory: int) -> bool:
-    """Returns True if one more variant fits into memory.
+def may_join(
+    peaks: Mapping[str, int], memory: int, design: Design, alive: Sequence[str], name: str
+) -> bool:
+    """Returns True if a variant may start next to those alive, by grouping and memory.
 
     A variant without a measured peak counts with the largest measured peak.
     """
-    if not peaks:
-        return True
-    unknown = max(peaks.values())
-    return sum(peaks.get(n, unknown) for n in (*alive, name)) <= SHARE * memory
-
-
-def may_join(
-    alive: Sequence[str], peaks: Mapping[str, int], name: str, memory: int, design: Design
-) -> bool:
-    """Returns True if a variant may start next to those alive, by the requested grouping."""
     if design.grouping == "together" or not alive:
         return True
-    holds = variant_fits(alive, peaks, name, memory)
+    unknown = max(peaks.values(), default=0)
+    fits = sum(peaks.get(n, unknown) for n in (*alive, name)) <= SHARE * memory
     if design.grouping == "groups":  # the baseline and one more always start
-        return len(alive) == 1 or (len(alive) <= GROUP and holds)
-    return holds
+        return len(alive) == 1 or (len(alive) <= GROUP and fits)
+    return fits
 
 
 def grouping_words(events: Sequence[Event]) -> str:
     """Which variants were alive together, for the report."""
-    fresh = any(e["event"] == "cohort" and e.get("fresh") for e in events)
-    if fresh:
+    cohorts = [e for e in events if e["event"] == "cohort"]
+    if any(e.get("fresh") for e in cohorts):
         return (
             "a fresh process for every turn: two variants didn't fit into memory, or it was asked "
             "for"
         )
-    groups: dict[tuple[str, ...], None] = {}
-    for e in events:
-        if e["event"] == "cohort":
-            groups[tuple(e["members"])] = None
+    groups = dict.fromkeys(tuple(e["members"]) for e in cohorts)
     if len(groups) <= 1:
         count = len(next(iter(groups), ()))
         return f"all {count} variants alive together"
     return "groups that share the baseline: " + "; ".join(", ".join(g) for g in groups)
-
-
-def all_fit(names: Sequence[str], peaks: Mapping[str, int], memory: int, design: Design) -> bool:
-    """Returns True if all of these have been alive before, and fit into memory together."""
-    return all(name in peaks for name in names) and all(
-        may_join(names[:i], peaks, name, memory, design) for i, name in enumerate(names)
-    )

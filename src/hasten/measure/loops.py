@@ -74,20 +74,14 @@ class Comparison:
     verdict: Effect
     unit: str = "items"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        loops = {"first": self.first, "second": self.second}
-        return {
-            **{name: {**loop.__dict__} for name, loop in loops.items()},
-            "ratio": self.ratio.summary(),
-            "verdict": self.verdict,
-            "unit": self.unit,
-        }
-
     def __str__(self) -> str:
-        head = ["job", f"{self.unit}/s [95 %]", "ratio [95 %]", "last loss", "peak memory"]
-        rows = [head, [*_row(self.first, "1.00×")]]
-        rows.append([*_row(self.second, span(self.ratio.summary(), "times"))])
+        rows = [["job", f"{self.unit}/s [95 %]", "ratio [95 %]", "last loss", "peak memory"]]
+        ratios = ("1.00×", span(self.ratio.summary(), "times"))
+        for loop, ratio in zip((self.first, self.second), ratios, strict=True):
+            speed = span(spread(loop.rounds).summary(), "amount")
+            loss = number_text(loop.losses[-1] if loop.losses else None, "loss")
+            memory = number_text(loop.peak_memory_bytes, "memory")
+            rows.append([loop.name, speed, ratio, loss, memory])
         return f"{aligned(rows)}\nverdict: {self.verdict} ({self.ratio.rounds} rounds)"
 
 
@@ -131,16 +125,9 @@ def compare(
         raise InputError(f"budget_seconds is {budget_seconds}; it must be more than 0")
     if not 0 <= noise_floor < 1:
         raise InputError(f"noise_floor is {noise_floor}; it is a share from 0 up to 1")
-    design = Design(
-        rounds=rounds,
-        steps=steps,
-        warmup=warmup,
-        evaluations=0,
-        seed=seed,
-        budget_seconds=budget_seconds,
-    )
+    design = Design(rounds, steps, warmup, evaluations=0, seed=seed, budget_seconds=budget_seconds)
     targets = [loop_reference(job) for job in (job_a, job_b)]
-    called = names or (_name(targets[0]), _name(targets[1]))
+    called = names or [target.rpartition(":")[2] for target in targets]
     began = time.monotonic()
     with (
         one_measurement(_LOG.warning, budget_seconds),
@@ -162,7 +149,7 @@ def compare(
         plans = dict.fromkeys(PLACES, Plan())
         variants = measure_variants(at, plans, design, check, record=record).variants
         check()
-    first, second = (_loop(name, variant) for name, variant in zip(called, variants, strict=True))
+    first, second = map(_loop, called, variants)
     ratio = paired_ratio(first.rounds, second.rounds)
     return Comparison(first, second, ratio, verdict(ratio, noise_floor=noise_floor), unit)
 
@@ -204,19 +191,3 @@ def _loop(name: str, variant: Variant) -> Loop:
     losses = tuple(step["loss"] for step in variant.steps if step["loss"] is not None)
     build = variant.startup_seconds.get("build")
     return Loop(name, tuple(variant.rounds), losses, variant.peak_memory_bytes, build)
-
-
-def _name(target: str) -> str:
-    return target.rpartition(":")[2]
-
-
-def _row(loop: Loop, ratio: str) -> list[str]:
-    loss = loop.losses[-1] if loop.losses else None
-    speed = span(spread(loop.rounds).summary(), "amount")
-    return [
-        loop.name,
-        speed,
-        ratio,
-        number_text(loss, "loss"),
-        number_text(loop.peak_memory_bytes, "memory"),
-    ]

@@ -121,23 +121,17 @@ def table(rows: list[ProfiledOperator], step_seconds: float, count: int = 15) ->
     and code that the profiler doesn't see; None where several threads or streams overlapped.
     """
     total = sum(row.seconds for row in rows)
-    families: dict[str, list[ProfiledOperator]] = {}
+    families: dict[str, dict[str, Any]] = {}
     for row in rows:
-        families.setdefault(row.family, []).append(row)
-    family_rows = [
-        {
-            "family": family,
-            "seconds": sum(row.seconds for row in members),
-            "share": sum(row.seconds for row in members) / total,
-            "calls": sum(row.calls for row in members),
-        }
-        for family, members in families.items()
-    ]
+        family = families.setdefault(row.family, {"family": row.family, "seconds": 0.0, "calls": 0})
+        family["seconds"] += row.seconds
+        family["calls"] += row.calls
+        family["share"] = family["seconds"] / total
     outside = step_seconds - total
     return {
         "seconds": total,
         "outside_seconds": outside if outside >= 0 else None,
-        "families": sorted(family_rows, key=lambda row: -row["seconds"]),
+        "families": sorted(families.values(), key=lambda row: -row["seconds"]),
         "top": [
             {**asdict(row), "family": row.family, "share": row.seconds / total}
             for row in rows[:count]
@@ -251,7 +245,6 @@ def storages(tensors: Iterable[Tensor]) -> Storages:
 
 
 def _one_pass(session: Session, micro_batch: MicroBatch, weights: Storages) -> dict[str, int]:
-    """Forward and backward under watch; the gradients are counted and forgotten."""
     setup = session.setup
     device, clock = torch.device(setup.job.device), setup.clock
     gpus = [] if device.type == "cpu" else [device.index or 0]
@@ -321,7 +314,6 @@ def _is_wide(tensor: Tensor, vocabulary: int) -> bool:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor inside nested containers."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -487,7 +479,6 @@ def communication_of(measured: Sequence[StepMetrics]) -> dict[str, float] | None
 
 
 def _profiled(session: Session, run: Any, folder: Path) -> dict[str, Any]:
-    """One step under torch's profiler, on every rank alike; the first rank keeps the trace."""
     device = session.setup.job.device
     on_gpu = device.startswith("cuda")
     wanted = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
@@ -495,9 +486,7 @@ def _profiled(session: Session, run: Any, folder: Path) -> dict[str, Any]:
     with torch.profiler.profile(activities=wanted) as profiler:
         _take(run, 1)
         if on_gpu:
-            torch.accelerator.synchronize(
-                device
-            )  # outside all measured steps: its last kernels belong to it
+            torch.accelerator.synchronize(device)  # its last kernels belong to the step
         seconds = time.perf_counter() - began
     rows = operators(profiler.key_averages(), on_gpu)
     report = {"profiled_step_seconds": seconds, **table(rows, seconds)}
@@ -513,7 +502,6 @@ def _parallel(
     ranks: Sequence[dict[str, Any]],
     tell: Tell,
 ) -> dict[str, Any] | None:
-    """Efficiency of several ranks against both denominators, over the measured examples."""
     layout, engine, setup = session.setup.layout, session.engine, session.setup
     if layout.size == 1:
         return None
@@ -550,19 +538,13 @@ def efficiency_once_more(
     if setup.layout.size == 1 or setup.rank_sync.diverged or not isinstance(engine, PlainEngine):
         return None
     ranks = _gather({"seconds": sum(m.step_seconds for m in measured)})
-    saved_state = (
-        engine.module,
-        engine.sum_loads,
-        setup.layout,
-        setup.communication,
-        session.progress,
-    )
+    module, sum_loads, progress = engine.module, engine.sum_loads, session.progress
+    layout, communication = setup.layout, setup.communication
     buffers = {name: buffer.clone() for name, buffer in session.loss_module.named_buffers()}
     with engine.holding_still():
         report = _parallel(session, before, measured, ranks, lambda text, share: None)
-    engine.module, engine.sum_loads, setup.layout, setup.communication, session.progress = (
-        saved_state
-    )
+    engine.module, engine.sum_loads, session.progress = module, sum_loads, progress
+    setup.layout, setup.communication = layout, communication
     for name, buffer in session.loss_module.named_buffers():  # those of routers move without a rate
         buffer.copy_(buffers[name])
     value = (report or {}).get("efficiency_against_one_rank")
@@ -607,7 +589,6 @@ def _again(session: Session, before: Progress, steps: int) -> tuple[int, float]:
 
 
 def _gather(payload: Any) -> list[Any]:
-    """The values of all ranks, in the order of ranks."""
     if not (dist.is_available() and dist.is_initialized()):
         return [payload]
     gathered: list[Any] = [None] * dist.get_world_size()

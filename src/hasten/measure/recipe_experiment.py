@@ -58,6 +58,15 @@ class ExperimentSubject:
     job: str = "recipe"
 
 
+def conditions(context: JobContext) -> dict[str, Any]:
+    """Machine, versions and sources, for the keys of stored results."""
+    return {
+        "hardware": {**asdict(context.hardware), "device": context.device},
+        "versions": dict(context.versions),
+        "source": source_digest(),
+    }
+
+
 def environment(plan: Plan, context: JobContext, transport: Mapping[str, str]) -> Mapping[str, str]:
     """Environment variables of a variant's process, the same as those of a training.
 
@@ -146,7 +155,15 @@ def measured(
         check_turns(plans, design.steps)
     steps = {"max_steps": design.steps_in_all, "epochs": None, "max_tokens": None}
     resolved = recipe.model_copy(update=steps)
-    key = _key(subject, resolved, plans, design)
+    decisive = {
+        "recipe": resolved.model_dump(mode="json", exclude={"price", "plan", "output"}),
+        "data": subject.data_key,
+        "plans": {name: plan.key for name, plan in plans.items()},
+        "design": asdict(design),
+        "threads": {name: environment_.variable(name) for name in THREADS},
+        **conditions(context),
+    }
+    key = key_of(decisive)
     folder = Path(recipe.output) / "experiments" / key
     since, seconds_left = None, design.budget_seconds
     if seconds_left is not None:
@@ -182,21 +199,3 @@ def measured(
                 or {n: sum(expected_gain(t, context) for t in p) for n, p in plans.items()},
                 record=record,
             )
-
-
-def _key(
-    subject: ExperimentSubject, resolved: Recipe, plans: Mapping[str, Plan], design: Design
-) -> str:
-    context = subject.context
-    return key_of(
-        {
-            "recipe": resolved.model_dump(mode="json", exclude={"price", "plan", "output"}),
-            "data": subject.data_key,
-            "plans": {name: plan.key for name, plan in plans.items()},
-            "design": asdict(design),
-            "hardware": {**asdict(context.hardware), "device": context.device},
-            "threads": {name: environment_.variable(name) for name in THREADS},
-            "versions": dict(context.versions),
-            "source": source_digest(),
-        }
-    )

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence, Set
+from typing import Any
 
 from hasten.core.plan import Plan
 from hasten.measure.ablation import Design, Kind, Variant
@@ -90,8 +91,10 @@ class Rounds:
     def counting(self, variant: str) -> list[Key]:
         """The rounds from which a variant's numbers are taken."""
         keys = self.complete(variant)
-        if variant == self.base:  # its rounds in other groups stand beside those groups' variants
-            first = self._companion()
+        if variant == self.base:  # its rounds in other groups belong to those groups' variants
+            # The first measured variant: in its cohorts, the baseline's own rounds are counted.
+            names = [n for members in self.members.values() for n in members if n != self.base]
+            first = next((n for n in names if self.complete(n)), None)
             keys = [key for key in keys if first is None or first in self.members[key[0]]]
         calm = [key for key in keys if self.load(key) <= self.limit]
         busy = sorted((k for k in keys if self.load(k) > self.limit), key=self.load)
@@ -118,9 +121,8 @@ class Rounds:
             for name, turn in turns.items():
                 steps = math.fsum(step["step_seconds"] for step in turn["steps"])
                 durations.setdefault(name, []).append(turn.get("seconds", steps))
-        return (
-            round(math.fsum(map(statistics.median, durations.values())), 3) if durations else None
-        )
+        total = math.fsum(map(statistics.median, durations.values()))
+        return round(total, 3) if durations else None
 
     def cohorts_of(self, variant: str) -> int:
         """Cohorts that a variant has taken part in to their end."""
@@ -136,11 +138,6 @@ class Rounds:
             for name in self.members[key[0]]
         )
 
-    def _companion(self) -> str | None:
-        """The first measured variant: in its cohorts, the baseline's own rounds are counted."""
-        names = [n for members in self.members.values() for n in members if n != self.base]
-        return next((n for n in names if self.complete(n)), None)
-
 
 def variants_of(
     events: Sequence[Event], plans: Mapping[str, Plan], kinds: Mapping[str, Kind], design: Design
@@ -153,19 +150,14 @@ def variants_of(
     dropped = {name for e in events if e["event"] == "dropped" for name in e["variants"]}
     names = [name for name in plans if name not in dropped]
     variants = [_variant(Variant(n, plans[n], kind=kinds.get(n, "other")), rounds) for n in names]
-    return with_process_variance(_named_by_what_they_add(variants))
-
-
-def _named_by_what_they_add(variants: list[Variant]) -> list[Variant]:
-    """The same variants; cumulative rows list the dropped ones they include in their name."""
-    rungs = [variant for variant in variants if variant.kind in ("cumulative", "all")]
     above = variants[0]
-    for variant in rungs:
-        new = [t.name() for t in variant.plan if t not in above.plan.techniques]
-        if variant.name.startswith("+ ") and len(new) > 1:
-            variant.name = f"+ {' + '.join(new)}"
-        above = variant
-    return variants
+    for variant in variants:
+        if variant.kind in ("cumulative", "all"):  # its name lists the dropped ones it includes
+            new = [t.name() for t in variant.plan if t not in above.plan.techniques]
+            if variant.name.startswith("+ ") and len(new) > 1:
+                variant.name = f"+ {' + '.join(new)}"
+            above = variant
+    return with_process_variance(variants)
 
 
 def _variant(variant: Variant, rounds: Rounds) -> Variant:
@@ -173,53 +165,37 @@ def _variant(variant: Variant, rounds: Rounds) -> Variant:
     keys = rounds.counting(variant.name)
     turns = [rounds.turns[key][variant.name] for key in keys]
     variant.rounds = [rounds.rate(key, variant.name) for key in keys]
-    baseline_rates = [
-        rounds.rate(key, rounds.base) for key in keys if rounds.base in rounds.turns[key]
-    ]
-    variant.baseline_rounds = baseline_rates if len(baseline_rates) == len(keys) else []
+    if all(rounds.base in rounds.turns[key] for key in keys):
+        variant.baseline_rounds = [rounds.rate(key, rounds.base) for key in keys]
     variant.steps = [step for turn in turns for step in turn["steps"]]
     variant.foreign_load = [turn["background_load"] for turn in turns]
-    variant.joules_per_token = _joules(turns)
+    joules: list[Any] = [
+        turn.get("joules") for turn in turns
+    ]  # of the device, where the others sleep
+    tokens = sum(step["tokens"] for step in variant.steps)
+    if tokens and None not in joules:
+        variant.joules_per_token = sum(joules) / tokens
     order = sorted({key[0] for key in keys})  # a cohort is a fresh build
     variant.builds = [order.index(key[0]) for key in keys]
     variant.failed = rounds.failed.get(variant.name)
     _curves(variant, variant_events, rounds.ended)
-    variant.warmup = _warmup([e for e in variant_events if e["event"] == "warmup"])
+    pieces = [e for e in variant_events if e["event"] == "warmup"]
+    pieces = [e for e in pieces if e["cohort"] == pieces[0]["cohort"]]  # of its first cohort
+    if pieces:  # several if other variants needed more steps
+        variant.warmup = {
+            "steps": sum(len(e["steps"]) for e in pieces),
+            "seconds": sum(e["seconds"] for e in pieces),
+            "compile_seconds": sum(e["compile_seconds"] for e in pieces),
+        }
     for e in variant_events:
         if e["event"] == "start" and not variant.startup_seconds:
             variant.startup_seconds = e["startup_seconds"]
         elif e["event"] == "finish":
-            variant.effective, variant.samples, variant.ledger = (
-                e["effective"],
-                e["samples"],
-                e.get("ledger"),
-            )
+            variant.effective, variant.samples = e["effective"], e["samples"]
+            variant.ledger = e.get("ledger")
         elif e["event"] == "unfinished":
             variant.unfinished = e["why"]
     return variant
-
-
-def _joules(turns: Sequence[Event]) -> float | None:
-    """Energy for each token, where every turn's was counted; the others sleep meanwhile."""
-    used = [turn.get("joules") for turn in turns]
-    tokens = sum(step["tokens"] for turn in turns for step in turn["steps"])
-    readings = [joules for joules in used if joules is not None]
-    return sum(readings) / tokens if tokens and len(readings) == len(used) else None
-
-
-def _warmup(pieces: Sequence[Event]) -> dict[str, float | None]:
-    """Warm-up of the variant's first cohort: steps, seconds, compile seconds.
-
-    It has several events if other variants needed more steps.
-    """
-    first = [e for e in pieces if e["cohort"] == pieces[0]["cohort"]]
-    if not first:
-        return {}
-    return {
-        "steps": sum(len(e["steps"]) for e in first),
-        "seconds": sum(e["seconds"] for e in first),
-        "compile_seconds": sum(e["compile_seconds"] for e in first),
-    }
 
 
 def _curves(variant: Variant, variant_events: Sequence[Event], ended: Set[int]) -> None:
@@ -235,7 +211,11 @@ def _curves(variant: Variant, variant_events: Sequence[Event], ended: Set[int]) 
     if not cohorts:
         return
     ended_cohorts = {number: events for number, events in cohorts.items() if number in ended}
-    longest = max((ended_cohorts or cohorts).values(), key=_tokens)  # the first of equals
+
+    def tokens(events: Sequence[Event]) -> int:
+        return sum(step["tokens"] for e in events for step in e.get("steps", ()))
+
+    longest = max((ended_cohorts or cohorts).values(), key=tokens)  # the first of equals
     before = 0
     for e in longest:
         for step in e.get("steps", ()):
@@ -249,10 +229,6 @@ def _curves(variant: Variant, variant_events: Sequence[Event], ended: Set[int]) 
     variant.peak_memory_bytes = peak_of(
         [*finish_events, *(step for e in variant_events for step in e.get("steps", ()))]
     )
-
-
-def _tokens(events: Sequence[Event]) -> int:
-    return sum(step["tokens"] for e in events for step in e.get("steps", ()))
 
 
 def rates(turns: Mapping[str, Event]) -> dict[str, float]:
@@ -269,31 +245,24 @@ def rates(turns: Mapping[str, Event]) -> dict[str, float]:
     communication cost and one has a high cost, which a median would ignore. Its distance is
     therefore that of the full turn.
     """
-    step_rates = {
-        name: [float(step["tokens_per_second"]) for step in turn["steps"]]
-        for name, turn in turns.items()
-    }
-    work = {name: tuple(step["tokens"] for step in turn["steps"]) for name, turn in turns.items()}
+    steps = {name: turn["steps"] for name, turn in turns.items()}
+    step_rates = {n: [float(s["tokens_per_second"]) for s in each] for n, each in steps.items()}
+    work = {name: tuple(step["tokens"] for step in each) for name, each in steps.items()}
     commonest = statistics.mode(work.values())
     alike = [n for n, tokens in work.items() if tokens == commonest and min(step_rates[n]) > 0]
     even = [name for name in alike if "seconds" not in turns[name]]
-    levels = [statistics.median(column) for column in _columns(step_rates, even or alike)]
+    logs = [[math.log(rate) for rate in step_rates[name]] for name in even or alike]
+    levels = [statistics.median(column) for column in zip(*logs, strict=True)]
     middle = statistics.median(levels) if levels else 0.0
-    worth = {name: float(statistics.median(steps)) for name, steps in step_rates.items()}
+    worth = {name: float(statistics.median(each)) for name, each in step_rates.items()}
     for name, turn in turns.items():
         if "seconds" in turn:
             worth[name] = sum(work[name]) / turn["seconds"]
     for name in alike:
-        steps = zip(step_rates[name], levels, strict=True)
-        above = statistics.median(math.log(rate) - level for rate, level in steps)
+        pairs = zip(step_rates[name], levels, strict=True)
+        above = statistics.median(math.log(rate) - level for rate, level in pairs)
         if "seconds" in turns[name]:
             usual = sum(n / math.exp(level) for n, level in zip(commonest, levels, strict=True))
             above = math.log(usual / turns[name]["seconds"])
         worth[name] = math.exp(middle + above)
     return worth
-
-
-def _columns(step_rates: Mapping[str, Sequence[float]], names: Sequence[str]) -> list[list[float]]:
-    """For each step the logarithms of the rates of these variants."""
-    rows = [[math.log(rate) for rate in step_rates[name]] for name in names]
-    return [list(column) for column in zip(*rows, strict=True)]

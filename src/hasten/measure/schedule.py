@@ -24,10 +24,10 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from hasten.machine.processes import LoadMeter
-from hasten.measure.workers import BUILD_SECONDS, Reply, WorkerError
+from hasten.measure.workers import BUILD_SECONDS, Reply, Worker, WorkerError
 
 SLICE_SECONDS = 0.25  # of the fastest worker
 TIMEOUT_FACTOR = 20.0  # a busy machine makes single steps several times slower
@@ -38,23 +38,6 @@ Name = TypeVar("Name")
 
 class OutOfTimeError(WorkerError):
     """The deadline came before the reply; it isn't a failure of the worker."""
-
-
-class TurnWorker(Protocol):
-    """The interface of a worker for the schedule (`hasten.measure.workers.Worker`)."""
-
-    @property
-    def can_slice(self) -> bool: ...
-
-    def ready(self, timeout: float) -> Reply: ...
-
-    def request(self, op: str, timeout: float, **arguments: Any) -> Reply: ...
-
-    def submit(self, op: str, **arguments: Any) -> None: ...
-
-    def run_for(self, seconds: float) -> Reply | None: ...
-
-    def close(self, kill: bool = False) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -83,9 +66,9 @@ class Turn:
 
     def to_dict(self) -> dict[str, Any]:
         """The turn as the record of an experiment stores it."""
-        extra_fields = {} if self.seconds is None else {"seconds": self.seconds}
         load = round(self.load, 4)
-        return {"steps": self.steps, "background_load": load, "joules": self.joules, **extra_fields}
+        stored = {"steps": self.steps, "background_load": load, "joules": self.joules}
+        return stored if self.seconds is None else {**stored, "seconds": self.seconds}
 
 
 class VariantProcess:
@@ -104,7 +87,7 @@ class VariantProcess:
 
     def __init__(
         self,
-        worker: TurnWorker,
+        worker: Worker,
         time_left: Callable[[], float] = lambda: math.inf,
         note: Callable[..., None] = lambda event, **details: None,
         patience: float | None = None,
@@ -138,7 +121,8 @@ class VariantProcess:
         """
         began, before, compiling = self._clock(), len(self.warm), 0.0
         while len(self.warm) < least or (
-            len(self.warm) < most and not (self.stationary and _seconds(self.warm) >= seconds)
+            len(self.warm) < most
+            and not (self.stationary and sum(s["step_seconds"] for s in self.warm) >= seconds)
         ):
             count = 1 if seconds else max(least - len(self.warm), 1)
             reply = self.ask("steps", BUILD_SECONDS, count=count)
@@ -157,9 +141,8 @@ class VariantProcess:
         The time is per position, because padded batches differ in size. The first step never
         counts: it includes the cost of memory, kernels and the optimizer's state.
         """
-        last = [s["step_seconds"] / max(s.get("positions", s["tokens"]), 1) for s in self.warm[1:]][
-            -2:
-        ]
+        steps = self.warm[1:][-2:]
+        last = [s["step_seconds"] / max(s.get("positions", s["tokens"]), 1) for s in steps]
         alike = len(last) == 2 and max(last) <= STATIONARY * min(last)
         return alike and len(set(self._graphs[-2:])) == 1
 
@@ -201,8 +184,8 @@ class VariantProcess:
     def finish(self, samples: bool = True) -> None:
         """Stores the effects of its techniques and its model's samples; ends its training."""
         last = self.ask("finish", BUILD_SECONDS, samples=samples)
-        field_names = ("effective", "samples", "ledger", "peak_memory_bytes")
-        self.note("finish", **{key: last[key] for key in field_names if key in last})
+        keys = ("effective", "samples", "ledger", "peak_memory_bytes")
+        self.note("finish", **{key: last[key] for key in keys if key in last})
 
     def whole_turn(self, count: int) -> Reply:
         """So many steps at once."""
@@ -310,7 +293,7 @@ def in_slices(variants: Collection[VariantProcess], joules: Callable[[], float |
 def _in_slices(
     variants: Mapping[Name, VariantProcess], count: int, load: LoadMeter
 ) -> Iterator[tuple[Name, Turn | WorkerError]]:
-    """All turns of a pass, after the last one has ended and all replies have arrived."""
+    """All turns of a pass, after all replies have arrived."""
     share = SLICE_SECONDS / min((variant.pace for variant in variants.values()), default=1.0)
     seconds = {name: share * variant.pace for name, variant in variants.items()}
     outcomes: dict[Name, Reply | WorkerError] = {}
@@ -370,7 +353,3 @@ def peak_of(steps: Sequence[Mapping[str, Any]]) -> int | None:
     """The largest peak of memory in these steps."""
     peaks = (step.get("peak_memory_bytes") for step in steps)
     return max((peak for peak in peaks if peak is not None), default=None)
-
-
-def _seconds(steps: Sequence[Mapping[str, Any]]) -> float:
-    return math.fsum(step["step_seconds"] for step in steps)

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from hasten.errors import InputError
 from hasten.measure.ablation import Variant
 from hasten.measure.statistics import (
+    CONFIDENCE,
     DOUBT,
     Effect,
     Interval,
@@ -37,33 +38,21 @@ EARLY = 0.6  # of the rounds after which the expected interval decides: tests dr
 HALF = 0.975  # the upper end of a 95 % interval
 
 
-def p_value(ratios: Sequence[float], edge: float) -> float:
-    """The chance of a mean at least this far from `edge`, on either side, if `edge` were true.
-
-    Student's test of the mean logarithm. It is below 0.05 exactly where the 95 % interval leaves
-    `edge` out; a single ratio can't leave anything out and has 1.
-    """
-    if not (math.isfinite(edge) and edge > 0):
-        raise InputError(f"A ratio is tested against a positive, finite one, not {edge}.")
-    return _chance(*_mean_and_error(ratios), math.log(edge), len(ratios))
-
-
 def p_beyond(
     ratios: Sequence[float], floor: float, process_variance: ProcessVariance | None = None
 ) -> float:
     """The p-value of a change beyond the noise floor: against its nearer edge, 1 within it.
 
-    Neither rounds nor, where ``process_variance`` is known, processes alone may explain it.
+    It is Student's test of the mean logarithm, below 0.05 exactly where the 95 % interval leaves
+    the edge out; a single ratio has 1. Neither rounds nor, where ``process_variance`` is known,
+    processes alone may explain it.
     """
     mean, error = _mean_and_error(ratios)
     for edge in (math.log1p(floor), math.log1p(-floor)):
         if abs(mean) > abs(edge) and mean * edge >= 0:
             by_rounds = _chance(mean, error, edge, len(ratios))
-            return (
-                by_rounds
-                if process_variance is None
-                else max(by_rounds, process_variance.chance(mean - edge))
-            )
+            by_processes = 0.0 if process_variance is None else process_variance.chance(mean - edge)
+            return max(by_rounds, by_processes)
     return 1.0
 
 
@@ -123,13 +112,13 @@ class EffectVerdict:
 
 
 def ratio_of_rounds(
-    ratios: Sequence[float], process_variance: ProcessVariance | None = None
+    ratios: Sequence[float],
+    process_variance: ProcessVariance | None = None,
+    confidence: float = CONFIDENCE,
 ) -> Interval:
-    """The interval of ratios to another variant, one for each round; at least as wide as
-    processes.
-    """
-    interval = paired_ratio([1.0] * len(ratios), ratios)
-    return interval if process_variance is None else process_variance.widened(interval)
+    """The interval of ratios, one for each round; at least as wide as processes make it."""
+    interval = paired_ratio([1.0] * len(ratios), ratios, confidence)
+    return interval if process_variance is None else process_variance.widened(interval, confidence)
 
 
 def judge_effects(
@@ -159,7 +148,6 @@ def judge_effects(
 
 
 def _with_reason(word: Effect, ratio: Interval, floor: float, p: float | None) -> str:
-    """The word, with the reason if the interval alone suggests another word."""
     if word != "undecided" or (ratio.high >= 1 - LEAST_FLOOR and ratio.low <= 1 + LEAST_FLOOR):
         return word
     if ratio.low <= 1 + floor and ratio.high >= 1 - floor:
@@ -269,15 +257,10 @@ def process_variance_of(variants: Sequence[Variant]) -> ProcessVariance | None:
     for rows in groups.values():
         residual, degrees = _residual([row[:builds] for row in rows])
         squares, freedom = squares + residual, freedom + degrees
-    copies = (
-        variant for variant in variants[1:] if variant.kind == "again" and variant.failed is None
-    )
-    if (
-        builds == 1
-        and (pair := [_by_build(variant, variants[0]) for variant in copies])
-        and pair[0]
-    ):
-        squares, freedom = squares + pair[0][0] ** 2 / 2, freedom + 1
+    again = next((v for v in variants[1:] if v.kind == "again" and v.failed is None), None)
+    row = [] if again is None else _by_build(again, variants[0])
+    if builds == 1 and row:
+        squares, freedom = squares + row[0] ** 2 / 2, freedom + 1
     return ProcessVariance(math.sqrt(squares / freedom / builds), freedom, builds)
 
 
@@ -290,7 +273,6 @@ def with_process_variance(variants: Sequence[Variant]) -> list[Variant]:
 
 
 def _by_build(variant: Variant, base: Variant) -> Row:
-    """The variant's mean log ratio to the baseline in each of its builds."""
     baseline_rates = variant.baseline_rounds or base.rounds
     pairs = list(zip(variant.rounds, baseline_rates, strict=False))
     builds = variant.builds or [0] * len(pairs)
@@ -304,7 +286,7 @@ def _residual(rows: Sequence[Row]) -> tuple[float, float]:
     """Sum of squares of what neither variant nor build explains, and its degrees of freedom.
 
     A single variant is set against nothing: then both processes of a ratio are in it, half for
-        each.
+    each.
     """
     builds = len(rows[0])
     if builds < 2:
@@ -315,12 +297,12 @@ def _residual(rows: Sequence[Row]) -> tuple[float, float]:
     of_variant = [statistics.fmean(row) for row in rows]
     of_build = [statistics.fmean(column) for column in zip(*rows, strict=True)]
     grand_mean = statistics.fmean(of_variant)
-    residuals: Iterable[float] = (
-        value - of_variant[i] - of_build[k] + grand_mean
+    squares = sum(
+        (value - of_variant[i] - of_build[k] + grand_mean) ** 2
         for i, row in enumerate(rows)
         for k, value in enumerate(row)
     )
-    return sum(x * x for x in residuals), float((len(rows) - 1) * (builds - 1))
+    return squares, float((len(rows) - 1) * (builds - 1))
 
 
 # Whether an eval loss is not worse by more than a margin that was fixed before the runs.
@@ -331,7 +313,6 @@ def _residual(rows: Sequence[Row]) -> tuple[float, float]:
 # (Piaggio et al., JAMA 308:2594, 2012, on what non-inferiority has to report).
 
 Word = Literal["not worse", "worse", "undecided"]
-CONFIDENCE = 0.95
 MOST_SEEDS = 1000  # beyond which "more seeds" is no advice
 
 
@@ -380,17 +361,12 @@ def non_inferiority(
         word = "not worse"
     elif mean - half > allowed:
         word = "worse"
-    more = _more(mean, spread, allowed, pairs) if word == "undecided" else None
+    # Further pairs until the interval leaves the margin to one side, at today's scatter.
+    decisive = (n for n in range(pairs + 1, MOST_SEEDS) if _half(spread, n) < abs(allowed - mean))
+    wanted = next(decisive, None) if word == "undecided" else None
+    more = None if wanted is None else wanted - pairs
     return NonInferiority(word, math.exp(mean), math.exp(mean + half), pairs, more)
 
 
 def _half(spread: float, pairs: int) -> float:
     return student_quantile(CONFIDENCE, pairs - 1) * spread / math.sqrt(pairs)
-
-
-def _more(mean: float, spread: float, allowed: float, pairs: int) -> int | None:
-    """Further pairs until the interval leaves the margin to one side, at today's scatter."""
-    for wanted in range(pairs + 1, MOST_SEEDS):
-        if _half(spread, wanted) < abs(allowed - mean):
-            return wanted - pairs
-    return None

@@ -55,11 +55,10 @@ def student_tail(t: float, dof: float) -> float:
     return float(stdtr(dof, -t))
 
 
-# Intervals, ratios and verdicts.
-
 Effect = Literal["helped", "no effect", "hurt", "undecided"]
 ClaimWord = Literal["held", "fell short", "not comparable"]
 
+CONFIDENCE = 0.95  # of an interval
 LIKELY, LEAST_GAIN = 0.7, 1.03  # of a gain that is taken without proof
 DOUBT = 0.05  # the chance of a false "helped" or "hurt" that an experiment may have
 
@@ -88,7 +87,7 @@ class Interval:
 
 
 def paired_ratio(
-    baseline: Sequence[float], other: Sequence[float], confidence: float = 0.95
+    baseline: Sequence[float], other: Sequence[float], confidence: float = CONFIDENCE
 ) -> Interval:
     """The ratio other / baseline over rounds, element i of both from the same round.
 
@@ -110,7 +109,7 @@ def paired_ratio(
     )
 
 
-def spread(values: Sequence[float], confidence: float = 0.95) -> Interval:
+def spread(values: Sequence[float]) -> Interval:
     """One variant's value (for example tokens per second) over its rounds.
 
     The unit is that of `values`. `estimate` is the geometric mean, `low` and `high` its
@@ -118,12 +117,10 @@ def spread(values: Sequence[float], confidence: float = 0.95) -> Interval:
     values that aren't positive and finite.
     """
     require_positive(values, "variant")
-    return _interval(values, [math.log(value) for value in values], confidence)
+    return _interval(values, [math.log(value) for value in values])
 
 
-def unpaired_ratio(
-    first: Sequence[float], second: Sequence[float], confidence: float = 0.95
-) -> Interval:
+def unpaired_ratio(first: Sequence[float], second: Sequence[float]) -> Interval:
     """The ratio second / first of values from different times; the counts may differ.
 
     The field `estimate` is the ratio of geometric means, with the interval of Welch (1947).
@@ -136,7 +133,7 @@ def unpaired_ratio(
     rounds = min(len(first), len(second))
     median = statistics.median(second) / statistics.median(first)
     sides = [[math.log(value) for value in side] for side in (first, second)]
-    (ours, our_error), (theirs, their_error) = (mean_and_error(logs) for logs in sides)
+    (ours, our_error), (theirs, their_error) = map(mean_and_error, sides)
     if rounds == 1:
         return Interval(_exp(theirs - ours), median, 0.0, math.inf, 1)
     error, half = math.hypot(our_error, their_error), 0.0
@@ -144,16 +141,13 @@ def unpaired_ratio(
         shares = [(side_error / error) ** 2 for side_error in (our_error, their_error)]
         pieces = (w * w / (len(logs) - 1) for w, logs in zip(shares, sides, strict=True))
         freedom = 1 / math.fsum(pieces)
-        half = student_quantile((1 + confidence) / 2, max(freedom, 1.0)) * error
+        half = student_quantile((1 + CONFIDENCE) / 2, max(freedom, 1.0)) * error
     low, middle, high = (_exp(theirs - ours + x) for x in (-half, 0.0, half))
     return Interval(middle, median, low, high, rounds)
 
 
 def joint_ratio(
-    baseline: Sequence[float],
-    together: Sequence[float],
-    singles: Sequence[Sequence[float]],
-    confidence: float = 0.95,
+    baseline: Sequence[float], together: Sequence[float], singles: Sequence[Sequence[float]]
 ) -> Interval:
     """The joint gain of several techniques over the product of their single gains.
 
@@ -171,7 +165,7 @@ def joint_ratio(
     for number, base in enumerate(baseline):
         alone = math.fsum(math.log(single[number]) - math.log(base) for single in singles)
         logs.append(math.log(together[number]) - math.log(base) - alone)
-    return _interval([_exp(x) for x in logs], logs, confidence)
+    return _interval([_exp(x) for x in logs], logs)
 
 
 def verdict(
@@ -222,7 +216,7 @@ def is_likely(ratio: Interval) -> bool:
     """
     if ratio.rounds < 2 or ratio.estimate < LEAST_GAIN:
         return False
-    wide, narrow = (student_quantile((1 + p) / 2, ratio.rounds - 1) for p in (0.95, LIKELY))
+    wide, narrow = (student_quantile((1 + p) / 2, ratio.rounds - 1) for p in (CONFIDENCE, LIKELY))
     half = math.log(ratio.high / ratio.estimate) * narrow / wide
     return math.log(ratio.estimate) > half
 
@@ -264,7 +258,9 @@ def mean_and_error(logs: Sequence[float]) -> tuple[float, float]:
     return mean, math.sqrt(math.fsum((x - mean) ** 2 for x in logs) / (rounds - 1) / rounds)
 
 
-def _interval(values: Sequence[float], logs: Sequence[float], confidence: float) -> Interval:
+def _interval(
+    values: Sequence[float], logs: Sequence[float], confidence: float = CONFIDENCE
+) -> Interval:
     if not 0 < confidence < 1:
         raise InputError(f"A confidence must lie between 0 and 1, not be {confidence}.")
     rounds = len(logs)
@@ -293,8 +289,7 @@ def _exp(x: float) -> float:
 
 @dataclass(frozen=True)
 class ProcessVariance:
-    """The standard error of a variant's mean log speed that its processes bring, and how well
-    known.
+    """The standard error that a variant's processes bring into its mean log speed.
 
     Args:
         error: of one variant, over all of its builds.
@@ -311,10 +306,8 @@ class ProcessVariance:
         """Standard deviation of one process."""
         return self.error * math.sqrt(self.builds)
 
-    def half(self, confidence: float = 0.95, variants: float = 2.0) -> float:
-        """Half the width of an interval of log speeds; ``variants``: squared weights of those in
-        it.
-        """
+    def half(self, confidence: float = CONFIDENCE, variants: float = 2.0) -> float:
+        """Half the width of an interval; ``variants``: the sum of their squared weights in it."""
         quantile = student_quantile((1 + confidence) / 2, self.freedom)
         return quantile * self.error * math.sqrt(variants)
 
@@ -326,14 +319,12 @@ class ProcessVariance:
         return 2 * student_tail(abs(distance) / (self.error * math.sqrt(2)), self.freedom)
 
     def widened(
-        self, interval: Interval, confidence: float = 0.95, variants: float = 2.0
+        self, interval: Interval, confidence: float = CONFIDENCE, variants: float = 2.0
     ) -> Interval:
         """The interval, at least as wide as processes make it."""
         if not (interval.low > 0 and math.isfinite(interval.high)):
             return interval
         factor = math.exp(self.half(confidence, variants))
-        low, high = (
-            min(interval.low, interval.estimate / factor),
-            max(interval.high, interval.estimate * factor),
-        )
+        low = min(interval.low, interval.estimate / factor)
+        high = max(interval.high, interval.estimate * factor)
         return Interval(interval.estimate, interval.median, low, high, interval.rounds)

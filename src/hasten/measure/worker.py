@@ -48,14 +48,12 @@ from hasten.machine.processes import count_stops, end_with_parent, host_memory_p
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
-    from hasten.core.context import JobContext
     from hasten.core.job import Job as TrainingJob
     from hasten.core.plan import Plan
     from hasten.core.session import Progress
     from hasten.core.technique import Technique
     from hasten.core.timing import StepMetrics
     from hasten.measure.quality.bench import CheckContext
-    from hasten.recipe.prepared_data import PreparedData
     from hasten.recipe.sample import Sample
     from hasten.recipe.schema import Recipe
 
@@ -93,7 +91,11 @@ def main(spec: Mapping[str, Any], requests: int, replies: int) -> int:
 
         def serve(build: Callable[[], WorkerJob], ranks: bool = False) -> int:
             try:
-                with _naming_rank() if ranks else contextlib.nullcontext():
+                with contextlib.ExitStack() as stack:
+                    if ranks:
+                        from hasten.launch.ranks import naming_ranks
+
+                        stack.enter_context(naming_ranks(environment.world()))
                     job = build()
                     say(job.ready())
                     for line in inbox:
@@ -105,25 +107,14 @@ def main(spec: Mapping[str, Any], requests: int, replies: int) -> int:
             return 0
 
         try:
-            return _job(spec["job"])(spec["arguments"], serve)
+            name, job = spec["job"], JOBS.get(spec["job"])
+            if job is None:
+                module, _, function = name.partition(":")
+                job = getattr(importlib.import_module(module), function)
+            return job(spec["arguments"], serve)
         except Exception as error:
             say({"failed": f"{type(error).__name__}: {error}"})
             return 1
-
-
-def _job(name: str) -> Callable[[Mapping[str, Any], Serve], int]:
-    if name in JOBS:
-        return JOBS[name]
-    module, _, function = name.partition(":")
-    job: Callable[[Mapping[str, Any], Serve], int]
-    job = getattr(importlib.import_module(module), function)
-    return job
-
-
-def _naming_rank() -> contextlib.AbstractContextManager[None]:
-    from hasten.launch.ranks import naming_ranks
-
-    return naming_ranks(environment.world())
 
 
 @contextlib.contextmanager
@@ -217,9 +208,8 @@ class RecipeJob:
         host.reset_memory_peak(context.device)
         opened = time.perf_counter()
         self.plan = plan_of(recipe, context, more=more)
-        requested = requested_plan(recipe, more)
-        # less the ranks' layout
-        self._switches = [t for t in self.plan if t in requested.techniques]
+        requested = requested_plan(recipe, more).techniques  # less the ranks' layout
+        self._switches = [t for t in self.plan if t in requested]
         changed = recipe.model_copy(update=dict(changes))
         job = job_of(changed, self.data, context, self.plan)
         self.session = assemble(prepare(job, self.plan, context, folder))
@@ -313,11 +303,7 @@ def loop_job(arguments: Mapping[str, Any], serve: Serve) -> int:
 
 
 class LoopJob:
-    """The job of a user's step function.
-
-    Requests: ``steps`` with ``count``, with its items called tokens; ``finish``: peak
-    memory.
-    """
+    """A user's step function; requests: ``steps`` with ``count``, ``finish`` (peak memory)."""
 
     def __init__(self, target: str, settings: Mapping[str, Any]) -> None:
         began = time.perf_counter()
@@ -329,15 +315,15 @@ class LoopJob:
 
     def handle(self, op: str, arguments: Mapping[str, Any]) -> Reply:
         if op == "steps":
-            return {"steps": [self._timed() for _ in range(arguments["count"])]}
+            steps = []
+            for _ in range(arguments["count"]):
+                items, seconds, loss = timed(self._step)
+                speed = {"step_seconds": seconds, "tokens_per_second": items / seconds}
+                steps.append({"tokens": items, "loss": loss, **speed})
+            return {"steps": steps}
         if op == "finish":
             return {"effective": [], "samples": [], "peak_memory_bytes": memory_peak()}
         raise ValueError(f"unknown request {op!r}")
-
-    def _timed(self) -> Reply:
-        items, seconds, loss = timed(self._step)
-        speed = {"step_seconds": seconds, "tokens_per_second": items / seconds}
-        return {"tokens": items, "loss": loss, **speed}
 
 
 def memory_peak() -> int:
@@ -460,7 +446,7 @@ class QualityJob:
 def check_context(recipe: Recipe, folder: Path) -> CheckContext:
     """A recipe's job, to be built for any plan."""
     from hasten.measure.quality.bench import CheckContext
-    from hasten.recipe.build import context_of, plan_of
+    from hasten.recipe.build import context_of, job_of, plan_of
     from hasten.recipe.prepared_data import prepare_data
 
     data = prepare_data(recipe, Path(recipe.output) / "data")
@@ -470,26 +456,13 @@ def check_context(recipe: Recipe, folder: Path) -> CheckContext:
         return plan_of(recipe.model_copy(update={"plan": stored}), context)
 
     def job(plan: Plan, seed: int | None, tokens: int | None) -> TrainingJob:
-        return _check_job(recipe, data, context, plan, seed, tokens)
+        changes: dict[str, Any] = {} if seed is None else {"seed": seed}
+        if tokens is not None:
+            changes |= {"max_tokens": tokens, "max_steps": None, "epochs": None}
+        return job_of(recipe.model_copy(update=changes), data, context, plan)
 
     folder.mkdir(parents=True, exist_ok=True)
     return CheckContext(job, read, context, folder, recipe.nproc)
-
-
-def _check_job(
-    recipe: Recipe,
-    data: PreparedData,
-    context: JobContext,
-    plan: Plan,
-    seed: int | None,
-    tokens: int | None,
-) -> TrainingJob:
-    from hasten.recipe.build import job_of
-
-    changes: dict[str, Any] = {} if seed is None else {"seed": seed}
-    if tokens is not None:
-        changes |= {"max_tokens": tokens, "max_steps": None, "epochs": None}
-    return job_of(recipe.model_copy(update=changes), data, context, plan)
 
 
 JOBS: dict[str, Callable[[Mapping[str, Any], Serve], int]] = {

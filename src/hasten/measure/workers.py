@@ -97,11 +97,6 @@ class WorkerSpec:
     ranks: int = 1
     slices: bool = True
 
-    def to_json(self, clock: Path | None = None) -> str:
-        """For the worker's program; ``clock`` is the file of `_StoppedTime`."""
-        more = {} if clock is None else {"clock": str(clock)}
-        return json.dumps({"job": self.job, "arguments": dict(self.arguments), **more})
-
 
 class WorkerPool:
     """Starts workers; when closed, it ends those that still run.
@@ -167,7 +162,10 @@ class WorkerPool:
             sliced = self.on_cpu and spec.ranks == 1 and spec.slices
             if sliced and hasattr(signal, "SIGSTOP"):
                 clock = stack.enter_context(_StoppedTime(self.folder))
-            spec_json = spec.to_json(None if clock is None else clock.path)
+            program = {"job": spec.job, "arguments": dict(spec.arguments)}
+            if clock is not None:
+                program["clock"] = str(clock.path)
+            spec_json = json.dumps(program)
             group: _Spawned | _Forked = _Spawned(spec_json)
             if self.forks and spec.ranks == 1:
                 group = _Forked(spec_json, self._server(spec.environ))
@@ -304,7 +302,12 @@ class Worker:
     def _reply(self, timeout: float) -> Reply:
         replies = self._heard_within(timeout)
         if replies is None:
-            raise WorkerError(f"no answer within {timeout:.0f} s: {self._silent()}")
+            silent = "it hangs"
+            if len(self._members) > 1:
+                names = [str(rank) for rank in range(len(self._members)) if rank not in self._heard]
+                ranks = "ranks" if len(names) > 1 else "rank"
+                silent = f"{ranks} {' and '.join(names)} didn't answer"
+            raise WorkerError(f"no answer within {timeout:.0f} s: {silent}")
         return merge_replies(replies)
 
     def _heard_within(self, seconds: float) -> list[Reply] | None:
@@ -350,7 +353,6 @@ class Worker:
         return WorkerError(f"rank {cause}: {heard[cause]}")
 
     def _last_words(self, rank: int) -> str:
-        """How a process ended."""
         code = self._group.wait(rank, LEAVE_SECONDS)
         log = self._members[rank].log.fileno()
         output = os.pread(log, LOG_BYTES, max(0, os.fstat(log).st_size - LOG_BYTES))
@@ -359,12 +361,6 @@ class Worker:
         if code == -signal.SIGKILL:
             why = "killed, most likely for want of memory"
         return f"the process ended with code {'unknown' if code is None else code}: {why}"
-
-    def _silent(self) -> str:
-        if len(self._members) == 1:
-            return "it hangs"
-        names = [str(rank) for rank in range(len(self._members)) if rank not in self._heard]
-        return f"{'ranks' if len(names) > 1 else 'rank'} {' and '.join(names)} didn't answer"
 
 
 @dataclass
@@ -552,7 +548,6 @@ class _ForkServer:
 def _started(
     group: _Spawned | _Forked, environs: Sequence[Mapping[str, str]], logs: Sequence[IO[bytes]]
 ) -> list[_Member]:
-    """Start a process for each rank."""
     members: list[_Member] = []
     try:
         for environ, log in zip(environs, logs, strict=True):
@@ -574,7 +569,6 @@ def _started(
 
 
 def _understood(line: str) -> Reply | str:
-    """The reply in a line, or the failure that it reports."""
     try:
         reply: Reply = json.loads(line)
         failed = reply.get("failed")
@@ -603,15 +597,19 @@ def merge_replies(replies: Sequence[Reply]) -> Reply:
         steps = zip(*(reply["steps"] for reply in replies), strict=True)
         merged = {**first, "steps": [_slowest(step) for step in steps]}
         if first.get("apart"):
-            merged["turn_seconds"] = max(
-                math.fsum(step["step_seconds"] for step in reply["steps"]) for reply in replies
-            )
+            turns = [[step["step_seconds"] for step in reply["steps"]] for reply in replies]
+            merged["turn_seconds"] = max(map(math.fsum, turns))
         return merged
     refused = next((reply for reply in replies if "refused" in reply), None)
     if refused is not None:
         return {"failed": refused["refused"]}
+
+    def error_of(reply: Reply) -> float:
+        errors = [float(reply[name]) for name in ERRORS if name in reply]
+        return math.inf if any(map(math.isnan, errors)) else max(errors)
+
     judged = [reply for reply in replies if any(name in reply for name in ERRORS)]
-    merged = first | max(judged, key=_error_of) if judged else dict(first)
+    merged = first | max(judged, key=error_of) if judged else dict(first)
     if "weights" in merged:
         merged["weights"] = [reply["weights"] for reply in replies]
     return merged
@@ -625,8 +623,3 @@ def _slowest(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         merged[name] = round(sum(step[name] for step in ranks) / len(ranks))
     merged["tokens_per_second"] = merged["tokens"] / merged["step_seconds"]
     return merged
-
-
-def _error_of(reply: Reply) -> float:
-    errors = [float(reply[name]) for name in ERRORS if name in reply]
-    return math.inf if any(map(math.isnan, errors)) else max(errors)

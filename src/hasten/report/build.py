@@ -69,10 +69,7 @@ def report_of(
     """
     base, final = variants[0], variants[-1]
     judgements = judge_variants(variants, verification or ())
-    rows = [
-        _variant(variant, base, judgement)
-        for variant, judgement in zip(variants, judgements, strict=True)
-    ]
+    rows = [_variant(a, base, judgement) for a, judgement in zip(variants, judgements, strict=True)]
     report: dict[str, Any] = {
         "schema": SCHEMA,
         "title": title,
@@ -103,13 +100,14 @@ def report_of(
 def _variant(variant: Variant, base: Variant, judgement: Judgement) -> dict[str, Any]:
     seconds = [s["step_seconds"] for s in variant.steps]
     positions, tokens = (sum(s[k] for s in variant.steps) for k in ("positions", "tokens"))
-    measured = variant.failed is None and variant.rounds
+    ratio = ratio_to(variant, base)
+    measured, variance = variant.failed is None and variant.rounds, variant.process_variance
     row: dict[str, Any] = {
         "name": variant.name,
         "kind": variant.kind,
         "techniques": [str(t) for t in variant.plan],
         "tokens_per_second": spread(variant.rounds).summary() if measured else NOT_MEASURED,
-        "ratio": _ratio(variant, base),
+        "ratio": NOT_MEASURED if ratio is None else ratio.summary(),
         "against": judgement.against,
         "effect": NOT_MEASURED if judgement.effect is None else judgement.effect.summary(),
         "verdict": judgement.verdict,
@@ -118,9 +116,7 @@ def _variant(variant: Variant, base: Variant, judgement: Judgement) -> dict[str,
         "corrected": judgement.corrected,
         "rounds_needed": judgement.rounds_needed,
         "rebuilt": rebuilt_of(variant, base),
-        "process_variance": None
-        if variant.process_variance is None
-        else asdict(variant.process_variance),
+        "process_variance": variance and asdict(variance),
         # What a failed variant had used by then says nothing of what it needs.
         "peak_memory_bytes": variant.peak_memory_bytes if variant.failed is None else None,
         "eval_loss": last_loss(variant),
@@ -143,6 +139,8 @@ def _variant(variant: Variant, base: Variant, judgement: Judgement) -> dict[str,
             for t in (variant.plan if variant.unfinished is not None else ())
         ],
     }
+    if variant is base and ratio is not None:
+        row["ratio"] = {"median": 1.0, "low": 1.0, "high": 1.0}
     if len(seconds) > 1:
         cuts = statistics.quantiles(seconds, n=100, method="inclusive")
         row["step_seconds"] = {"p50": cuts[49], "p99": cuts[98]}
@@ -153,26 +151,12 @@ def _variant(variant: Variant, base: Variant, judgement: Judgement) -> dict[str,
     return row
 
 
-def _ratio(variant: Variant, base: Variant) -> dict[str, float | None]:
-    ratio = ratio_to(variant, base)
-    if ratio is None:
-        return NOT_MEASURED
-    return {"median": 1.0, "low": 1.0, "high": 1.0} if variant is base else ratio.summary()
-
-
 def _mfu(variant: Variant) -> float | None:
     """Over all measured steps, each weighed by its time; None if any step's isn't known."""
-    weighted_shares = [(s.get("mfu"), s["step_seconds"]) for s in variant.steps]
-    if (
-        not weighted_shares
-        or variant.failed is not None
-        or any(share is None for share, _ in weighted_shares)
-    ):
+    weighted = [(step.get("mfu"), step["step_seconds"]) for step in variant.steps]
+    if variant.failed is not None or not weighted or any(share is None for share, _ in weighted):
         return None
-    return float(
-        sum(share * taken for share, taken in weighted_shares)
-        / sum(taken for _, taken in weighted_shares)
-    )
+    return float(sum(share * s for share, s in weighted) / sum(s for _, s in weighted))
 
 
 def experiment_report(
@@ -187,8 +171,7 @@ def experiment_report(
     """The report of an experiment on a recipe; ``bundle.json`` is written into its folder.
 
     ``further`` are more arguments of `report_of` (verification, invariance, cost),
-    ``earlier_seconds`` of
-    the experiments that led to this one: their cost is a part of its own.
+    ``earlier_seconds`` of the experiments that led to this one: their cost is a part of its own.
     """
     recipe, context = subject.recipe, subject.context
     examples = subject.data.example_stats if subject.data else context.examples
@@ -204,18 +187,10 @@ def experiment_report(
         design=measured.design | epoch | ({"ranks": recipe.nproc} if recipe.nproc > 1 else {}),
         **further,
     )
-    joules = {
-        variant.name: variant.joules_per_token
-        for variant in measured.variants
-        if variant.failed is None
-    }
+    joules = {a.name: a.joules_per_token for a in measured.variants if a.failed is None}
+    source = subject.meter.source
     cost = cost_of_experiment(
-        report,
-        recipe.price,
-        context.world.size,
-        joules,
-        source=subject.meter.source,
-        earlier_seconds=earlier_seconds,
+        report, recipe.price, context.world.size, joules, source, earlier_seconds
     )
     if cost is not None:
         report["cost"] = {**cost, **(report["cost"] or {})}

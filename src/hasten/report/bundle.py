@@ -20,9 +20,9 @@ from typing import Any, Literal
 
 from hasten.errors import InputError
 from hasten.foreign_files import parse_json, read_bounded
-from hasten.machine.files import write_atomic
 from hasten.measure.ablation import Design, Variant
 from hasten.measure.statistics import Effect, Interval, paired_ratio, unpaired_ratio, verdict
+from hasten.report.markup import write_files
 from hasten.report.runs import number
 
 NAME = "bundle.json"
@@ -31,9 +31,7 @@ LARGEST = 64 << 20  # bytes of the file
 
 @dataclass(frozen=True)
 class BundledMeasurement:
-    """One variant's raw rounds: its own tokens per second, and the baseline's in the same
-    rounds.
-    """
+    """One variant's tokens per second in each round, and the baseline's in the same rounds."""
 
     rounds: tuple[float, ...] = ()
     baseline_rounds: tuple[float, ...] = ()
@@ -43,9 +41,7 @@ class BundledMeasurement:
     @property
     def ratios(self) -> list[float]:
         """Against the baseline, round by round."""
-        return [
-            speed / base for speed, base in zip(self.rounds, self.baseline_rounds, strict=False)
-        ]
+        return [a / b for a, b in zip(self.rounds, self.baseline_rounds, strict=False)]
 
 
 @dataclass(frozen=True)
@@ -129,12 +125,7 @@ def write_bundle(bundle: Bundle, folder: Path) -> None:
     Raises:
         InputError: the place can't be written.
     """
-    text = json.dumps({"bundle": 1, **bundle.to_dict()}, indent=1) + "\n"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / NAME, text)
-    except OSError as error:
-        raise InputError(f"{folder} can't be written: {error.strerror or error}") from error
+    write_files(folder, {NAME: json.dumps({"bundle": 1, **bundle.to_dict()}, indent=1) + "\n"})
 
 
 def read_bundle(path: Path) -> Bundle:
@@ -178,27 +169,23 @@ def _checked(contents: Any, path: Path) -> Bundle:
         raise InputError(f"{path} is damaged: 'data' is not a list of stamps")
     if not plans or not all(isinstance(plan, list) for plan in plans.values()):
         raise InputError(f"{path} is damaged: 'plans' are not lists of techniques")
-    values["measured"] = {n: _measurement(n, m, path) for n, m in values["measured"].items()}
+    values["measured"] = {
+        name: _measurement(name, value if isinstance(value, dict) else {}, path)
+        for name, value in values["measured"].items()
+    }
     if set(values["measured"]) != set(plans):
         raise InputError(f"{path} is damaged: its plans and what was measured don't agree")
     return Bundle(**values)
 
 
-def _measurement(name: str, value: Any, path: Path) -> BundledMeasurement:
-    if isinstance(value, dict):
-        rounds, baseline_rounds, idle = (value.get(key) for key in ("rounds", "beside", "idle"))
-        failed = value.get("failed")
-        if (
-            isinstance(rounds, list)
-            and isinstance(baseline_rounds, list)
-            and isinstance(idle, list)
-        ):
-            speeds = [number(v) or 0.0 for v in (*rounds, *baseline_rounds)]
-            if all(v > 0 for v in speeds):
-                reason = None if failed is None else str(failed)
-                return BundledMeasurement(
-                    tuple(rounds), tuple(baseline_rounds), tuple(map(str, idle)), reason
-                )
+def _measurement(name: str, value: Mapping[str, Any], path: Path) -> BundledMeasurement:
+    lists = [value.get(key) for key in ("rounds", "beside", "idle")] if value else []
+    if lists and all(isinstance(one, list) for one in lists):
+        rounds, baseline_rounds, idle = (tuple(one or ()) for one in lists)
+        if all((number(speed) or 0.0) > 0 for speed in (*rounds, *baseline_rounds)):
+            failed = value.get("failed")
+            reason = None if failed is None else str(failed)
+            return BundledMeasurement(rounds, baseline_rounds, tuple(map(str, idle)), reason)
     raise InputError(f"{path} is damaged: the rounds of {name[:60]!r} can't be read")
 
 
@@ -253,14 +240,12 @@ def changes(
         raise InputError(f"--tolerance is a share from 0 up to 1, not {margin:g}")
     (base, _), *others = before.items()
     missing = BundledMeasurement(failed="it wasn't measured")
-    variant_changes = [
-        _change(name, stored, now.get(name, missing), margin) for name, stored in others
-    ]
+    rows = [_change(name, stored, now.get(name, missing), margin) for name, stored in others]
     without = now[base].failed if base in now else None
     if without is None:
-        return variant_changes
+        return rows
     reason = f"the baseline failed: {without}"  # whatever became of the variant itself
-    return [replace(c, reason=reason) if c.verdict == "lost" else c for c in variant_changes]
+    return [replace(c, reason=reason) if c.verdict == "lost" else c for c in rows]
 
 
 def lost(variant_changes: Sequence[VariantChange]) -> list[str]:
@@ -276,9 +261,8 @@ def _change(
         return VariantChange(name, "not measured", now=_span(now), reason=reason)
     then, today = _span(before), _span(now)
     if now.failed is not None or not now.ratios:
-        return VariantChange(
-            name, "lost", then, None, None, f"it failed: {now.failed or 'no rounds'}"
-        )
+        reason = f"it failed: {now.failed or 'no rounds'}"
+        return VariantChange(name, "lost", then, reason=reason)
     ratio = unpaired_ratio(before.ratios, now.ratios)
     idle = sorted(set(now.idle) - set(before.idle))
     if idle:

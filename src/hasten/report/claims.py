@@ -38,9 +38,7 @@ def claims_of(techniques: Iterable[Technique], variants: Sequence[Variant]) -> l
 
 
 def pair_of(technique: str, variants: Sequence[Variant]) -> tuple[Variant, Variant] | None:
-    """The first variant without a technique and with it, of which one is judged against the
-    other.
-    """
+    """The first variants without a technique and with it, one judged against the other."""
     by_name = {variant["name"]: variant for variant in variants}
     for variant in variants:
         other = by_name.get(variant.get("against"))
@@ -59,7 +57,6 @@ def without_quality(word: str) -> str:
 def _checked(
     metric: str, claimed: float, name: str, without: Variant, with_: Variant
 ) -> tuple[str, str]:
-    """The measured value of a claim from two variants, and the verdict on it."""
     ratio, effect = with_["effect"] or NOT_MEASURED, verdict_word(with_["verdict"])
     if without["against"] == with_["name"]:  # the variant leaves out what the other has
         low, high = (without["effect"][end] for end in ("high", "low"))
@@ -123,10 +120,9 @@ def preset_claims(preset: Mapping[str, Any], report: Mapping[str, Any]) -> list[
     ]
     missing = [switch["name"] for switch in preset["switches"] if "missing" in switch]
     name = "the whole plan" + (f" without {', '.join(missing)}" if missing else "")
+    final = report["variants"][-1]
     rows += [
-        _row(
-            name, claim, claim.get("source", source), *_total(claim, report["variants"][-1], report)
-        )
+        _row(name, claim, claim.get("source", source), *_total(claim, final, report))
         for claim in preset["totals"]
     ]
     for entry in preset.get("not_comparable", ()):
@@ -155,23 +151,16 @@ def _base(technique: str) -> str:
 def _alone(
     switch: Mapping[str, Any], claim: Mapping[str, Any], report: Mapping[str, Any]
 ) -> tuple[str, str]:
-    """Result of one technique's variant relative to the baseline, if there is one."""
     if "missing" in switch:
         return "not measured", f"{UNKNOWN}: {switch['missing']}"
     name = switch["technique"]
-    single = (
-        variant
-        for variant in report["variants"]
-        if [_base(t) for t in variant["techniques"]] == [name]
-    )
-    variant = next(single, None)
-    if variant is None:
-        return "not measured apart", UNKNOWN
-    return _against_baseline(claim, variant, report, [name])
+    for variant in report["variants"]:
+        if [_base(t) for t in variant["techniques"]] == [name]:
+            return _against_baseline(claim, variant, report, [name])
+    return "not measured apart", UNKNOWN
 
 
 def _total(claim: Mapping[str, Any], final: Variant, report: Mapping[str, Any]) -> tuple[str, str]:
-    """A claim on the whole plan: by its kind of metric."""
     metric = claim["metric"]
     if metric == QUALITY:
         return _quality(report)
@@ -213,34 +202,26 @@ def _absolute(
 
 
 def _share(metric: str, variant: Mapping[str, Any]) -> Any:
-    """A share of a variant, or None where it wasn't measured."""
     ledger = variant.get("ledger") or {}
     if metric == "throughput_spread":
         return variant.get(metric)
     if metric != "communication_share":
         return ledger.get(metric)
     seconds_by_part = {k: v for k, v in (ledger.get("step") or {}).items() if v is not None}
-    total_seconds = sum(seconds_by_part.values())
-    return (
-        seconds_by_part["communication"] / total_seconds
-        if total_seconds and "communication" in seconds_by_part
-        else None
-    )
+    total, communication = sum(seconds_by_part.values()), seconds_by_part.get("communication")
+    return communication / total if total and communication is not None else None
 
 
 def _per_run(metric: str, final: Mapping[str, Any], report: Mapping[str, Any]) -> str:
-    """Examples a second, or the price of a pass over the data: of the baseline and of the
-    variant.
-    """
+    """Examples a second, or the price of a pass over the data: before and after."""
     design, cost = report.get("design") or {}, report.get("cost") or {}
     tokens, examples = design.get("epoch_tokens"), design.get("epoch_examples")
     rates = [variant["tokens_per_second"]["median"] for variant in (report["variants"][0], final)]
     if None in rates or not tokens:
         return "not measured"
     if metric == "samples_per_second":
-        return (
-            " → ".join(number_text(r * examples / tokens, "amount") for r in rates) + " examples/s"
-        )
+        texts = [number_text(rate * examples / tokens, "amount") for rate in rates]
+        return f"{' → '.join(texts)} examples/s"
     prices = cost.get("per_million_tokens") or {}
     paid = [prices.get(variant["name"]) for variant in (report["variants"][0], final)]
     if None in paid:
@@ -250,11 +231,9 @@ def _per_run(metric: str, final: Mapping[str, Any], report: Mapping[str, Any]) -
 
 
 def _quality(report: Mapping[str, Any]) -> tuple[str, str]:
-    """The eval loss of the last variant and the first, by the margin that was fixed before."""
     assessment = report.get("quality") or {}
-    losses = [
-        variant.get("eval_loss") for variant in (report["variants"][0], report["variants"][-1])
-    ]
+    variants = report["variants"]
+    losses = [variant.get("eval_loss") for variant in (variants[0], variants[-1])]
     if None in losses or not assessment:
         return "not measured", UNKNOWN
     text = " → ".join(number_text(loss, "loss") for loss in losses)
@@ -279,7 +258,6 @@ def _against_baseline(
 def _seconds(
     claim: Mapping[str, Any], variant: Variant, report: Mapping[str, Any], names: Iterable[str]
 ) -> tuple[str, str]:
-    """The time for the same examples, judged as the speed is."""
     faster = {**claim, "metric": SPEED, "ratio": 1 / claim["ratio"]}
     measured, word = _against_baseline(faster, variant, report, names)
     ratio = variant["ratio"]

@@ -8,7 +8,6 @@ too.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,25 +16,11 @@ from hasten import formatting
 from hasten.core.plan import Plan
 from hasten.formatting import number_text, span
 from hasten.measure.ablation import Variant
-from hasten.measure.significance import (
-    LEAST_FLOOR,
-)
-from hasten.measure.statistics import (
-    Interval,
-    ProcessVariance,
-    is_likely,
-    verdict,
-)
-from hasten.report.judgement import (
-    GUILTY,
-    NOT_MEASURED,
-    Row,
-    cumulative_of,
-    ratio_between,
-    verdict_word,
-)
+from hasten.measure.quality.requirements import FAILED
+from hasten.measure.significance import LEAST_FLOOR
+from hasten.measure.statistics import Interval, ProcessVariance, is_likely, verdict
+from hasten.report.judgement import NOT_MEASURED, Row, cumulative_of, ratio_between, verdict_word
 
-_SAME = 1e-3  # by which a ratio may differ from its rounds' for being rounded
 _SENSIBLE = (1e-50, 1e50)  # tokens per second; beyond, logarithms and their squares lose meaning
 
 
@@ -59,10 +44,8 @@ def result_of(variants: Sequence[Row]) -> Row:
 
 
 def paired_speed(one: Row, other: Row, base: Row) -> Interval | None:
-    """The speed of the other variant over the one's, paired by round; None if they can't be
-    paired.
-    """
-    measured_rows = {id(row): measured_variant(row, base) for row in (base, one, other)}
+    """The speed of the other variant over the one's, paired by round; None without rounds."""
+    measured_rows = {id(row): measured_variant(row) for row in (base, one, other)}
     sides = measured_rows[id(other)], measured_rows[id(one)]
     if not all(side.rounds for side in sides):
         return None
@@ -70,24 +53,17 @@ def paired_speed(one: Row, other: Row, base: Row) -> Interval | None:
     return None if ratio is None else ratio[0]
 
 
-def measured_variant(row: Row, base: Row) -> Variant:
-    """Converts a report's variant for verdicts; without rounds if they can't be paired.
-
-    If a variant has no `beside`, and its ratio isn't that of its rounds over the
-    baseline's, it ran in other turns.
-    """
-    usable = all(map(_sensible, (*row["rounds"], *row["beside"]))) and _in_turn(row, base)
+def measured_variant(row: Row) -> Variant:
+    """A report's variant with its rounds; without any if these can't be speeds."""
+    usable = all(map(_sensible, (*row["rounds"], *row["beside"])))
     process_variance = row["process_variance"]
     has_variance = process_variance is not None and all(map(_sensible, process_variance.values()))
-    failed, loss, curve = verdict_word(row["verdict"]) == "failed", row["eval_loss"], [(1, 0.0)]
+    failed = verdict_word(row["verdict"]) == "failed"
     return Variant(
         row["name"],
         Plan(),
         rounds=list(row["rounds"]) if usable and not failed else [],
-        eval_data=[] if loss is None else [((row["eval_curve"] or curve)[-1][0] or 0, loss)],
-        effective=row["effective"],
         failed=row["verdict"] if failed else None,
-        kind=row["kind"],
         baseline_rounds=list(row["beside"]) if len(row["beside"]) == len(row["rounds"]) else [],
         process_variance=ProcessVariance(**process_variance) if has_variance else None,
     )
@@ -106,14 +82,11 @@ def on_the_whole(variant: Row, report: Mapping[str, Any]) -> str:
 
 
 def switches(variants: Sequence[Row]) -> list[SwitchGain]:
-    """Every technique of the whole plan, where it was measured apart; not what a cumulative
-    shows.
-    """
+    """Every technique of the whole plan, where it was measured apart; not in a cumulative."""
     final = result_of(variants)
     wanted = set(final["techniques"])
-    separate = [
-        a for a in variants[1:] if a is not final and a["kind"] not in ("again", "cumulative")
-    ]
+    compared_rows = [a for a in variants[1:] if a is not final]
+    separate = [a for a in compared_rows if a["kind"] not in ("again", "cumulative")]
     if any(a["kind"] is None for a in separate) and cumulative_of(variants):
         return []
     gains = []
@@ -137,32 +110,23 @@ def fastest_of_equal_quality(report: Mapping[str, Any]) -> Row | None:
     base = variants[0]
     if base["tokens_per_second"]["median"] is None:
         return None
-    equal = [variant for variant in variants[1:] if verdict_word(variant["quality"]) == "not worse"]
-    every: list[Row] = [
-        base,
-        *(variant for variant in equal if variant["ratio"]["median"] is not None),
-    ]
+    measured = [variant for variant in variants[1:] if variant["ratio"]["median"] is not None]
+    every = [base, *(a for a in measured if verdict_word(a["quality"]) == "not worse")]
     best = max(every, key=lambda variant: variant["ratio"]["median"] or 0.0)
     rows = cumulative_of(variants)
     index = next((i for i, row in enumerate(rows) if row is best), 0)
     for above in reversed(rows[:index]):
-        if above not in every or not _is_idle_row(best, above):
+        effect: Mapping[str, float | None] = best.get("effect") or NOT_MEASURED
+        median, low, high = effect["median"], effect["low"], effect["high"]
+        if above not in every or best.get("against") != above["name"]:
+            break
+        if median is None or low is None or high is None:  # one round is too few for a decision
+            break
+        ratio = Interval(median, median, low, high, len(best["rounds"]))
+        if verdict_word(best["verdict"]) == "helped" or is_likely(ratio):
             break
         best = above
     return best
-
-
-def _is_idle_row(variant: Row, above: Row) -> bool:
-    """Returns True if a row isn't likely to be faster than the one above.
-
-    One round is too few for this decision.
-    """
-    effect: Mapping[str, float | None] = variant.get("effect") or NOT_MEASURED
-    median, low, high = effect["median"], effect["low"], effect["high"]
-    if variant.get("against") != above["name"] or median is None or low is None or high is None:
-        return False
-    ratio = Interval(median, median, low, high, len(variant["rounds"]))
-    return not (verdict_word(variant["verdict"]) == "helped" or is_likely(ratio))
 
 
 def compared(variants: Sequence[Row]) -> list[Row]:
@@ -180,15 +144,10 @@ def unpaid(report: Mapping[str, Any]) -> list[dict[str, str]]:
     variants, floor, entries = report["variants"], report["noise"]["floor"], []
     quality_of = {variant["name"]: variant["quality"] for variant in variants}
     for variant in compared(variants):
-        word, reasons = (
-            verdict_word(variant["verdict"]),
-            [effect_words(variant), variant["verdict"]],
-        )
-        if (
-            verdict_word(variant["quality"])
-            == "worse"
-            != verdict_word(quality_of.get(variant["against"]))
-        ):
+        word = verdict_word(variant["verdict"])
+        reasons = [effect_words(variant), variant["verdict"]]
+        was_worse = verdict_word(quality_of.get(variant["against"])) == "worse"
+        if verdict_word(variant["quality"]) == "worse" and not was_worse:
             word, reasons = word if word == "hurt" else "worse", [*reasons, variant["quality"]]
         if word in ("worse", "hurt", "no effect", "undecided"):
             entries.append({"name": variant["name"], "why": "; ".join(reasons), "word": word})
@@ -202,7 +161,7 @@ def unpaid(report: Mapping[str, Any]) -> list[dict[str, str]]:
         what = "slower with it than without" if word == "hurt" else "no gain beyond the noise"
         why = f"{alone}with all the others {gain_text(gain)}: {what}"
         entries.append({"name": switch.technique, "why": why, "word": word})
-    guilty = (row for row in report["verification"] if verdict_word(row["verdict"]) in GUILTY)
+    guilty = (row for row in report["verification"] if verdict_word(row["verdict"]) in FAILED)
     return entries + [
         {"name": row["technique"], "why": reason_of(row), "word": "worse"} for row in guilty
     ]
@@ -231,10 +190,9 @@ def word_of(ratio: Interval, floor: float | None) -> str:
 
 def reason_of(row: Mapping[str, Any]) -> str:
     """A line of the verification in words: its verdict and the reason for it."""
-    reason = row["text"] or (
-        f"measured {amount(row['measured'])}" if row["measured"] is not None else "no reason given"
-    )
-    return f"{row['verdict']}: {reason}"
+    measured = row["measured"]
+    number = "no reason given" if measured is None else f"measured {amount(measured)}"
+    return f"{row['verdict']}: {row['text'] or number}"
 
 
 def amount(value: object) -> str:
@@ -243,38 +201,20 @@ def amount(value: object) -> str:
     return number_text(float(value), "measured") if number else str(value)  # type: ignore[arg-type]
 
 
-def _in_turn(variant: Row, base: Row) -> bool:
-    """Returns True if the variant's ratio is that of its rounds over the baseline's.
-
-    It is also True if the ratio is unknown.
-    """
-    pairs = zip(variant["rounds"], base["rounds"], strict=False)
-    ratios = [a / b for a, b in pairs if _sensible(a) and _sensible(b)]
-    reported = variant["ratio"]["median"]
-    if variant is base or variant["beside"] or reported is None or not ratios:
-        return True
-    return math.isclose(statistics.median(ratios), reported, rel_tol=_SAME)
-
-
 def _sensible(value: float | None) -> bool:
     low, high = _SENSIBLE
     return value is not None and math.isfinite(value) and low < value < high
 
 
 def effect_words(variant: Row, usual: str | None = None) -> str:
-    """A variant's own effect with its interval, and against which variant if that isn't the usual
-    one.
-    """
+    """A variant's own effect, and against which variant if that isn't the usual one."""
     if variant["kind"] == "again":
         return span(variant["ratio"], "times")
     if verdict_word(variant["verdict"]) == "baseline":
         return "–"
     effect_text = span(variant["effect"] or NOT_MEASURED, "times")
-    return (
-        effect_text
-        if variant["against"] in (None, usual)
-        else f"{effect_text} of {variant['against']}"
-    )
+    is_usual = variant["against"] in (None, usual)
+    return effect_text if is_usual else f"{effect_text} of {variant['against']}"
 
 
 def variants_that_hurt(variants: Sequence[Row]) -> set[str]:

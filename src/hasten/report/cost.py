@@ -68,7 +68,6 @@ def cost_of_experiment(
     price: Price | None,
     devices: int = 1,
     joules_per_token: Mapping[str, float | None] | None = None,
-    joules: float | None = None,
     source: str = "not measured",
     earlier_seconds: float = 0.0,
 ) -> dict[str, Any] | None:
@@ -79,7 +78,6 @@ def cost_of_experiment(
         price: of an hour, in the user's currency.
         devices: that trained.
         joules_per_token: of each variant, as far as they were counted.
-        joules: of the whole experiment.
         source: which counter gave them, or why there is none.
         earlier_seconds: of the experiments that led to this one, which are a part of its cost.
     """
@@ -108,9 +106,8 @@ def cost_of_experiment(
     seconds += earlier_seconds
     final = variants[-1]
     good = on_the_whole(final, report) not in ("failed", "no effect") and quality != "worse"
-    kwh = None if joules is None else joules / JOULES_PER_KWH
-    spent = price.money(seconds, paid, kwh)
-    cost["experiment"] = {"seconds": seconds, "money": spent, "kwh": kwh}
+    spent = price.money(seconds, paid)
+    cost["experiment"] = {"seconds": seconds, "money": spent, "kwh": None}
     cost["payback"] = payback(final["ratio"], seconds, good)
     return cost
 

@@ -25,20 +25,14 @@ from hasten.measure.significance import (
     ratio_of_rounds,
     rounds_needed,
 )
-from hasten.measure.statistics import (
-    Interval,
-    joint_ratio,
-    unpaired_ratio,
-)
+from hasten.measure.statistics import Interval, joint_ratio, unpaired_ratio
 
 SAME_LOSS = 1e-5  # relative: what the order of float32 sums changes, and no more
 NOT_MEASURED: dict[str, float | None] = {"median": None, "low": None, "high": None}
 
 
 def ratios_of(variant: Variant, base: Variant) -> list[float]:
-    """The variant's tokens per second over the baseline's, round by round; empty if one has
-    none.
-    """
+    """The variant's speed over the baseline's, round by round; empty if one has none."""
     if variant.failed is not None or base.failed is not None:
         return []
     base_rounds = variant.baseline_rounds or base.rounds
@@ -57,19 +51,14 @@ def ratio_to(variant: Variant, base: Variant) -> Interval | None:
 def ratio_between(
     variant: Variant, other: Variant, base: Variant
 ) -> tuple[Interval, list[float]] | None:
-    """One variant over another, and its value in each round; of different groups without the
-    latter.
+    """One variant over another, and its value in each round.
 
     Variants of different groups are compared by their ratios to the baseline, each of its own
-    rounds.
+    rounds; then there is no value for each round.
     """
     if other is base or variant is base or _side_by_side([variant, other]):
-        theirs = (
-            variant.baseline_rounds if other is base and variant.baseline_rounds else other.rounds
-        )
-        ours = (
-            other.baseline_rounds if variant is base and other.baseline_rounds else variant.rounds
-        )
+        theirs = (variant.baseline_rounds if other is base else []) or other.rounds
+        ours = (other.baseline_rounds if variant is base else []) or variant.rounds
         ratios = [a / b for a, b in zip(ours, theirs, strict=False)]
         return (ratio_of_rounds(ratios, variant.process_variance), ratios) if ratios else None
     sides = ratios_of(other, base), ratios_of(variant, base)
@@ -88,7 +77,7 @@ def noise_of(variants: Sequence[Variant]) -> dict[str, Any] | None:
     if not ratios:
         return None
     process_variance, floor = variants[0].process_variance, floor_of(variants)
-    ratio = ratio_of_rounds(ratios, variants[0].process_variance)
+    ratio = ratio_of_rounds(ratios, process_variance)
     ratio_text = span(ratio.summary(), "times")
     rounds = "1 round" if len(ratios) == 1 else f"{len(ratios)} rounds"
     text = f"A second copy of the baseline ran at {ratio_text} of the first over {rounds}."
@@ -103,8 +92,7 @@ def noise_of(variants: Sequence[Variant]) -> dict[str, Any] | None:
     if process_variance is not None:
         text += (
             f" Processes of one program lie {100 * process_variance.spread:.1f} % apart here "
-            f"(standard "
-            "deviation, from all variants' builds); intervals allow for it."
+            "(standard deviation, from all variants' builds); intervals allow for it."
         )
     text += _losses_apart(variants)
     return {"ratio": ratio.summary(), "floor": floor, "text": text}
@@ -116,19 +104,14 @@ def _losses_apart(variants: Sequence[Variant]) -> str:
     Sums without a fixed order differ in the last bit, and a router's near tie increases
     this difference.
     """
-    copy = next((variant for variant in variants if variant.kind == "again"), None)
-    if copy is None:
-        return ""
+    copy = next(variant for variant in variants if variant.kind == "again")
     pairs = list(zip(variants[0].losses, copy.losses, strict=False))
-    loss_differences = [abs(a - b) / abs(a) if a else abs(b) for (_, a), (_, b) in pairs]
-    step = next(
-        (i for i, share in enumerate(loss_differences, start=1) if not share <= SAME_LOSS), None
-    )
+    shares = [abs(a - b) / abs(a) if a else abs(b) for (_, a), (_, b) in pairs]
+    step = next((i for i, share in enumerate(shares, start=1) if not share <= SAME_LOSS), None)
     if step is None:
         return ""
     return (
-        f" The copies' training losses differ from step {step} on, by "
-        f"{100 * max(loss_differences):.2g} % at "
+        f" The copies' training losses differ from step {step} on, by {100 * max(shares):.2g} % at "
         "most: this program doesn't compute the same twice, and no eval loss of a single "
         "process is more exact than that."
     )
@@ -137,26 +120,33 @@ def _losses_apart(variants: Sequence[Variant]) -> str:
 def interaction_of(variants: Sequence[Variant]) -> dict[str, Any] | None:
     """All techniques together against the product of their single gains; None where not asked."""
     base = variants[0]
-    together = next(
-        (variant for variant in variants if variant.kind == "all" and len(variant.plan) > 1), None
-    )
+    together = next((v for v in variants if v.kind == "all" and len(v.plan) > 1), None)
     if together is None or not any(variant.kind == "single" for variant in variants):
         return None
-    singles = []
+    singles, missing = [], ""
     for technique in together.plan:
         alone = [variant for variant in variants if variant.plan.techniques == (technique,)]
         if not alone or not ratios_of(alone[0], base):
-            text = f"Not measured: {technique.name()} has no result of its own."
-            return {"ratio": NOT_MEASURED, "text": text}
-        singles.append(alone[0])
-    if not ratios_of(together, base):
-        text = "Not measured: the techniques together have no result."
-        return {"ratio": NOT_MEASURED, "text": text}
-    if not _side_by_side([together, *singles]):
-        text = "Not measured: not all of these variants were alive together."
-        return {"ratio": NOT_MEASURED, "text": text}
+            missing = missing or f"{technique.name()} has no result of its own"
+        singles += alone[:1]
+    if not missing and not ratios_of(together, base):
+        missing = "the techniques together have no result"
+    if not missing and not _side_by_side([together, *singles]):
+        missing = "not all of these variants were alive together"
+    if missing:
+        return {"ratio": NOT_MEASURED, "text": f"Not measured: {missing}."}
     ratio = _joint(together, singles, base)
-    return {"ratio": ratio.summary(), "text": _interaction_words(ratio)}
+    ratio_text = span(ratio.summary(), "times")
+    text = f"Together the techniques reach {ratio_text} of what their single gains multiply to"
+    if ratio.rounds == 1:
+        text += "; one round doesn't show how sure that is."
+    elif ratio.high < 1:
+        text += ": they take from each other."
+    elif ratio.low > 1:
+        text += ": they help each other."
+    else:
+        text += ": no interaction was found."
+    return {"ratio": ratio.summary(), "text": text}
 
 
 def rebuilt_of(variant: Variant, base: Variant) -> dict[str, Any] | None:
@@ -177,12 +167,9 @@ def rebuilt_of(variant: Variant, base: Variant) -> dict[str, Any] | None:
 
 
 def _widened(ratio: Interval, variant: Variant, variants: float = 2.0) -> Interval:
-    """At least as wide as the process variance of the processes makes it, where that is known."""
-    return (
-        ratio
-        if variant.process_variance is None
-        else variant.process_variance.widened(ratio, variants=variants)
-    )
+    """At least as wide as processes make it, where their variance is known."""
+    variance = variant.process_variance
+    return ratio if variance is None else variance.widened(ratio, variants=variants)
 
 
 def _again(variants: Sequence[Variant]) -> list[float]:
@@ -191,7 +178,6 @@ def _again(variants: Sequence[Variant]) -> list[float]:
 
 
 def _side_by_side(variants: Sequence[Variant]) -> bool:
-    """Returns True if round i of all these variants ran in the same turn."""
     return all(variant.baseline_rounds == variants[0].baseline_rounds for variant in variants)
 
 
@@ -201,21 +187,8 @@ def _joint(together: Variant, singles: Sequence[Variant], base: Variant) -> Inte
     rounds = min(len(values) for values in every)
     first, second, *others = (values[:rounds] for values in every)
     # The baseline's process variance is in every single gain and once in that of all together.
-    return _widened(
-        joint_ratio(first, second, others), base, 1 + len(others) + (len(others) - 1) ** 2
-    )
-
-
-def _interaction_words(ratio: Interval) -> str:
-    ratio_text = span(ratio.summary(), "times")
-    start = f"Together the techniques reach {ratio_text} of what their single gains multiply to"
-    if ratio.rounds == 1:
-        return f"{start}; one round doesn't show how sure that is."
-    if ratio.high < 1:
-        return f"{start}: they take from each other."
-    if ratio.low > 1:
-        return f"{start}: they help each other."
-    return f"{start}: no interaction was found."
+    weights = 1 + len(others) + (len(others) - 1) ** 2
+    return _widened(joint_ratio(first, second, others), base, weights)
 
 
 # One judgement per variant: its effect against the variant that it belongs beside, and its quality.
@@ -229,9 +202,7 @@ def _interaction_words(ratio: Interval) -> str:
 # experiment and after Holm's correction for the number of its variants.
 
 MARGIN = 0.01  # of the eval loss: fixed before any run, for the whole plan; wide for one seed
-GUILTY = FAILED
-# report.verification: one entry per technique that was tested
-Verification = Sequence[Mapping[str, Any]]
+Verification = Sequence[Mapping[str, Any]]  # report.verification: an entry for each technique
 Row = Mapping[str, Any]  # a variant as the report has it
 Plans = Mapping[str, Sequence[str]]  # each variant's techniques as texts, by the variant's name
 
@@ -259,36 +230,22 @@ def verdict_word(text: str | None) -> str:
     return (text or "").partition(":")[0]
 
 
-def judge_variants(
-    variants: Sequence[Variant],
-    verification: Verification = (),
-    *,
-    plans: Plans | None = None,
-    floor: float | None = None,
-) -> list[Judgement]:
+def judge_variants(variants: Sequence[Variant], verification: Verification = ()) -> list[Judgement]:
     """The judgement of every variant, in their order; the first is the baseline.
 
-    Args:
-        variants: with their rounds.
-        verification: the proofs of equal quality.
-        plans: of variants that were read, and have none of their own.
-        floor: of the experiment's noise; by its second baseline if left out.
+    ``verification`` has the proofs of equal quality.
     """
-    base = variants[0]
-    plans = plans or {variant.name: [str(t) for t in variant.plan] for variant in variants}
-    floor = floor_of(variants) if floor is None else floor
+    base, floor = variants[0], floor_of(variants)
+    plans = {variant.name: [str(t) for t in variant.plan] for variant in variants}
     others = references(variants, plans)
     usable = others if _has_result(base) else {}
     effects = {n: ratio_between(a, usable[n], base) for a in variants if (n := a.name) in usable}
     rows = _cumulative(variants, plans)[1:]
-    # of a cumulative's end
-    rows = rows or [variant.name for variant in variants[1:] if variant.name.startswith("+ ")]
+    rows = rows or [v.name for v in variants[1:] if v.name.startswith("+ ")]  # a cumulative's end
     several = {n: new for n in rows if n in usable and len(new := _new(n, others, plans)) > 1}
-    single_effects = {
-        n: effect for n, effect in effects.items() if effect is not None and n not in several
-    }
+    single_effects = {n: e for n, e in effects.items() if e is not None and n not in several}
     verdicts = judge_effects(single_effects, floor, base.process_variance)
-    tested = sum(effect_verdict.p_value is not None for effect_verdict in verdicts.values())
+    tested = sum(each.p_value is not None for each in verdicts.values())
     judgements = []
     for variant in variants:
         effect, names = effects.get(variant.name), plans[variant.name]
@@ -316,7 +273,6 @@ def judge_variants(
 
 
 def _new(name: str, others: Mapping[str, Variant], plans: Plans) -> list[str]:
-    """The techniques that a variant has and the variant that it is compared with hasn't."""
     before = plans[others[name].name]
     return [text.partition("(")[0] for text in plans[name] if text not in before]
 
@@ -328,9 +284,7 @@ def _cumulative(variants: Sequence[Variant], plans: Plans) -> list[str]:
 
 def references(variants: Sequence[Variant], plans: Plans) -> dict[str, Variant]:
     """The variant that the effect of each variant with a result is against, by name."""
-    measured = [
-        variant for variant in variants[1:] if variant.kind != "again" and _has_result(variant)
-    ]
+    measured = [v for v in variants[1:] if v.kind != "again" and _has_result(v)]
     full_plans = [variant for variant in measured if variant.kind == "all"] or [variants[0]]
     against = {
         a.name: full_plans[-1] if a.kind == "leave-one-out" else variants[0] for a in measured
@@ -369,7 +323,7 @@ def quality(final: Variant, base: Variant, verification: Verification = ()) -> d
 def guilty_of(techniques: Iterable[str], verification: Verification) -> list[Mapping[str, Any]]:
     """The verification's entries against these techniques."""
     names = {name for text in techniques for name in (text, text.partition("(")[0])}
-    return [e for e in verification if e["verdict"] in GUILTY and e["technique"] in names]
+    return [e for e in verification if e["verdict"] in FAILED and e["technique"] in names]
 
 
 def idle_techniques(variant: Variant) -> list[str]:
@@ -389,7 +343,6 @@ def _has_result(variant: Variant) -> bool:
 
 
 def _state(variant: Variant, base: Variant) -> str:
-    """The state of a variant without an effect."""
     if variant.failed is not None:
         return f"failed: {variant.failed}"
     if variant is base:
@@ -411,11 +364,9 @@ def _effect_text(
     at_rest = [name for name in idle_techniques(variant) if name in new_techniques]
     if new_techniques and set(new_techniques) <= set(at_rest):
         return f"no effect: {', '.join(at_rest)} did not act"
-    return (
-        f"{effect_verdict.word}: {', '.join(at_rest)} did not act"
-        if at_rest
-        else effect_verdict.text
-    )
+    if at_rest:
+        return f"{effect_verdict.word}: {', '.join(at_rest)} did not act"
+    return effect_verdict.text
 
 
 def _quality_of(

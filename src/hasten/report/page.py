@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from hasten.core.plan import name_of
 from hasten.errors import InputError
 from hasten.formatting import duration, measure, number_text, outline, span
-from hasten.machine.files import write_atomic
+from hasten.measure.quality.requirements import FAILED
 from hasten.recipe.write_back import plain_entry
 from hasten.report.conclusions import (
     amount,
@@ -44,8 +44,8 @@ from hasten.report.conclusions import (
     unpaid,
     variants_that_hurt,
 )
-from hasten.report.judgement import GUILTY, Row, cumulative_of, verdict_word
-from hasten.report.markup import LONGEST, cell, markdown_table
+from hasten.report.judgement import Row, cumulative_of, verdict_word
+from hasten.report.markup import LONGEST, cell, markdown_table, write_files
 from hasten.report.schema import SCHEMA, as_json, read_report
 from hasten.report.svg import drawings, thin
 
@@ -91,40 +91,34 @@ def page_of(plain: Mapping[str, Any], read: dict[str, Any]) -> str:
 
 def _rendered(plain: Mapping[str, Any], read: dict[str, Any], limits: PageLimits) -> str:
     data, complete = _embedded(plain)
-    variants = read["variants"]
-    judged = compared(variants)
-    return (
-        _environment()
-        .get_template("report.html.jinja")
-        .render(
-            report=read,
-            base=variants[0],
-            final=result_of(variants),
-            machine=machine(read["hardware"]),
-            drawings=drawings(read),
-            cumulative=bool(cumulative_of(variants)),
-            table=table_of(read),
-            hurt=variants_that_hurt(variants),
-            lead=lead_of(read),
-            lead_plan=_plan_lines(lead_of(read), read),
-            lead_word=on_the_whole(lead_of(read), read),
-            proofs=proofs(variants),
-            steady=steadiness(variants),
-            step_terms=terms(variants, "step", "seconds"),
-            memory_terms=terms(variants, "memory", "memory"),
-            unpaid=unpaid(read),
-            compared=len(judged),
-            paid=sum(
-                verdict_word(variant["verdict"]) != "failed" for variant in judged
-            ),  # if nothing is unpaid
-            unmeasured=unmeasured(read),
-            more_rounds=more_rounds,
-            busy=load_of_others(variants),
-            has_cost=has_cost(read["cost"]),
-            recipe=_cut(outline(read["recipe"]) if read["recipe"] else "{}", limits.recipe),
-            data=data,
-            complete=complete,
-        )
+    variants, lead = read["variants"], lead_of(read)
+    judged, plan = compared(variants), _plain_plan(lead, read)
+    return _template().render(
+        report=read,
+        base=variants[0],
+        final=result_of(variants),
+        machine=machine(read["hardware"]),
+        drawings=drawings(read),
+        cumulative=bool(cumulative_of(variants)),
+        table=table_of(read),
+        hurt=variants_that_hurt(variants),
+        lead=lead,
+        lead_plan=outline({"plan": plan}) if plan else None,
+        lead_word=on_the_whole(lead, read),
+        proofs=proofs(variants),
+        steady=steadiness(variants),
+        step_terms=terms(variants, "step", "seconds"),
+        memory_terms=terms(variants, "memory", "memory"),
+        unpaid=unpaid(read),
+        compared=len(judged),
+        paid=sum(verdict_word(a["verdict"]) != "failed" for a in judged),  # if nothing is unpaid
+        unmeasured=unmeasured(read),
+        more_rounds=more_rounds,
+        busy=load_of_others(variants),
+        has_cost=has_cost(read["cost"]),
+        recipe=_cut(outline(read["recipe"]) if read["recipe"] else "{}", limits.recipe),
+        data=data,
+        complete=complete,
     )
 
 
@@ -132,19 +126,13 @@ def recipe_plan(variant: Mapping[str, Any], report: Mapping[str, Any]) -> list[A
     """The variant's plan as a recipe has it; None where the report's recipe lists no such plan."""
     entries = report["recipe"].get("plan")
     names = {text.partition("(")[0] for text in variant["techniques"]}
-    selected = (
-        [entry for entry in entries if name_of(entry) in names] if isinstance(entries, list) else []
-    )
+    listed = entries if isinstance(entries, list) else []
+    selected = [entry for entry in listed if name_of(entry) in names]
     return selected if len(selected) == len(names) else None
 
 
-def _plan_lines(variant: Mapping[str, Any], read: Mapping[str, Any]) -> str | None:
-    """The variant's plan as lines of a recipe, without settings that are a technique's defaults."""
-    entries = _plain_plan(variant, read)
-    return outline({"plan": entries}) if entries else None
-
-
 def _plain_plan(variant: Mapping[str, Any], read: Mapping[str, Any]) -> list[Any] | None:
+    """The variant's plan as a recipe has it, without settings that are defaults."""
     entries = recipe_plan(variant, read)
     with contextlib.suppress(InputError):  # techniques that this version doesn't know
         return entries and [plain_entry(entry) for entry in entries]
@@ -152,7 +140,7 @@ def _plain_plan(variant: Mapping[str, Any], read: Mapping[str, Any]) -> list[Any
 
 
 @lru_cache(maxsize=1)
-def _environment() -> Environment:
+def _template() -> Template:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -160,25 +148,12 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {
-        "words": number_text,
-        "span": span,
-        "outline": outline,
-        "amount": amount,
-    }
-    environment.filters |= {
-        "head": verdict_word,
-        "priced": priced,
-        "any_known": any_known,
-        "measure": measure,
-        "headings": headings,
-    }
-    return environment
-
-
-def headings(sections: str) -> list[tuple[str, str]]:
-    """The name and the text of each section's heading; both are the templates' own."""
-    return re.findall(r'<h2 id="([a-z]+)">(.*?)</h2>', sections)
+    functions = (span, outline, amount, priced, any_known, measure)
+    environment.filters |= {function.__name__: function for function in functions}
+    environment.filters |= {"words": number_text, "head": verdict_word}
+    # The name and the text of each section's heading; both are the templates' own.
+    environment.filters["headings"] = re.compile(r'<h2 id="([a-z]+)">(.*?)</h2>').findall
+    return environment.get_template("report.html.jinja")
 
 
 def _shortened(read: dict[str, Any], limits: PageLimits) -> dict[str, Any]:
@@ -190,11 +165,10 @@ def _shortened(read: dict[str, Any], limits: PageLimits) -> dict[str, Any]:
     variants = read["variants"]
     if len(variants) > limits.entries:  # the baseline and the result stay
         final = result_of(variants)
-        shown_variants = [variant for variant in variants[1:] if variant is not final][
-            : limits.entries - 2
-        ]
-        counts.append(f"{len(variants) - len(shown_variants) - 2} variants aren't shown")
-        variants = [variants[0], *shown_variants, final]
+        others = [variant for variant in variants[1:] if variant is not final]
+        shown = others[: limits.entries - 2]
+        counts.append(f"{len(others) - len(shown)} variants aren't shown")
+        variants = [variants[0], *shown, final]
 
     def cut(value: Any) -> Any:
         if isinstance(value, str):
@@ -218,11 +192,9 @@ def _shortened(read: dict[str, Any], limits: PageLimits) -> dict[str, Any]:
     plain["samples"] = [{k: _cut(text, _SAMPLE) for k, text in one.items()} for one in samples]
     short = {key: cut(value) for key, value in plain.items()}
     short["more_samples"] = len(read["samples"]) - len(samples)
-    short["variants"] = [
-        {key: cut(value) for key, value in variant.items()} for variant in variants
-    ]
-    kept_as_it_is = {key: read[key] for key in ("created", "created_words")}
-    return short | kept_as_it_is | {"cut": "; ".join(dict.fromkeys(counts))}
+    short["variants"] = [{key: cut(value) for key, value in a.items()} for a in variants]
+    unchanged = {key: read[key] for key in ("created", "created_words")}
+    return short | unchanged | {"cut": "; ".join(dict.fromkeys(counts))}
 
 
 def _of_variants(cost: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
@@ -239,11 +211,8 @@ def _of_variants(cost: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
 
 
 def _cut(text: str, most: int) -> str:
-    return (
-        text
-        if len(text) <= most
-        else f"{text[:most]}… ({len(text) - most} more characters in report.json)"
-    )
+    more = len(text) - most
+    return text if more <= 0 else f"{text[:most]}… ({more} more characters in report.json)"
 
 
 def _embedded(plain: Mapping[str, Any]) -> tuple[str, bool]:
@@ -251,31 +220,24 @@ def _embedded(plain: Mapping[str, Any]) -> tuple[str, bool]:
 
     Where the whole would make the page too heavy, curves become means; report.json keeps all.
     """
+
+    def thinned(variant: Mapping[str, Any], most: int) -> dict[str, Any]:
+        curves = [key for key in ("loss_curve", "eval_curve") if variant.get(key)]
+        return {**variant, **{key: thin(variant[key], most) for key in curves}}
+
     for most in (None, 200, 50):
-        variants = (
-            plain["variants"]
-            if most is None
-            else [_thinned(variant, most) for variant in plain["variants"]]
-        )
-        text = _inert(json.dumps({**plain, "variants": variants}))
+        variants = [a if most is None else thinned(a, most) for a in plain["variants"]]
+        text = _inert({**plain, "variants": variants})
         if len(text) <= _EMBEDDED:
             return text, most is None
-    return _inert(
-        json.dumps({"schema": SCHEMA, "left_out": "too large here: see report.json"})
-    ), False
+    return _inert({"schema": SCHEMA, "left_out": "too large here: see report.json"}), False
 
 
-def _inert(text: str) -> str:
+def _inert(value: Mapping[str, Any]) -> str:
+    text = json.dumps(value)
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
-
-
-def _thinned(variant: Mapping[str, Any], most: int) -> dict[str, Any]:
-    curves = {
-        key: thin(variant[key], most) for key in ("loss_curve", "eval_curve") if variant.get(key)
-    }
-    return {**variant, **curves}
 
 
 # Rows of the page that several variants make together.
@@ -285,9 +247,7 @@ def _thinned(variant: Mapping[str, Any], most: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ReportTable:
-    """The variants as rows of text: a heading for each column, and for each variant its cells by
-    column.
-    """
+    """The variants as text: a heading for each column, and the cells of each variant."""
 
     columns: dict[str, str]
     rows: list[dict[str, str]]
@@ -352,21 +312,14 @@ def proofs(variants: Sequence[Row]) -> list[dict[str, Any]]:
     for technique in users:
         for name, row in uses:
             if row["technique"] == technique:
-                names_by_proof.setdefault(
-                    (technique, row["effective"], row["evidence"]), []
-                ).append(name)
+                proof = (technique, row["effective"], row["evidence"])
+                names_by_proof.setdefault(proof, []).append(name)
     rows = []
     for (technique, effective, evidence), names in names_by_proof.items():
         every_user = len(names) == users[technique] > 1
         users_text = f"all {len(names)} with it" if every_user else ", ".join(names)
-        rows.append(
-            {
-                "technique": technique,
-                "effective": effective,
-                "evidence": evidence,
-                "variants": users_text,
-            }
-        )
+        row = {"technique": technique, "effective": effective, "evidence": evidence}
+        rows.append({**row, "variants": users_text})
     return rows
 
 
@@ -377,10 +330,9 @@ def terms(variants: Sequence[Row], part: str, unit: str) -> list[dict[str, Any]]
     for number, name in enumerate(first, start=1):
         pair = first[name], last[name]
         if pair != (None, None):
-            texts = [number_text(value, unit) for value in pair]
-            rows.append(
-                {"name": term_name(name), "number": number, "before": texts[0], "after": texts[1]}
-            )
+            before, after = (number_text(value, unit) for value in pair)
+            row = {"name": term_name(name), "number": number, "before": before, "after": after}
+            rows.append(row)
     return rows
 
 
@@ -422,14 +374,14 @@ def unmeasured(report: Mapping[str, Any]) -> list[str]:
     """Lists dropped variants, failed variants, and sections of the page without content."""
     variants = report["variants"]
     sentences = list(report["design"]["dropped"])
-    sentences += [
-        f"{a['name']}: {a['verdict']}" for a in variants if verdict_word(a["verdict"]) == "failed"
-    ]
-    untested = (
-        row for row in report["verification"] if verdict_word(row["verdict"]) == "not tested"
-    )
+
+    def of(rows: Sequence[Row], word: str) -> Iterator[Row]:
+        return (row for row in rows if verdict_word(row["verdict"]) == word)
+
+    sentences += [f"{a['name']}: {a['verdict']}" for a in of(variants, "failed")]
+    untested = of(report["verification"], "not tested")
     sentences += [f"Equal quality of {row['technique']}: {reason_of(row)}" for row in untested]
-    lines = (row for row in report["invariance"] if verdict_word(row["verdict"]) == "not tested")
+    lines = of(report["invariance"], "not tested")
     sentences += [f"Invariance, {row['what']}: {reason_of(row)}" for row in lines]
     ledgers = [variant["ledger"] for variant in (variants[0], result_of(variants))]
     absent = {
@@ -461,9 +413,7 @@ def more_rounds(variant: Mapping[str, Any], design: Mapping[str, Any]) -> str | 
 
 
 def load_of_others(variants: Sequence[Row]) -> str | None:
-    """How much of the processor others used while the variants had their turns; None: not
-    measured.
-    """
+    """How much of the processor others used during the turns; None: not measured."""
     load = [value for variant in variants for value in variant["foreign_load"] if value is not None]
     if not load:
         return None
@@ -518,7 +468,7 @@ def _notes(read: Mapping[str, Any]) -> Iterator[str]:  # noqa: C901  # a clause 
         yield f"{shares} {cell(read['mfu'])}"
     yield from _noise(read)
     for row in read["invariance"]:
-        if verdict_word(row["verdict"]) in GUILTY:
+        if verdict_word(row["verdict"]) in FAILED:
             yield f"not invariant: {cell(row['what'])}: {cell(row['text'] or row['verdict'])}"
     yield from _money(read)
 
@@ -527,28 +477,21 @@ def _noise(read: Mapping[str, Any]) -> Iterator[str]:
     noise, together = read["noise"], read["interaction"]
     if noise["text"] or noise["ratio"]:
         copies = span(noise["ratio"], "times") if noise["ratio"] else "not measured"
-        floor = (
-            ""
-            if noise["floor"] is None
-            else f", noise floor {number_text(noise['floor'], 'percent')}"
-        )
-        yield cell(noise["text"] or f"two copies of the baseline: {copies}{floor}")
+        floor = number_text(noise["floor"], "percent")
+        copies += "" if noise["floor"] is None else f", noise floor {floor}"
+        yield cell(noise["text"] or f"two copies of the baseline: {copies}")
     if together["text"] or together["ratio"]:
-        yield cell(
-            together["text"] or f"all over the single ones: {span(together['ratio'], 'times')}"
-        )
+        text = together["text"] or f"all over the single ones: {span(together['ratio'], 'times')}"
+        yield cell(text)
 
 
 def _money(read: Mapping[str, Any]) -> Iterator[str]:
     cost = read["cost"]
     prices = cost["per_million_tokens"]
     if prices is not None:
-        ends = [read["variants"][0], result_of(read["variants"])]
-        price_text = " → ".join(
-            number_text(priced(prices, variant), "price")
-            for variant in ends[: len(read["variants"])]
-        )
-        yield f"{cell(cost['currency'] or 'cost')} per million tokens: {price_text}"
+        ends = [read["variants"][0], result_of(read["variants"])][: len(read["variants"])]
+        texts = [number_text(priced(prices, variant), "price") for variant in ends]
+        yield f"{cell(cost['currency'] or 'cost')} per million tokens: {' → '.join(texts)}"
     experiment = cost["experiment"]
     if experiment["money"] is not None:
         spent = number_text(experiment["money"], "price")
@@ -563,15 +506,7 @@ def write_report(report: Mapping[str, Any], folder: Path) -> Path:
     Raises InputError where `report` departs from docs/reference/metrics.md, with no file changed,
     or where the folder can't be written.
     """
-    plain, read = as_json(report, "report"), read_report(report)
-    page = page_of(plain, read)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / "report.json", json.dumps(plain) + "\n")
-        write_atomic(folder / "report.html", page)
-    except OSError as error:
-        why = error.strerror or error
-        raise InputError(
-            f"The report can't be written to {folder} ({why}): name another folder."
-        ) from error
+    plain = as_json(report, "report")
+    page = page_of(plain, read_report(report))
+    write_files(folder, {"report.json": json.dumps(plain) + "\n", "report.html": page})
     return folder / "report.html"

@@ -10,17 +10,15 @@ from textwrap import indent
 from typing import Any
 
 from hasten.core.timing import PARTS, step_total
-from hasten.errors import InputError
-from hasten.formatting import aligned
-from hasten.machine.files import write_atomic
-from hasten.report.markup import html_table
+from hasten.formatting import NOT_MEASURED, aligned, number_text
+from hasten.report.markup import html_page, html_table, write_files
+from hasten.report.svg import rect, svg_text
 
 # A profile in words and aligned tables, for the terminal and the page alike.
 #
 # What wasn't measured is said to be so and never printed as zero.
 
-NOT_MEASURED = "not measured"
-Rows = Sequence[Sequence[str]]
+Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, columns, rows
 
 
 def render_text(profile: Mapping[str, Any]) -> str:
@@ -36,9 +34,9 @@ def head(profile: Mapping[str, Any]) -> str:
     even, used = profile["ledger"]["stability"], profile["ledger"]["utilisation"]
     stall, cores = profile["data_stall_share"], profile.get("usable_cores")
     lines = [
-        f"{profile['tokens_per_second']:,.0f} tokens/s, step {time_text(profile['step_seconds'])}, "
+        f"{profile['tokens_per_second']:,.0f} tokens/s, step {_time(profile['step_seconds'])}, "
         f"padding {profile['padding_share']:.0%}, peak {_size(profile['peak_memory_bytes'])}",
-        f"steps: p50 {time_text(even['p50'])}, p99 {time_text(even['p99'])}, spread "
+        f"steps: p50 {_time(even['p50'])}, p99 {_time(even['p99'])}, spread "
         f"{_share(even['relative_spread'])}, {even['stalls']} stalled; data stall {_share(stall)}",
         f"MFU {_share(profile['mfu'])}; device used {_share(used)}"
         + (f" ({used * cores:.2f} of {cores} cores)" if used is not None and cores else ""),
@@ -46,77 +44,63 @@ def head(profile: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def tables(profile: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """(title, columns, rows) of each table."""
-    operators = profile["operators"]
+def tables(profile: Mapping[str, Any]) -> list[Table]:
+    """All tables of a profile."""
+    operators, ledger = profile["operators"], profile["ledger"]
+    total = step_total({k: v for k, v in ledger["step"].items() if v is not None})
+    parts = []
+    for part in PARTS:
+        taken = ledger["step"][part]
+        share = "between steps" if part == "checkpoint" else _share(taken and taken / total)
+        parts.append([part, _time(taken), "" if taken is None else share])
+    owners = [[owner, _size(count)] for owner, count in ledger["memory"].items()]
     families = [
-        [row["family"], time_text(row["seconds"]), _share(row["share"]), f"{row['calls']:,}"]
+        [row["family"], _time(row["seconds"]), _share(row["share"]), f"{row['calls']:,}"]
         for row in operators["families"]
     ]
     top = [
-        [_cut(row["name"]), row["family"], time_text(row["seconds"]), _share(row["share"])]
+        [_cut(row["name"]), row["family"], _time(row["seconds"]), _share(row["share"])]
         for row in operators["top"]
     ]
     title = (
         f"Operators of one step under the profiler "
-        f"({time_text(operators['profiled_step_seconds'])}, "
-        f"{time_text(operators['outside_seconds'])} of it outside any operator), own time"
+        f"({_time(operators['profiled_step_seconds'])}, "
+        f"{_time(operators['outside_seconds'])} of it outside any operator), own time"
     )
     return [
-        ("Where a step's time goes", ["part", "seconds", "share"], _parts(profile)),
-        ("Memory by owner", ["owner", "bytes"], _owners(profile)),
+        ("Where a step's time goes", ["part", "seconds", "share"], parts),
+        ("Memory by owner", ["owner", "bytes"], owners),
         (title, ["family", "seconds", "share", "calls"], families),
         ("The longest of them", ["operator", "family", "seconds", "share"], top),
         *_ranks(profile),
     ]
 
 
-def _parts(profile: Mapping[str, Any]) -> list[list[str]]:
-    step = profile["ledger"]["step"]
-    total_seconds = step_total({k: v for k, v in step.items() if v is not None})
-    rows = []
-    for part in PARTS:
-        seconds = step[part]
-        share = (
-            "between steps" if part == "checkpoint" else _share(seconds and seconds / total_seconds)
-        )
-        rows.append([part, time_text(seconds), share if seconds is not None else ""])
-    return rows
-
-
-def _owners(profile: Mapping[str, Any]) -> list[list[str]]:
-    return [
-        [owner, _size(owned_bytes)] for owner, owned_bytes in profile["ledger"]["memory"].items()
-    ]
-
-
-def _ranks(profile: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
+def _ranks(profile: Mapping[str, Any]) -> list[Table]:
     if profile["parallel"] is None:
         return []
     shown = ("data", "forward", "backward", "communication", "optimizer", "idle")
-    rows = [
-        [str(r["rank"]), *(time_text(r["step"][part]) for part in shown)] for r in profile["ranks"]
-    ]
+    rows = [[str(r["rank"]), *(_time(r["step"][part]) for part in shown)] for r in profile["ranks"]]
     parallel, communications = profile["parallel"], _communication(profile["ranks"])
     if "text" in parallel:
         efficiency = ("Efficiency", ["", ""], [["", parallel["text"]]])
         return [("Ranks", ["rank", *shown], rows), *communications, efficiency]
     speeds = [
-        ["all ranks", _rate(parallel["tokens_per_second"]), ""],
+        ["all ranks", f"{parallel['tokens_per_second']:,.0f}", ""],
         [
             f"one rank alone x {parallel['ranks']}",
-            _rate(parallel["one_rank_tokens_per_second"] * parallel["ranks"]),
+            f"{parallel['one_rank_tokens_per_second'] * parallel['ranks']:,.0f}",
             _share(parallel["efficiency_against_one_rank"]),
         ],
         [
             "all ranks without communication",
-            _rate(parallel["without_communication_tokens_per_second"]),
+            f"{parallel['without_communication_tokens_per_second']:,.0f}",
             _share(parallel["efficiency_against_no_communication"]),
         ],
     ]
     title = (
         "Parallel efficiency; communication that shows: "
-        f"{time_text(parallel['communication_seconds'])} a step"
+        f"{_time(parallel['communication_seconds'])} a step"
     )
     return [
         ("Where each rank's time goes", ["rank", *shown], rows),
@@ -125,15 +109,12 @@ def _ranks(profile: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[s
     ]
 
 
-def _communication(
-    ranks: Sequence[Mapping[str, Any]],
-) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Table of each rank's communication in a step."""
+def _communication(ranks: Sequence[Mapping[str, Any]]) -> list[Table]:
     names = ("comm_seconds", "exposed_comm_seconds", "hidden_communication_seconds")
     rows = [
         [
             str(r["rank"]),
-            *(time_text(r["communication"].get(name)) for name in names),
+            *(_time(r["communication"].get(name)) for name in names),
             _size(r["communication"].get("comm_bytes")),
         ]
         for r in ranks
@@ -143,102 +124,63 @@ def _communication(
     return [("What travels in a step", columns, rows)] if rows else []
 
 
-def time_text(seconds: float | None) -> str:
-    if seconds is None:
-        return NOT_MEASURED
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.0f} µs"
-    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+def _time(seconds: float | None) -> str:
+    return number_text(seconds, "seconds")
 
 
 def _size(count: float | None) -> str:
-    if count is None:
-        return NOT_MEASURED
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+    return number_text(count, "memory")
 
 
 def _share(value: float | None) -> str:
-    return NOT_MEASURED if value is None else f"{value:.1%}"
-
-
-def _rate(value: float) -> str:
-    return f"{value:,.0f}"
+    return number_text(value, "percent")
 
 
 def _cut(name: str, most: int = 48) -> str:
     return name if len(name) <= most else name[: most - 3] + "..."
 
 
-# The files.
-
-COLOURS = {
-    "data": "#b5651d",
-    "copy": "#c9a227",
-    "forward": "#2a6fb0",
-    "backward": "#1f4e79",
-    "communication": "#a23b72",
-    "optimizer": "#3a7d44",
-    "checkpoint": "#6b6b6b",
-    "idle": "#c4c4c4",
-}
 WIDTH = 920  # pixels of the timeline
 
 
-def timeline(laps: Sequence[tuple[str, float]], width: int = WIDTH) -> str:
+def timeline(laps: Sequence[tuple[str, float]]) -> str:
     """One step from left to right as an inline SVG; a part that came again is drawn again."""
     total_seconds = sum(seconds for _, seconds in laps)
     if not total_seconds:
         return f"<p>{NOT_MEASURED}</p>"
     marks, at = [], 0.0
     for part, seconds in laps:
-        x, long = at / total_seconds * width, seconds / total_seconds * width
+        x, width = at / total_seconds * WIDTH, seconds / total_seconds * WIDTH
         at += seconds
-        label = f"{part} {time_text(seconds)}"
-        marks.append(
-            f'<rect x="{x:.2f}" y="0" width="{max(long, 0.3):.2f}" height="44" '
-            f'fill="{COLOURS[part]}"><title>{escape(label)}</title></rect>'
-        )
-        if long > 8 * len(part):
-            marks.append(f'<text x="{x + 5:.1f}" y="27" fill="#fff">{escape(part)}</text>')
+        css = f"part s{PARTS.index(part) + 1}"
+        marks.append(rect(css, x, 0, max(width, 0.3), 44, f"{part} {_time(seconds)}"))
+        if width > 8 * len(part):
+            marks.append(svg_text("inside", x + 5, 27, part))
+    ends = svg_text("tick", 0, 60, "0") + svg_text("tick end", WIDTH, 60, _time(total_seconds))
     return (
-        f'<svg viewBox="0 0 {width} 64" role="img" aria-label="one step, '
-        f'{time_text(total_seconds)}">'
-        f"{''.join(marks)}<text x='0' y='60'>0</text>"
-        f'<text x="{width}" y="60" text-anchor="end">{time_text(total_seconds)}</text></svg>'
+        f'<svg viewBox="0 0 {WIDTH} 64" role="img" aria-label="one step, {_time(total_seconds)}">'
+        f"{''.join(marks)}{ends}</svg>"
     )
 
 
 def render_page(profile: Mapping[str, Any]) -> str:
     """One HTML file without scripts; nothing is loaded from elsewhere."""
     keys = "".join(
-        f'<span><i style="background:{COLOURS[part]}"></i>{part}</span>' for part in PARTS
+        f'<span class="item"><span class="key part box s{number}"></span>{part}</span>'
+        for number, part in enumerate(PARTS, start=1)
     )
-    body = "".join(
-        f"<h2>{escape(title)}</h2>{html_table(columns, rows)}"
+    sections = "".join(
+        f"<section><h2>{escape(title)}</h2>{html_table(columns, rows)}</section>"
         for title, columns, rows in tables(profile)
     )
     lines = "<br>".join(map(escape, head(profile).splitlines()))
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>hasten profile</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{STYLE}</style><main><h1>{escape(profile.get('title', 'profile'))}</h1>"
-        f"<p>{lines}</p><h2>The last measured step</h2>{timeline(profile['laps'])}"
-        f'<p class="keys">{keys}</p>{body}'
+    body = (
+        f"<p>{lines}</p><section><h2>The last measured step</h2>{timeline(profile['laps'])}"
+        f'<p class="legend">{keys}</p></section>{sections}'
         f"<p><code>{escape(profile.get('command', ''))}</code>, "
-        f"{escape(profile.get('created', ''))}</p></main></html>\n"
+        f"{escape(profile.get('created', ''))}</p>"
     )
-
-
-STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;margin:0;color:#1a1a1a;background:#fff}"
-    "main{max-width:960px;margin:auto;padding:24px}h1{font-size:22px}h2{font-size:17px}"
-    "svg{width:100%;height:auto;font-size:13px}table{border-collapse:collapse}"
-    "td,th{padding:2px 16px 2px 0;text-align:left;border-bottom:1px solid #ddd}"
-    "td+td{font-variant-numeric:tabular-nums}.keys span{margin-right:14px}"
-    ".keys i{display:inline-block;width:11px;height:11px;margin-right:5px}"
-    "@media(prefers-color-scheme:dark){body{color:#eee;background:#161616}"
-    "td,th{border-color:#444}svg text{fill:#eee}}"
-)
+    return html_page(profile.get("title", "profile"), body)
 
 
 def write_profile(profile: Mapping[str, Any], folder: Path) -> Path:
@@ -248,12 +190,5 @@ def write_profile(profile: Mapping[str, Any], folder: Path) -> Path:
         InputError: the folder can't be written.
     """
     text = json.dumps(profile, indent=1, allow_nan=False) + "\n"
-    try:
-        write_atomic(folder / "profile.json", text)
-        write_atomic(folder / "profile.html", render_page(profile))
-    except OSError as error:
-        raise InputError(
-            f"{folder} can't be written: {error.strerror or error}; make room, or name another "
-            "folder"
-        ) from error
+    write_files(folder, {"profile.json": text, "profile.html": render_page(profile)})
     return folder / "profile.html"

@@ -21,12 +21,13 @@ from __future__ import annotations
 import math
 import statistics
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard, overload
+from typing import Any, TypeGuard
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hasten import formatting
 from hasten.errors import InputError
@@ -38,16 +39,11 @@ LARGEST_FILE = 256 << 20  # bytes
 UNCOUNTED = "tokens: num_input_tokens_seen may count padding, so it isn't taken for tokens"
 
 
-@dataclass(frozen=True)
-class Point:
-    """The training loss of one step; ``tokens`` is the sum of all steps up to it, if known."""
-
-    step: int
-    tokens: float | None
-    loss: float
+# A row for each step: its number, the tokens of all steps up to it (NaN: not known), its loss.
+Curve = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RunFacts:
     """The facts about one run; None: its files don't contain them."""
 
@@ -60,7 +56,7 @@ class RunFacts:
     step_seconds: float | None = None  # median
     eval_loss: float | None = None
     peak_memory_bytes: float | None = None
-    curve: Sequence[Point] = ()
+    curve: Curve = field(default_factory=lambda: _curve(()))
     recipe: Mapping[str, Any] | None = None
     plan: tuple[str, ...] | None = None
     hardware: Mapping[str, Any] | None = None
@@ -109,78 +105,44 @@ def read_object(path: Path) -> dict[str, Any]:
     return read_json_object(path, "report", LARGEST_FILE)
 
 
-class LossPoints(Sequence[Point]):
-    """Points in 24 bytes each, so that the curve of a million steps takes no gigabyte."""
-
-    def __init__(self, points: Sequence[Point] = ()) -> None:
-        self._steps, self._tokens, self._losses = array("d"), array("d"), array("d")
-        if isinstance(points, LossPoints):
-            self._steps, self._tokens, self._losses = points.columns()
-            return
-        for point in points:
-            self.append(point.step, point.tokens, point.loss)
-
-    def columns(self) -> tuple[array[float], array[float], array[float]]:
-        """Steps, tokens (NaN: not known) and losses."""
-        return self._steps, self._tokens, self._losses
-
-    def append(self, step: float, tokens: float | None, loss: float) -> None:
-        """Adds the point of the next step."""
-        self._steps.append(step)
-        self._tokens.append(math.nan if tokens is None else tokens)
-        self._losses.append(loss)
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    @overload
-    def __getitem__(self, index: int) -> Point: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Point]: ...
-    def __getitem__(self, index: int | slice) -> Point | Sequence[Point]:
-        if isinstance(index, slice):
-            return [self[each] for each in range(len(self))[index]]
-        tokens = self._tokens[index]
-        known_tokens = None if math.isnan(tokens) else tokens
-        return Point(int(self._steps[index]), known_tokens, self._losses[index])
+def _curve(points: Iterable[tuple[float, float | None, float]]) -> Curve:
+    rows = array("d")
+    for step, tokens, loss in points:
+        rows.extend((step, math.nan if tokens is None else tokens, loss))
+    return np.array(rows).reshape(-1, 3)
 
 
 @dataclass
 class _Log:
-    """Sums over the lines of a metrics.jsonl; they are read one by one and not stored."""
+    """Sums over the lines of a metrics.jsonl, which are read one by one and not stored."""
 
-    curve: LossPoints = field(default_factory=LossPoints)
+    path: Path
     lines: int = 0
     last_step: int | None = None
     tokens: float | None = 0.0  # None: a line has none
     seconds: array[float] = field(default_factory=lambda: array("d"))
     peak_memory_bytes: float | None = None
 
-    def add(self, entry: Mapping[str, Any]) -> None:
-        """Adds a line."""
-        self.lines += 1
-        self.last_step = _whole(entry.get("step"))
-        tokens, loss = number(entry.get("tokens")), number(entry.get("loss"))
-        has_tokens = tokens is not None and self.tokens is not None
-        self.tokens = self.tokens + tokens if has_tokens else None  # type: ignore[operator]
-        if loss is not None:
-            self.curve.append(self.last_step or self.lines, number(self.tokens), loss)
-        if seconds := number(entry.get("step_seconds")):
-            self.seconds.append(seconds)
-        if peak := number(entry.get("peak_memory_bytes")):
-            self.peak_memory_bytes = max(peak, self.peak_memory_bytes or 0.0)
+    def points(self) -> Iterator[tuple[float, float | None, float]]:
+        """Reads the lines; the points of the training loss.
 
-
-def _read_log(path: Path) -> _Log:
-    """Reads a metrics.jsonl line by line.
-
-    Raises:
-        InputError: the file can't be read or is too large, or a line isn't an object.
-    """
-    log = _Log()
-    for entry in json_lines(path, "run's log"):
-        log.add(entry)
-    return log
+        Raises:
+            InputError: the file can't be read or is too large, or a line isn't an object.
+        """
+        for entry in json_lines(self.path, "run's log"):
+            self.lines += 1
+            self.last_step = _whole(entry.get("step"))
+            tokens, loss = number(entry.get("tokens")), number(entry.get("loss"))
+            if tokens is None or self.tokens is None:
+                self.tokens = None
+            else:
+                self.tokens += tokens
+            if seconds := number(entry.get("step_seconds")):
+                self.seconds.append(seconds)
+            if peak := number(entry.get("peak_memory_bytes")):
+                self.peak_memory_bytes = max(peak, self.peak_memory_bytes or 0.0)
+            if loss is not None:
+                yield self.last_step or self.lines, number(self.tokens), loss
 
 
 def number(value: object) -> float | None:
@@ -190,7 +152,6 @@ def number(value: object) -> float | None:
 
 def _trained(path: Path, summary: Mapping[str, Any], read_recipe: Any) -> RunFacts:
     metrics = path / "metrics.jsonl"
-    curve = _read_log(metrics).curve if metrics.is_file() else ()
     recipe = path / "recipe.yaml"
     values = read_recipe(recipe) if read_recipe and recipe.is_file() else None
     plan = summary.get("plan")
@@ -205,7 +166,7 @@ def _trained(path: Path, summary: Mapping[str, Any], read_recipe: Any) -> RunFac
         step_seconds=number(summary.get("step_seconds_median")),
         eval_loss=number(summary.get("eval_loss")),
         peak_memory_bytes=number(summary.get("peak_memory_bytes")),
-        curve=curve,
+        curve=_curve(_Log(metrics).points() if metrics.is_file() else ()),
         recipe=_object(values),
         plan=None if names is None else tuple(names),
         hardware=_object(summary.get("hardware")),
@@ -216,8 +177,9 @@ def _trained(path: Path, summary: Mapping[str, Any], read_recipe: Any) -> RunFac
 
 def _logged(path: Path) -> RunFacts:
     """A run that left its lines alone: one under way, or one of a host's callback."""
-    log = _read_log(path / "metrics.jsonl")
-    total, seconds = number(log.tokens), number(_sum(log.seconds)) if log.seconds else None
+    log = _Log(path / "metrics.jsonl")
+    curve = _curve(log.points())
+    total, seconds = number(log.tokens), number(sum(log.seconds)) if log.seconds else None
     every = bool(log.lines) and len(log.seconds) == log.lines
     return RunFacts(
         name=path.name or str(path),
@@ -228,23 +190,17 @@ def _logged(path: Path) -> RunFacts:
         tokens_per_second=total / seconds if every and total is not None and seconds else None,
         step_seconds=number(statistics.median(log.seconds)) if log.seconds else None,
         peak_memory_bytes=log.peak_memory_bytes,
-        curve=log.curve,
+        curve=curve,
     )
 
 
 def _variants(path: Path, report: Mapping[str, Any]) -> list[RunFacts]:
     variants = report.get("variants")
-    if (
-        not _list(variants)
-        or not variants
-        or not all(isinstance(variant, dict) for variant in variants)
-    ):
+    if not _list(variants) or not variants or not all(isinstance(v, dict) for v in variants):
         raise InputError(f"{path} is not a report: it lists no variants")
     label = path.parent.name if path.is_file() else path.name
-    return [
-        _variant(label, variant, report)
-        for variant in (variants[0], *variants[-1:][: len(variants) - 1])
-    ]
+    shown = variants[:1] if len(variants) == 1 else [variants[0], variants[-1]]
+    return [_variant(label, variant, report) for variant in shown]
 
 
 def _variant(label: str, variant: Mapping[str, Any], report: Mapping[str, Any]) -> RunFacts:
@@ -252,7 +208,6 @@ def _variant(label: str, variant: Mapping[str, Any], report: Mapping[str, Any]) 
     techniques, curve = variant.get("techniques"), variant.get("loss_curve")
     points = [p for p in curve if _list(p) and len(p) == 2] if _list(curve) else []
     pairs = [(number(a), number(b)) for a, b in points]
-    steps = [Point(i, t, v) for i, (t, v) in enumerate(pairs, 1) if v is not None]
     return RunFacts(
         name=f"{label}: {str(variant.get('name'))[:60]}",
         kind="hasten speedup",
@@ -262,7 +217,7 @@ def _variant(label: str, variant: Mapping[str, Any], report: Mapping[str, Any]) 
         step_seconds=number((step or {}).get("p50")),
         eval_loss=number(variant.get("eval_loss")),
         peak_memory_bytes=number(variant.get("peak_memory_bytes")),
-        curve=tuple(steps),
+        curve=_curve((i, t, v) for i, (t, v) in enumerate(pairs, 1) if v is not None),
         recipe=_object(report.get("recipe")),
         plan=tuple(map(str, techniques)) if _list(techniques) else None,
         hardware=_object(report.get("hardware")),
@@ -294,8 +249,8 @@ def _hugging_face(path: Path, state: Mapping[str, Any]) -> RunFacts:
         tokens_per_second=total / runtime if total and runtime else None,
         step_seconds=runtime / steps if runtime and steps else None,
         eval_loss=eval_losses[-1] if eval_losses else None,
-        curve=tuple(
-            Point(int(step), number(e.get("num_tokens")), loss)
+        curve=_curve(
+            (int(step), number(e.get("num_tokens")), loss)
             for e in logs
             if (loss := number(e.get("loss"))) is not None
             and (step := number(e.get("step"))) is not None
@@ -307,23 +262,12 @@ def _hugging_face(path: Path, state: Mapping[str, Any]) -> RunFacts:
 def _newest_state(folder: Path) -> Path | None:
     """The Trainer's own file: in the folder, or in its checkpoint of the most steps."""
     candidates = [folder / "trainer_state.json", *folder.glob("checkpoint-*/trainer_state.json")]
-    existing = [path for path in candidates if path.is_file()]
-    return max(existing, key=_checkpoint_number, default=None)
 
+    def steps(path: Path) -> float:
+        step = path.parent.name.removeprefix("checkpoint-")
+        return int(step) if path.parent != folder and step.isdecimal() else math.inf
 
-def _checkpoint_number(path: Path) -> float:
-    step = path.parent.name.rpartition("-")[2]
-    return (
-        int(step) if path.parent.name.startswith("checkpoint-") and step.isdecimal() else math.inf
-    )
-
-
-def _sum(values: Iterable[float]) -> float:
-    """The sum, infinite if it is beyond what a number holds."""
-    try:
-        return math.fsum(values)
-    except OverflowError:
-        return math.inf
+    return max((path for path in candidates if path.is_file()), key=steps, default=None)
 
 
 def _whole(value: object) -> int | None:
@@ -404,20 +348,17 @@ def render(comparison: Mapping[str, Any]) -> str:
 
 
 def _common_end(runs: Sequence[RunFacts]) -> tuple[float | None, str]:
-    """The largest number of tokens, or else of steps, that every run with losses has reached."""
-    curves = [run.curve for run in runs if run.curve]
-    if not curves:
+    ends = [run.curve[-1] for run in runs if len(run.curve)]
+    if not ends:
         return None, "tokens"
-    tokens = [curve[-1].tokens for curve in curves]
-    if all(value is not None for value in tokens):
-        return min(value for value in tokens if value is not None), "tokens"
-    return float(min(curve[-1].step for curve in curves)), "steps"
+    step, tokens, _ = np.min(ends, axis=0)  # NaN if one of them is
+    return (float(step), "steps") if np.isnan(tokens) else (float(tokens), "tokens")
 
 
-def _loss_at(curve: Sequence[Point], where: float | None, unit: str) -> float | None:
-    if where is None or not curve:
+def _loss_at(curve: Curve, where: float | None, unit: str) -> float | None:
+    if where is None or not len(curve):
         return None
-    steps, tokens, losses = (np.asarray(column) for column in LossPoints(curve).columns())
+    steps, tokens, losses = curve.T
     places = np.nan_to_num(tokens) if unit == "tokens" else steps
     before = places <= where
     near = before & (places > (1 - STRETCH) * where)
@@ -432,7 +373,10 @@ def _differing(runs: Sequence[RunFacts]) -> dict[str, list[Any]]:
 
     A report's variant trains with its own techniques, not the recipe's plan.
     """
-    values = [None if run.recipe is None else {**run.recipe, "plan": _plan(run)} for run in runs]
+    values = [
+        {**run.recipe, "plan": [*run.plan]} if run.recipe and run.plan is not None else run.recipe
+        for run in runs
+    ]
     recipes = [recipe for recipe in values if recipe is not None]
     keys = [key for key in dict.fromkeys(k for r in recipes for k in r) if key not in OWN]
     differences = {}
@@ -440,10 +384,6 @@ def _differing(runs: Sequence[RunFacts]) -> dict[str, list[Any]]:
         if any(recipe.get(key) != recipes[0].get(key) for recipe in recipes):
             differences[key] = ["not known" if r is None else r.get(key) for r in values]
     return differences
-
-
-def _plan(run: RunFacts) -> Any:
-    return list(run.plan) if run.plan is not None else (run.recipe or {}).get("plan")
 
 
 def _warnings(runs: Sequence[RunFacts]) -> list[str]:  # noqa: C901  # a clause for each difference
@@ -465,7 +405,7 @@ def _warnings(runs: Sequence[RunFacts]) -> list[str]:  # noqa: C901  # a clause 
     elif not tokens or len(tokens) < len(runs):
         reasons.append(f"tokens are not known of {_names(runs, 'tokens')}")
     machines = [run.hardware for run in runs if run.hardware is not None]
-    other = [key for key in MACHINE if len(_said(machines, key)) > 1]
+    other = [key for key in MACHINE if _differs(machines, key)]
     if other:
         reasons.append(f"the machine differs ({', '.join(other)})")
     for key, what in (("hardware", "the machine"), ("recipe", "model and data")):
@@ -473,18 +413,15 @@ def _warnings(runs: Sequence[RunFacts]) -> list[str]:  # noqa: C901  # a clause 
         if unknown:
             reasons.append(f"{what} can't be checked: not known of {unknown}")
     versions = [run.versions for run in runs if run.versions is not None]
-    other = [k for k in ("torch", "transformers", "hasten") if len(_said(versions, k)) > 1]
+    other = [key for key in ("torch", "transformers", "hasten") if _differs(versions, key)]
     if other:
         reasons.append(f"the versions differ ({', '.join(other)})")
     return reasons
 
 
-def _said(mappings: Sequence[Mapping[str, Any]], key: str) -> set[str]:
-    """The values of a key, from the entries that have it.
-
-    For example, a training's summary contains no device.
-    """
-    return {str(one[key]) for one in mappings if key in one}
+def _differs(mappings: Sequence[Mapping[str, Any]], key: str) -> bool:
+    """Compares entries that have the key; a training's summary contains no device."""
+    return len({str(one[key]) for one in mappings if key in one}) > 1
 
 
 def _names(runs: Sequence[RunFacts], key: str) -> str:
@@ -535,7 +472,6 @@ def section(studies: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _best(study: Mapping[str, Any]) -> list[str]:
-    """The best trials, and which decisions mattered."""
     trials = [t for t in study.get("trials", ()) if t["log_rate"] is not None]
     lines = []
     for trial in sorted(trials, key=lambda t: -float(t["log_rate"]))[:SHOWN]:

@@ -161,22 +161,17 @@ def read_report(report: Mapping[str, Any]) -> dict[str, Any]:
     What wasn't measured is None. Raises InputError, with the place, where `report` departs from
     docs/reference/metrics.md.
     """
-    read = _checked(as_json(report, "report", visible))
-    try:
-        moment = datetime.fromisoformat(read["created"])
-    except ValueError as error:
-        raise InputError(f"report.created is no ISO 8601 time: {read['created']!r}.") from error
-    return read | {"created_words": f"{moment:%Y-%m-%d %H:%M} {moment.tzname() or ''}".rstrip()}
-
-
-def _checked(plain: dict[str, Any]) -> dict[str, Any]:
-    read: dict[str, Any] = _read(plain, REPORT, "report")
+    read: dict[str, Any] = _read(as_json(report, "report", visible), REPORT, "report")
     names = [variant["name"] for variant in read["variants"]]
     if read["schema"] != SCHEMA:
         raise InputError(f"This report has schema {read['schema']}, but only {SCHEMA} can be read.")
     if not names or len(set(names)) < len(names):
         raise InputError(f"A report needs at least one variant and no name twice, but has {names}.")
-    return read
+    try:
+        moment = datetime.fromisoformat(read["created"])
+    except ValueError as error:
+        raise InputError(f"report.created is no ISO 8601 time: {read['created']!r}.") from error
+    return read | {"created_words": f"{moment:%Y-%m-%d %H:%M} {moment.tzname() or ''}".rstrip()}
 
 
 def as_json(value: Any, location: str, text: Callable[[str], str] = str) -> Any:

@@ -29,7 +29,8 @@ from hasten.core.technique import Technique
 from hasten.formatting import span
 from hasten.measure.ablation import Design, Kind, Variant, Which, plans_of, with_second_baseline
 from hasten.measure.recipe_experiment import ExperimentSubject, measured, prepared
-from hasten.measure.statistics import Interval, paired_ratio, verdict
+from hasten.measure.significance import ratio_of_rounds
+from hasten.measure.statistics import Interval, verdict
 from hasten.progress import Audience, SilentProgress
 from hasten.recipe.schema import Recipe
 from hasten.report.build import experiment_report
@@ -39,8 +40,7 @@ from hasten.report.markup import cell, markdown_table
 DOUBT = 0.05  # of all decisions of a greedy search together
 FLOOR = 0.01  # a gain that nobody should act on
 
-# the plan so far, and with one technique more
-Measure = Callable[[Plan, Plan], tuple[Variant, Variant]]
+Measure = Callable[[Plan, Plan], tuple[Variant, Variant]]  # the plan so far, and with one more
 
 
 @dataclass(frozen=True)
@@ -70,21 +70,15 @@ class GreedySearch:
         rows = [["technique", f"times the plan so far [{sure:.3g} %]", "kept", "why"]]
         for rung in self.rungs:
             ratio_text = "not measured" if rung.ratio is None else span(rung.ratio, "times")
-            rows.append(
-                [rung.technique, ratio_text, "yes" if rung.accepted else "no", cell(rung.why)]
-            )
+            decision = "yes" if rung.accepted else "no"
+            rows.append([rung.technique, ratio_text, decision, cell(rung.why)])
         return f"{markdown_table(rows)}\nkept: {self.plan if len(self.plan) else 'nothing'}"
 
     def rows(self) -> list[dict[str, Any]]:
         """The rungs as plain dictionaries, for a report."""
         return [
-            {
-                "technique": rung.technique,
-                "ratio": rung.ratio,
-                "kept": rung.accepted,
-                "why": rung.why,
-            }
-            for rung in self.rungs
+            {"technique": r.technique, "ratio": r.ratio, "kept": r.accepted, "why": r.why}
+            for r in self.rungs
         ]
 
 
@@ -120,12 +114,7 @@ def decide(technique: Technique, before: Variant, after: Variant, doubt: float) 
         return rung(False, f"failed: {after.failed}")
     if not ratios:
         return rung(False, f"the plan so far has no result: {before.failed or 'no rounds'}")
-    ratio = paired_ratio([1.0] * len(ratios), ratios, confidence=1 - doubt)
-    ratio = (
-        ratio
-        if after.process_variance is None
-        else after.process_variance.widened(ratio, confidence=1 - doubt)
-    )
+    ratio = ratio_of_rounds(ratios, after.process_variance, confidence=1 - doubt)
     if after.unfinished is not None:
         return rung(False, f"what it did is not known: {after.unfinished}", ratio)
     if technique.name() in idle_techniques(after):
@@ -161,7 +150,7 @@ def ablate(
     only: Sequence[str] = (),
     design: Design | None = None,
     title: str = "What the plan gains",
-    command: str = "hasten.report.ablate",
+    command: str = "hasten.report.speedup.ablate",
     fresh: bool = False,
     audience: Audience | None = None,
     also: Callable[[ExperimentSubject], Mapping[str, Any]] = lambda subject: {},

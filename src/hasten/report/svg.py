@@ -298,17 +298,18 @@ def strip_chart(title: str, strips: Sequence[Strip], width: int, levels: bool = 
     Values are drawn relative to the row's own median, or with `levels` as they are, from zero up.
     """
     frame = Frame(width, len(strips), mark=26)
-    rows = [
-        _stretches(finite(s.values) if levels else _deviations(finite(s.values))) for s in strips
-    ]
+    rows = []
+    for strip in strips:
+        values = finite(strip.values)
+        values = values if levels else _deviations(values)
+        rows.append([y for _, y in thin(list(enumerate(values)), 120)])
     dots = sum(map(len, rows)) <= _DOTTED and max(map(len, rows), default=0) <= _DOTTED / 4
     reach = max((abs(value) for row in rows for value in row), default=0) or 1
     body = []
     for row, (strip, values) in enumerate(zip(strips, rows, strict=True)):
         x = linear((0, max(1, len(values) - 1)), (frame.left + EDGE, frame.right - EDGE))
-        y = linear(
-            (0 if levels else -reach, reach), (frame.middle(row) + 13, frame.middle(row) - 13)
-        )
+        middle = frame.middle(row)
+        y = linear((0 if levels else -reach, reach), (middle + 13, middle - 13))
         body.append(line("grid", frame.left, y(0), frame.right, y(0)))
         body.append(frame.row_text(row, strip.label, strip.text))
         body += path([(x(i), y(value)) for i, value in enumerate(values)], strip.tone, dots)
@@ -365,18 +366,11 @@ def _tick_names(ticks: Sequence[float]) -> list[str]:
     return [f"{value:.{places}f}" if plain else f"{value:.3g}" for value in ticks]
 
 
-def _stretches(values: Sequence[float]) -> list[float]:
-    """A long row as the means of 120 equal stretches."""
-    return [y for _, y in thin(list(enumerate(values)), 120)]
-
-
 def _deviations(values: Sequence[float]) -> list[float]:
     """Relative to the median; flat where it is zero, or so small that quotients overflow."""
     middle = statistics.median(values) if values else 0.0
     deviations = [value / middle - 1 for value in values] if middle else []
-    return (
-        deviations if deviations and len(finite(deviations)) == len(values) else [0.0] * len(values)
-    )
+    return deviations if len(finite(deviations)) == len(values) else [0.0] * len(values)
 
 
 # The report's drawings by name: which variants each one shows, in which colours, with which words.
@@ -405,14 +399,13 @@ def drawings(report: Mapping[str, Any]) -> Drawings:
     }
     charts = {name: [draw(width) for width in WIDTHS] for name, draw in draws.items()}
     shown = [variant for variant in variants if variant["kind"] != "again"]
-    ordered = sorted(shown, key=lambda a: (a is not variants[0], a is not result_of(variants)))
-    for name, key in (("eval_data", "eval_curve"), ("training", "loss_curve")):
+    shown.sort(key=lambda a: (a is not variants[0], a is not result_of(variants)))
+    for name, title, key in (
+        ("eval_data", "Held-out loss", "eval_curve"),
+        ("training", "Training loss", "loss_curve"),
+    ):
         if any(variant[key] for variant in variants):
-            title = f"{'Held-out' if name == 'eval_data' else 'Training'} loss"
-            curves = [
-                Curve(variant["name"], variant[key], _tone(variant, variants))
-                for variant in ordered
-            ]
+            curves = [Curve(a["name"], a[key], _tone(a, variants)) for a in shown]
             charts[name] = [line_chart(title, curves, _CURVES, UNITS["tokens"])]
     return charts
 
@@ -426,11 +419,7 @@ def _speeds(report: Mapping[str, Any]) -> dict[str, Draw]:
     if pairs:
         shown |= {switch.alone["name"] for switch in gains if switch.alone}
         shown |= {variant["name"] for variant in variants if variant["kind"] == "leave-one-out"}
-    others = [
-        variant
-        for variant in variants
-        if variant["name"] not in shown and variant["kind"] != "again"
-    ]
+    others = [a for a in variants if a["name"] not in shown and a["kind"] != "again"]
     charts: dict[str, Draw] = {}
     if cumulative:
         steps = _waterfall(cumulative, report)
@@ -438,9 +427,8 @@ def _speeds(report: Mapping[str, Any]) -> dict[str, Draw]:
     if pairs:
         charts["pairs"] = _bars("What each switch gains, alone and with the others", pairs, floor)
     if any(variant is not variants[0] for variant in others) or not charts:
-        charts["ratio"] = _bars(
-            "Speed against the baseline", [_speed(a, report) for a in others], floor
-        )
+        bars = [_speed(variant, report) for variant in others]
+        charts["ratio"] = _bars("Speed against the baseline", bars, floor)
     return charts
 
 
@@ -452,7 +440,6 @@ def _bars(title: str, bars: Sequence[Bar], floor: float | None) -> Draw:
 
 
 def _speed(variant: Row, report: Mapping[str, Any]) -> Bar:
-    """A variant's bar against the baseline."""
     tone = _tone_of(variant, on_the_whole(variant, report))
     ratio = variant["ratio"]
     text = span(ratio, "times")
@@ -467,11 +454,9 @@ def _waterfall(cumulative: Sequence[Row], report: Mapping[str, Any]) -> list[Bar
     """Each rung's bar begins where the last known one ended, in the colour of its own effect."""
     bars, height = [_speed(cumulative[0], report)], cumulative[0]["ratio"]["median"]
     for variant in cumulative[1:]:
-        bar = _speed(variant, report)
-        bars.append(
-            replace(bar, tone=_tone_of(variant, verdict_word(variant["verdict"])), start=height)
-        )
-        height = bar.value if bar.value is not None else height
+        bar, tone = _speed(variant, report), _tone_of(variant, verdict_word(variant["verdict"]))
+        bars.append(replace(bar, tone=tone, start=height))
+        height = height if bar.value is None else bar.value
     return bars
 
 
@@ -494,13 +479,15 @@ def _pairs(gains: Sequence[SwitchGain], report: Mapping[str, Any]) -> list[Bar]:
 
 def _memory(variants: Sequence[Row]) -> Draw:
     unit, sign = _byte_unit([variant["peak_memory_bytes"] for variant in variants])
-    bars = []
-    for variant in (variant for variant in variants if variant["kind"] != "again"):
-        used = variant["peak_memory_bytes"]
-        value = None if used is None else used / unit
-        bars.append(
-            Bar(variant["name"], _used(variant, variants[0]), value, tone=_tone(variant, variants))
-        )
+    bars, before = [], variants[0]["peak_memory_bytes"]
+    for variant in variants:
+        used, tone = variant["peak_memory_bytes"], _tone(variant, variants)
+        text = number_text(used, "memory")
+        if variant is not variants[0] and used is not None and before:
+            text += f" ({number_text(used / before - 1, 'change')})"
+        if variant["kind"] != "again":
+            value = None if used is None else used / unit
+            bars.append(Bar(variant["name"], text, value, tone=tone))
     return lambda width: bar_chart("Peak memory", bars, width, 0, lambda v: f"{v:g} {sign}")
 
 
@@ -509,27 +496,27 @@ def _byte_unit(values: Sequence[float | None]) -> tuple[float, str]:
 
 
 def _rounds(variants: Sequence[Row]) -> Draw:
-    strips = [
-        Strip(a["name"], _reach(a["rounds"]), a["rounds"], _tone(a, variants)) for a in variants
-    ]
+    strips = []
+    for variant in variants:
+        speeds, text = [value for value in variant["rounds"] if value], NOT_MEASURED
+        if speeds and (middle := statistics.median(speeds)):  # how far they lie from it
+            ends = (min(speeds), max(speeds))
+            text = " to ".join(number_text(end / middle - 1, "change") for end in ends)
+        strips.append(Strip(variant["name"], text, variant["rounds"], _tone(variant, variants)))
     return lambda width: strip_chart("Speed in each round", strips, width)
 
 
 def _loads(variants: Sequence[Row]) -> dict[str, Draw]:
-    """Charts of the load by other programs in each round, for variants with this value."""
     strips = []
-    for variant in (
-        variant for variant in variants if any(v is not None for v in variant["foreign_load"])
-    ):
-        loads = [value for value in variant["foreign_load"] if value is not None]
-        text = f"most {number_text(max(loads), 'percent')}"
-        strips.append(Strip(variant["name"], text, loads, _tone(variant, variants)))
+    for variant in variants:
+        if loads := [value for value in variant["foreign_load"] if value is not None]:
+            text = f"most {number_text(max(loads), 'percent')}"
+            strips.append(Strip(variant["name"], text, loads, _tone(variant, variants)))
     title = "Processor time used by others in each round"
     return {"load": lambda width: strip_chart(title, strips, width, True)} if strips else {}
 
 
 def _ledgers(variants: Sequence[Row]) -> dict[str, Draw]:
-    """The stacks of a step's time and of memory, before and after."""
     ends = [variants[0]] if len(variants) == 1 else [variants[0], result_of(variants)]
     charts: dict[str, Draw] = {}
     for name, part, title in (
@@ -545,7 +532,8 @@ def _stacks(title: str, variants: Sequence[Row], part: str) -> Draw:
     """The parts of some variants in the unit that suits the largest."""
     values = [variant["ledger"][part].values() for variant in variants]
     sums = [sum(value for value in some if value is not None) for some in values]
-    unit, sign = _byte_unit(sums) if part == "memory" else _second_unit(sums)
+    seconds = (1.0, "s") if max(sums, default=0) >= 1 else (1e-3, "ms")
+    unit, sign = _byte_unit(sums) if part == "memory" else seconds
     stacks = []
     for variant, total in zip(variants, sums, strict=True):
         terms = variant["ledger"][part].items()
@@ -555,31 +543,7 @@ def _stacks(title: str, variants: Sequence[Row], part: str) -> Draw:
     return lambda width: stack_chart(title, stacks, width, lambda v: f"{v:.3g} {sign}")
 
 
-def _second_unit(values: Sequence[float]) -> tuple[float, str]:
-    return (1, "s") if max(values, default=0) >= 1 else (1e-3, "ms")
-
-
 def _tone(variant: Row, variants: Sequence[Row]) -> str:
-    return (
-        "base" if variant is variants[0] else "final" if variant is result_of(variants) else "other"
-    )
-
-
-def _used(variant: Row, base: Row) -> str:
-    """A variant's peak memory with its change from the baseline."""
-    used, before = variant["peak_memory_bytes"], base["peak_memory_bytes"]
-    comparable = variant is not base and used is not None and before
-    return number_text(used, "memory") + (
-        f" ({number_text(used / before - 1, 'change')})" if comparable else ""
-    )
-
-
-def _reach(rounds: Sequence[float | None]) -> str:
-    """How far a variant's rounds lie from their median."""
-    speeds = [value for value in rounds if value]
-    middle = statistics.median(speeds) if speeds else 0
-    if not middle:
-        return NOT_MEASURED
-    return " to ".join(
-        number_text(end / middle - 1, "change") for end in (min(speeds), max(speeds))
-    )
+    if variant is variants[0]:
+        return "base"
+    return "final" if variant is result_of(variants) else "other"

@@ -28,12 +28,11 @@ from hasten.measure.elimination import MOST_ROUNDS, eliminate
 from hasten.measure.schedule import (
     OutOfTimeError,
     Turn,
-    TurnWorker,
     VariantProcess,
     peak_of,
     run_round,
 )
-from hasten.measure.workers import WorkerError
+from hasten.measure.workers import Worker, WorkerError
 from hasten.tune.space import Point
 
 ROUNDS = 3  # of a trial
@@ -99,7 +98,7 @@ class ReferencePair:
 
     def __init__(
         self,
-        start: Callable[[Point], TurnWorker],
+        start: Callable[[Point], Worker],
         first: Point,
         cores: int,
         steps: int = 4,

@@ -18,7 +18,7 @@ from hasten.measure.ablation import AGAIN, BASELINE, Design, Kind, check_turns
 from hasten.measure.experiment import SHARE
 from hasten.measure.recipe_experiment import ExperimentSubject as Subject_
 from hasten.measure.recipe_experiment import measured
-from hasten.measure.schedule import TurnWorker
+from hasten.measure.workers import Worker
 from hasten.progress import Audience
 from hasten.recipe.build import batch_of, mixed_layouts
 from hasten.recipe.shorthands import catalogue
@@ -150,7 +150,7 @@ class RecipeSubject:
 
         return PriorKnowledge(self._plans.gain, peak, limit, noise, self._effort)
 
-    def start(self, point: Point) -> TurnWorker:
+    def start(self, point: Point) -> Worker:
         return self._workers.start(self._plans.plan(point))
 
     def _effort(self, point: Point) -> float:

@@ -72,16 +72,18 @@ class SimulationComparison:
         self._steps += 1
         if self._steps == COUNTED_STEP - 1:
             self._inner = self._session.setup.clock
-            clock: Any = _CountingClock(self._counter, self._inner)
+            clock: Any = MarkedClock(self._counter.mark, self._inner)
             self._session.setup.clock = clock
             self._counter.__enter__()
         elif self._steps == COUNTED_STEP:
             self._end()
             self._counted_positions = metrics.positions
         elif self._steps == COUNTED_STEP + 1 and not self._counter.failed:
-            paper = _scaled(
-                self._counter.seconds, metrics.positions / max(self._counted_positions, 1)
-            )
+            by = metrics.positions / max(self._counted_positions, 1)
+            paper = {  # passes grow with the tokens of a step, the optimizer doesn't
+                part: seconds * (1.0 if part == OPTIMIZER else by)
+                for part, seconds in self._counter.seconds.items()
+            }
             self._tell(line(self._inner.steps[-1], paper, self._name))
 
     def between_steps(self, *_: Any) -> None:
@@ -99,9 +101,7 @@ class SimulationComparison:
 
 
 class OperatorCounter(TorchDispatchMode):
-    """Adds up what the operators of real tensors take on a device by simulation, by part of the
-    step.
-    """
+    """Adds up the simulated seconds of the operators of real tensors, by part of the step."""
 
     def __init__(self, device: SimulatedDevice) -> None:
         super().__init__()
@@ -127,15 +127,12 @@ class OperatorCounter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if not self.failed and func.namespace not in ELSEWHERE:
             try:
-                self._count(func, args, kwargs or {}, out)
+                call_cost = cost(func, args, kwargs or {}, out, self._lengths(func, args))
+                self._pending += self._device.seconds(call_cost)
             except Exception:  # whatever an operator has that nobody thought of
                 self.failed = True
                 LOG.debug("a step's operators couldn't be counted", exc_info=True)
         return out
-
-    def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        call_cost = cost(func, args, kwargs, out, self._lengths(func, args))
-        self._pending += self._device.seconds(call_cost)
 
     def _lengths(self, func: Any, args: Any) -> tuple[int, ...]:
         """Lengths of the documents in a packed row, from an attention's start offsets."""
@@ -150,17 +147,17 @@ class OperatorCounter(TorchDispatchMode):
         return self._documents[starts.data_ptr()]
 
 
-class _CountingClock:
-    """A session's clock that also forwards its marks to the counter."""
+class MarkedClock:
+    """A session's clock that also forwards its marks to a counter of operators."""
 
-    def __init__(self, counter: OperatorCounter, inner: Clock) -> None:
-        self._counter, self._inner = counter, inner
+    def __init__(self, mark: Callable[[str], None], inner: Clock) -> None:
+        self._mark, self._inner = mark, inner
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def mark(self, part: str) -> None:
-        self._counter.mark(part)
+        self._mark(part)
         self._inner.mark(part)
 
 
@@ -179,8 +176,3 @@ def line(measured: Mapping[str, float], paper: Mapping[str, float], name: str) -
         return text
     part = min(part_shares, key=lambda p: part_shares[p])
     return f"{text}; farthest is {part} with {part_shares[part]:.0%}: see `hasten profile`"
-
-
-def _scaled(seconds: Mapping[str, float], by: float) -> dict[str, float]:
-    """Passes grow with the tokens of a step, the optimizer doesn't."""
-    return {part: s * (1.0 if part == OPTIMIZER else by) for part, s in seconds.items()}

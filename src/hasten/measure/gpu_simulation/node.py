@@ -7,6 +7,7 @@ at once. If their values are known, gloo sends them as well.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -39,13 +40,13 @@ class _SimulatedFuture(torch.futures.Future[Answer]):
         super().__init__()
 
 
+@dataclass
 class GroupOptions:
     """The options with which this rank initialised the process group."""
 
-    def __init__(self) -> None:
-        self.backend = ""
-        self.device_id = ""
-        self.current_device = ""
+    backend: str = ""
+    device_id: str = ""
+    current_device: str = ""
 
 
 def simulate_groups() -> GroupOptions:

@@ -18,40 +18,28 @@ from torch.utils.flop_counter import flop_registry
 
 from hasten.measure.gpu_simulation.roofline import ATTENTION, FP8, HALF, SINGLE, CallCost
 
-NOTHING = CallCost()
 # No kernel: memory that is only reserved, or only looked at.
 FREE = frozenset(
     {*("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh")}
     | {*("detach", "alias", "_unsafe_view", "_reshape_alias", "view_as", "set_")}
 )
 # Kernels of operators that take several (aten/src/ATen/native/cuda, and profiles of others).
-KERNELS = {
-    "nonzero": 4,
-    "sort": 6,
-    "argsort": 6,
-    "topk": 2,
-    "cumsum": 2,
-    "histc": 3,
-    "bincount": 4,
-    "index_put": 6,
-    "index_put_": 6,
-    "_index_put_impl_": 6,
-    "embedding_dense_backward": 8,
-    "masked_select": 5,
-    "_unique2": 8,
-    "linalg_vector_norm": 2,
-    "_grouped_mm": 2,
-    "float8_both": 3,  # the largest numbers begin as zeros
-    "float8_columns": 3,
-    "native_layer_norm_backward": 2,
+KERNELS: dict[str, int] = {
+    **dict.fromkeys(("topk", "cumsum", "linalg_vector_norm", "_grouped_mm"), 2),
+    **dict.fromkeys(("native_layer_norm_backward", "rms_norm_backward"), 2),
     "_fused_rms_norm_backward": 2,
-    "rms_norm_backward": 2,
-    "_varlen_attn_backward": 3,
-    "_flash_attention_backward": 3,
-    "_scaled_dot_product_flash_attention_backward": 3,
-    "_scaled_dot_product_efficient_attention_backward": 3,
-    "_scaled_dot_product_cudnn_attention_backward": 3,
+    "histc": 3,
+    **dict.fromkeys(("float8_both", "float8_columns"), 3),  # the largest numbers begin as zeros
+    **dict.fromkeys(("_varlen_attn_backward", "_flash_attention_backward"), 3),
+    **{
+        f"_scaled_dot_product_{kernel}_attention_backward": 3
+        for kernel in ("flash", "efficient", "cudnn")
+    },
     "adamw_": 3,  # of hasten's; two are copies of its tables
+    **dict.fromkeys(("nonzero", "bincount"), 4),
+    "masked_select": 5,
+    **dict.fromkeys(("sort", "argsort", "index_put", "index_put_", "_index_put_impl_"), 6),
+    **dict.fromkeys(("embedding_dense_backward", "_unique2"), 8),
 }
 # Numbers of a multi-tensor kernel's chunk; chunks and tensors of a launch (MultiTensorApply.cuh).
 CHUNK, CHUNKS, TENSORS = 65536, 320, 48
@@ -72,15 +60,13 @@ def cost(func: Any, args: Any, kwargs: Any, out: Any, documents: Sequence[int]) 
     name = func._schema.name.split("::")[1]
     inputs = _tensors((args, kwargs))
     made = _tensors(out)
-    writes = func._schema.is_mutable
-    if name in FREE or (made and not writes and _is_view(func)) or not (inputs or made):
-        return NOTHING
-    launches = _launches(name, args)
-    return CallCost(
-        launches,
-        _moved(func, name, args, inputs, made),
-        *_flops(func, name, args, kwargs, out, inputs, documents),
-    )
+    returns = func._schema.returns
+    is_view = bool(returns) and all(r.alias_info is not None for r in returns)
+    is_free = name in FREE or (made and is_view and not func._schema.is_mutable)
+    if is_free or not (inputs or made):
+        return CallCost()
+    flops, unit = _flops(func, name, args, kwargs, out, inputs, documents)
+    return CallCost(_launches(name, args), _moved(func, name, args, inputs, made), flops, unit)
 
 
 def touched(tensor: Tensor) -> int:
@@ -92,14 +78,8 @@ def touched(tensor: Tensor) -> int:
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    """Each once."""
     tensors = {id(t): t for t in tree_leaves(values) if isinstance(t, Tensor)}
     return list(tensors.values())
-
-
-def _is_view(func: Any) -> bool:
-    returns = func._schema.returns
-    return bool(returns) and all(r.alias_info is not None for r in returns)
 
 
 def _moved(func: Any, name: str, args: Any, inputs: list[Tensor], made: list[Tensor]) -> int:

@@ -67,12 +67,25 @@ def trace_rank(
     timeout = datetime.timedelta(seconds=LINK_SECONDS)
     with process_group(environment.world(), default_device, timeout):
         paper = SimulatedRecipe(recipe_from(dict(values), "recipe"))
-        trace = _RecipeTrace(device, paper, full_model)
-        counts = trace.counts()
+        each = paper.examples // paper.passes or 1  # examples of a pass, over all ranks
+        last = Traced({}, frozenset(), {})
+
+        def at(layers: int, passes: int) -> Mapping[Key, float]:
+            nonlocal last
+            examples = paper.examples if passes == paper.passes else each * passes
+            with paper.sized(layers, examples) as sized:
+                share = max(1, round(each / sized.setup().layout.data_size))
+                tracer = Tracer(device, (paper.recipe.cutoff_len,) * share)
+                last = traced(sized.session, tracer)
+            return last.counts
+
+        counts = (
+            at(paper.layers, paper.passes)
+            if full_model
+            else extrapolated(at, paper.layers, paper.passes, paper.fewest_layers)
+        )
         current = f"cuda:{torch.cuda.current_device()}"
-    last = trace.last
     return {
-        "rank": rank,
         "device": default_device,
         "current_device": current,
         "meeting": vars(meeting),
@@ -83,28 +96,3 @@ def trace_rank(
         "messages": [[*message, size] for message, size in last.messages.items()],
         "counts": [[*key, value] for key, value in counts.items()],
     }
-
-
-class _RecipeTrace:
-    """Traces of one recipe in several sizes."""
-
-    def __init__(self, device: SimulatedDevice, paper: SimulatedRecipe, full_model: bool) -> None:
-        self._device, self._paper, self._full_model = device, paper, full_model
-        self._each = paper.examples // paper.passes or 1  # examples of a pass, over all ranks
-        self.last = Traced({}, frozenset(), {})
-
-    def counts(self) -> Mapping[Key, float]:
-        paper = self._paper
-        if self._full_model:
-            return self.at(paper.layers, paper.passes)
-        return extrapolated(self.at, paper.layers, paper.passes, paper.fewest_layers)
-
-    def at(self, layers: int, passes: int) -> Mapping[Key, float]:
-        paper = self._paper
-        examples = paper.examples if passes == paper.passes else self._each * passes
-        with paper.sized(layers, examples) as sized:
-            ranks = sized.setup().layout.data_size
-            share = max(1, round(self._each / ranks))
-            documents = (paper.recipe.cutoff_len,) * share
-            self.last = traced(sized.session, Tracer(self._device, documents))
-        return self.last.counts

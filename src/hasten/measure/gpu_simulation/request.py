@@ -156,21 +156,11 @@ def _read(device: SimulatedDevice, answer: Mapping[str, Any]) -> SimulatedTrace 
     if "failed" in answer:
         return InputError(
             f"the step can't be traced by simulation: {answer['failed']}; on a GPU it may run all "
-            f"the "
-            "same"
+            "the same"
         )
-    return SimulatedTrace(device, [_rank(rank) for rank in answer["ranks"]])
-
-
-def _rank(values: Mapping[str, Any]) -> RankTrace:
-    return RankTrace(
-        device=values["device"],
-        current_device=values["current_device"],
-        meeting=values["meeting"],
-        plan=values["plan"],
-        layers=values["layers"],
-        passes=values["passes"],
-        tensors_on=values["tensors_on"],
-        messages=[(op, device, where, size) for op, device, where, size in values["messages"]],
-        counts={(kind, part, name): value for kind, part, name, value in values["counts"]},
-    )
+    ranks = []
+    for values in answer["ranks"]:
+        counts = {(kind, part, name): value for kind, part, name, value in values["counts"]}
+        messages = [tuple(message) for message in values["messages"]]
+        ranks.append(RankTrace(**{**values, "counts": counts, "messages": messages}))
+    return SimulatedTrace(device, ranks)

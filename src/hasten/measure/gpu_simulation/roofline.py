@@ -23,38 +23,21 @@ LAUNCH_SECONDS = 2.5e-6  # of the smallest kernel and the gap before it, in a fu
 HOST_CALL_SECONDS = 6e-6  # Python, autograd and the launch of an operator
 HOST_VIEW_SECONDS = 2e-6  # of an operator that launches nothing
 # Compute capability by the beginning of a device's name; Triton's kernels want 8.0 or later.
-CAPABILITIES = {
+CAPABILITIES: dict[str, tuple[int, int]] = {
     "v100": (7, 0),
     "t4": (7, 5),
-    "a100": (8, 0),
-    "a800": (8, 0),
-    "a6000": (8, 6),
-    "a40": (8, 6),
-    "a10": (8, 6),
-    "rtx3090": (8, 6),
-    "l40s": (8, 9),
-    "l4": (8, 9),
-    "l20": (8, 9),
-    "rtx4090": (8, 9),
-    "h20": (9, 0),
-    "h100": (9, 0),
-    "h200": (9, 0),
-    "h800": (9, 0),
-    "gh200": (9, 0),
-    "b200": (10, 0),
-    "gb200": (10, 0),
-    "b300": (10, 3),
-    "gb300": (10, 3),
+    **dict.fromkeys(("a100", "a800"), (8, 0)),
+    **dict.fromkeys(("a6000", "a40", "a10", "rtx3090"), (8, 6)),
+    **dict.fromkeys(("l40s", "l4", "l20", "rtx4090"), (8, 9)),
+    **dict.fromkeys(("h20", "h100", "h200", "h800", "gh200"), (9, 0)),
+    **dict.fromkeys(("b200", "gb200"), (10, 0)),
+    **dict.fromkeys(("b300", "gb300"), (10, 3)),
 }
 # FLOP/s of products in float32 outside of tensor cores, which torch takes unless it is told
 # otherwise. From datasheets, recalled; of others a sixteenth of the peak in half formats.
 SINGLE_FLOPS = {
-    "a100": 19.5e12,
-    "a800": 19.5e12,
-    "h100": 67e12,
-    "h200": 67e12,
-    "h800": 67e12,
-    "gh200": 67e12,
+    **dict.fromkeys(("a100", "a800"), 19.5e12),
+    **dict.fromkeys(("h100", "h200", "h800", "gh200"), 67e12),
     "h20": 44e12,
     "h100-pcie": 51e12,
     "a6000": 38.7e12,
@@ -65,10 +48,8 @@ SINGLE_FLOPS = {
     "l20": 59.8e12,
     "rtx3090": 35.6e12,
     "rtx4090": 82.6e12,
-    "b200": 75e12,
-    "gb200": 80e12,
-    "b300": 75e12,
-    "gb300": 80e12,
+    **dict.fromkeys(("b200", "b300"), 75e12),
+    **dict.fromkeys(("gb200", "gb300"), 80e12),
 }
 
 

@@ -50,7 +50,8 @@ def simulate_devices(device: SimulatedDevice, count: int = 1) -> None:
     _answer_for_accelerators(device, count)
     _move_by_replacing()
     _list_by_one_copy()
-    _simulate_triton()
+    if importlib.util.find_spec("triton") is None:
+        sys.meta_path.append(_TritonFinder())
 
 
 def _check_build() -> None:
@@ -68,6 +69,15 @@ def _check_build() -> None:
 
 def _answer_for_cuda(device: SimulatedDevice, count: int) -> None:
     import torch
+
+    class SimulatedStream(torch.Stream):  # its work ends at once
+        def __new__(cls, device: Any = None, priority: int = 0, **_: Any) -> Any:
+            where = torch.device("cuda", _index(device))
+            return super().__new__(cls, where, priority=priority)
+
+    class SimulatedEvent(torch.Event):
+        def __new__(cls, enable_timing: bool = False, **_: Any) -> Any:
+            return super().__new__(cls, "cuda", enable_timing=enable_timing)
 
     cuda: Any = torch.cuda
     major, minor = device.capability
@@ -89,7 +99,7 @@ def _answer_for_cuda(device: SimulatedDevice, count: int) -> None:
         "_lazy_call": lambda call, **_: call(),
         "device_count": lambda: count,
         "current_device": torch.accelerator.current_device_index,
-        "set_device": _set_device,
+        "set_device": lambda device: torch.accelerator.set_device_index(_index(device)),
         "device": torch.accelerator.device_index,
         "_exchange_device": _exchange_device,
         "_maybe_exchange_device": _exchange_device,
@@ -108,8 +118,8 @@ def _answer_for_cuda(device: SimulatedDevice, count: int) -> None:
         "get_rng_state": lambda _=None: torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": lambda *_: None,
         "default_generators": tuple(torch.Generator(f"cuda:{index}") for index in range(count)),
-        "Stream": _stream_kind(),
-        "Event": _event_kind(),
+        "Stream": SimulatedStream,
+        "Event": SimulatedEvent,
         "current_stream": torch.accelerator.current_stream,
         "default_stream": torch.accelerator.current_stream,
         "stream": lambda stream: stream or contextlib.nullcontext(),
@@ -136,12 +146,6 @@ def _answer_for_accelerators(device: SimulatedDevice, count: int) -> None:
             setattr(namespace, name, lambda *_: None)
 
 
-def _set_device(device: Any) -> None:
-    import torch
-
-    torch.accelerator.set_device_index(_index(device))
-
-
 def _exchange_device(index: int) -> int:
     import torch
 
@@ -161,29 +165,6 @@ def _index(device: Any) -> int:
     return default_index if index is None else index
 
 
-def _stream_kind() -> type:
-    """The class that replaces `torch.cuda.Stream`; its work ends at once."""
-    import torch
-
-    class SimulatedStream(torch.Stream):
-        def __new__(cls, device: Any = None, priority: int = 0, **_: Any) -> Any:
-            where = torch.device("cuda", _index(device))
-            return super().__new__(cls, where, priority=priority)
-
-    return SimulatedStream
-
-
-def _event_kind() -> type:
-    """The class that replaces `torch.cuda.Event`."""
-    import torch
-
-    class SimulatedEvent(torch.Event):
-        def __new__(cls, enable_timing: bool = False, **_: Any) -> Any:
-            return super().__new__(cls, "cuda", enable_timing=enable_timing)
-
-    return SimulatedEvent
-
-
 def _move_by_replacing() -> None:
     """`nn.Module.to` can't swap a parameter's tensor for a fake: put a new parameter there.
 
@@ -194,6 +175,15 @@ def _move_by_replacing() -> None:
 
     def to(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+
+        def moved_parameter(weight: Any) -> Any:
+            value = weight.detach().to(
+                device=device, dtype=dtype if weight.is_floating_point() else None
+            )
+            if value.device == weight.device and value.dtype == weight.dtype:
+                return weight
+            return torch.nn.Parameter(value, weight.requires_grad)
+
         moved: dict[int, torch.nn.Parameter] = {}  # tied weights stay tied
         for part in module.modules():
             for name, buffer in part._buffers.items():
@@ -204,7 +194,7 @@ def _move_by_replacing() -> None:
                 if weight is None:
                     continue
                 if id(weight) not in moved:
-                    moved[id(weight)] = _moved_parameter(weight, device, dtype)
+                    moved[id(weight)] = moved_parameter(weight)
                 part._parameters[name] = moved[id(weight)]
         return module
 
@@ -228,16 +218,6 @@ def _list_by_one_copy() -> None:
     kind.tolist = tolist
 
 
-def _moved_parameter(weight: Any, device: Any, dtype: Any) -> Any:
-    import torch
-
-    wide = dtype if weight.is_floating_point() else None
-    value = weight.detach().to(device=device, dtype=wide)
-    if value.device == weight.device and value.dtype == weight.dtype:
-        return weight
-    return torch.nn.Parameter(value, weight.requires_grad)
-
-
 class _NoTriton(importlib.machinery.ModuleSpec):
     """Says that Triton is installed; a GPU machine has it, and fakes never run its kernels."""
 
@@ -253,8 +233,3 @@ class _TritonFinder:
 
     def exec_module(self, module: Any) -> None:
         raise ImportError("Triton is simulated here")
-
-
-def _simulate_triton() -> None:
-    if importlib.util.find_spec("triton") is None:
-        sys.meta_path.append(_TritonFinder())

@@ -19,7 +19,8 @@ import torch
 from hasten.core.plan import Plan
 from hasten.core.session import Session
 from hasten.core.step import training
-from hasten.core.timing import Clock, StepMetrics
+from hasten.core.timing import StepMetrics
+from hasten.measure.gpu_simulation.comparison import MarkedClock
 from hasten.measure.gpu_simulation.tracer import Key, RankMessage, Tracer
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 
@@ -38,25 +39,11 @@ class Traced:
     messages: Mapping[RankMessage, int]
 
 
-class MarkedClock:
-    """A session's clock that also reports the parts of a step to the tracer."""
-
-    def __init__(self, tracer: Tracer, inner: Clock) -> None:
-        self._tracer, self._inner = tracer, inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def mark(self, part: str) -> None:
-        self._tracer.mark(part)
-        self._inner.mark(part)
-
-
 def traced(build: Callable[[], Session], tracer: Tracer) -> Traced:
     """Build a session, warm up, and count the next step."""
     with on_simulated_device(tracer):
         session = build()
-        session.setup.clock = MarkedClock(tracer, session.setup.clock)
+        session.setup.clock = MarkedClock(tracer.mark, session.setup.clock)
         running = training(session)
         for _ in range(WARM_UP):
             next(running)
@@ -105,15 +92,10 @@ def treats_alike(plan: Plan) -> bool:
 
 @contextlib.contextmanager
 def on_simulated_device(tracer: Tracer) -> Iterator[None]:
-    """Operators inside run on the simulated device, and the tracer counts them."""
-    # On the device's own thread torch.tensor(.., device="cuda") would ask for memory.
-    with _watching(tracer), torch.autograd.set_multithreading_enabled(False), tracer:
-        yield
+    """Operators inside run on the simulated device, and the tracer counts them.
 
-
-@contextlib.contextmanager
-def _watching(tracer: Tracer) -> Iterator[None]:
-    """Tell the tracer of what doesn't come to it: calls of modules, storages, waits, threads."""
+    It is also given what doesn't come to it: calls of modules, storages, waits, threads.
+    """
     call, resize = torch.nn.Module.__call__, torch.UntypedStorage.resize_
     run = threading.Thread.run
     accelerator: Any = torch.accelerator
@@ -134,9 +116,6 @@ def _watching(tracer: Tracer) -> Iterator[None]:
         tracer.resized(self)
         return out
 
-    def synchronise(*_: Any, **__: Any) -> None:
-        tracer.synchronised("synchronize")
-
     def run_traced(self: Any) -> None:
         with tracer:
             run(self)
@@ -144,9 +123,11 @@ def _watching(tracer: Tracer) -> Iterator[None]:
     module.__call__, storage.resize_ = called, resized
     thread: Any = threading.Thread
     thread.run = run_traced
-    accelerator.synchronize = cuda.synchronize = synchronise
+    accelerator.synchronize = cuda.synchronize = lambda *_, **__: tracer.synchronised("synchronize")
     try:
-        yield
+        # On the device's own thread torch.tensor(.., device="cuda") would ask for memory.
+        with torch.autograd.set_multithreading_enabled(False), tracer:
+            yield
     finally:
         module.__call__, storage.resize_, thread.run = call, resize, run
         accelerator.synchronize = cuda.synchronize = waits

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
+from hasten.core.timing import BACKWARD, BETWEEN, FORWARD, OPTIMIZER
 from hasten.measure.gpu_simulation.request import RankTrace, SimulatedTrace
 from hasten.measure.gpu_simulation.roofline import (
     ATTENTION,
@@ -18,8 +19,7 @@ from hasten.measure.gpu_simulation.roofline import (
     SimulatedDevice,
 )
 
-# as hasten.measure.gpu_simulation.tracer has them
-PARTS = ("forward", "backward", "optimizer", "between")
+PARTS = (FORWARD, BACKWARD, OPTIMIZER, BETWEEN)
 OPERATORS, LINES = 12, 12  # that are shown
 QUANTITIES = ("calls", "launches", "bytes", "flops", "seconds")
 
@@ -27,6 +27,7 @@ QUANTITIES = ("calls", "launches", "bytes", "flops", "seconds")
 def table(trace: SimulatedTrace, name: str, cutoff_len: int) -> str:
     """The text that `hasten plan --simulate` prints."""
     first, device = trace.ranks[0], trace.device
+    syncs = sorted(first.by_name("syncs").items(), key=lambda item: -item[1])[:LINES]
     ranks = f", {len(trace.ranks)} ranks" if len(trace.ranks) > 1 else ""
     blocks = [
         f"{name} by simulation, {device.name}{ranks}: counted without a GPU, nothing was measured",
@@ -39,23 +40,25 @@ def table(trace: SimulatedTrace, name: str, cutoff_len: int) -> str:
         _verdict(trace),
         "",
         f"the host waits for the device (syncs), of {first.total('syncs'):.0f}:",
-        _lines(first),
+        "\n".join(f"{count:5.0f} x {where}" for where, count in syncs) or "  none",
         "",
         "operators by time by simulation:",
         _operators(first),
     ]
     if first.messages:
-        blocks += ["", "messages of a rank, from its own device:", _messages(first)]
+        blocks += ["", "messages of a rank, from its own device:"]
+        messages = sorted(first.messages, key=lambda message: -message[3])
+        blocks += [f"{size / 1e6:10,.2f} MB {name} {where}" for name, _, where, size in messages]
     blocks += ["", "assumed: " + "; ".join(assumptions(device))]
     return "\n".join(blocks)
 
 
 def assumptions(device: SimulatedDevice) -> list[str]:
-    """The assumptions behind the seconds, as sentences."""
-    rates = device.rates
+    """The assumptions behind the seconds."""
+    tera = {unit: f"{rate / 1e12:.0f}" for unit, rate in device.rates.items()}
     return [
-        f"products at {_tera(rates[HALF])} TFLOP/s in bf16, {_tera(rates[FP8])} in float8, "
-        f"{_tera(rates[SINGLE])} in float32, attention at {_tera(rates[ATTENTION])}",
+        f"products at {tera[HALF]} TFLOP/s in bf16, {tera[FP8]} in float8, {tera[SINGLE]} in "
+        f"float32, attention at {tera[ATTENTION]}",
         f"memory at {device.memory_rate / 1e12:.2f} TB/s ({MEMORY_SHARE:.0%} of the datasheet), "
         "each operand read and written once",
         f"{LAUNCH_SECONDS * 1e6:g} us for the smallest kernel, {HOST_CALL_SECONDS * 1e6:g} us of "
@@ -130,11 +133,6 @@ def _verdict(trace: SimulatedTrace) -> str:
     return f"{memory}\n{time}"
 
 
-def _lines(rank: RankTrace) -> str:
-    syncs = sorted(rank.by_name("syncs").items(), key=lambda item: -item[1])
-    return "\n".join(f"{count:5.0f} x {where}" for where, count in syncs[:LINES]) or "  none"
-
-
 def _operators(rank: RankTrace) -> str:
     values = {quantity: rank.by_name(quantity) for quantity in QUANTITIES}
     seconds = values["seconds"]
@@ -154,11 +152,6 @@ def _operators(rank: RankTrace) -> str:
     return _columns(rows)
 
 
-def _messages(rank: RankTrace) -> str:
-    messages = sorted(rank.messages, key=lambda message: -message[3])
-    return "\n".join(f"{size / 1e6:10,.2f} MB {name} {where}" for name, _, where, size in messages)
-
-
 def _columns(rows: Sequence[Sequence[str]]) -> str:
     """The first column to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -168,7 +161,3 @@ def _columns(rows: Sequence[Sequence[str]]) -> str:
         cells = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
-
-
-def _tera(rate: float) -> str:
-    return f"{rate / 1e12:.0f}"

@@ -29,10 +29,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from hasten.core.timing import BACKWARD, BETWEEN, FORWARD, OPTIMIZER
 from hasten.measure.gpu_simulation.operators import cost
 from hasten.measure.gpu_simulation.roofline import CallCost, SimulatedDevice
 
-FORWARD, BACKWARD, OPTIMIZER, BETWEEN = "forward", "backward", "optimizer", "between"
 KEPT_NUMBERS = 4096  # of a tensor whose values are known on the device
 ALIGNMENT = 512  # bytes; the allocator's unit
 PACKAGE = str(Path(__file__).parents[2])
@@ -115,16 +115,20 @@ class Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(_desugars(kind) for kind in types):
+        plain = (Tensor, torch.nn.Parameter)
+        if not all(kind in plain or issubclass(kind, FakeTensor) for kind in types):
             return NotImplemented  # a DTensor's operator comes again with its local tensors
         space, name = func._schema.name.split("::")
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         fakes = [t for t in tensors if isinstance(t, FakeTensor)]
-        if space == "c10d" or space.startswith("_c10d_functional"):
-            self._note_message(name, tensors)
-        if not fakes and not _asks_for_device(kwargs):
+        if tensors and (space == "c10d" or space.startswith("_c10d_functional")):
+            key = RankMessage(name, str(tensors[0].device), _where())
+            size = sum(t.numel() * t.element_size() for t in tensors)
+            self.messages[key] = self.messages.get(key, 0) + size
+        device = kwargs.get("device")
+        if not fakes and (device is None or torch.device(device).type != "cuda"):
             return func(*args, **kwargs)  # the host's own
         if name == "record_stream":
             return None  # of the allocator
@@ -162,7 +166,9 @@ class Tracer(TorchDispatchMode):
             if name == "all" and isinstance(out, FakeTensor):
                 out.holds = True  # who asks whether all numbers are good hears yes
             if name == "topk" and out[1].numel() <= KEPT_NUMBERS:
-                out[1].known_numbers = _spread(out[1].shape, args[0].shape[-1])
+                # A router that loads its experts evenly: each row takes the next few in turn.
+                turns = torch.arange(out[1].numel()) % args[0].shape[-1]
+                out[1].known_numbers = turns.view(out[1].shape)
             return out
         for fake, number in zip(tree_leaves(out), tree_leaves(numbers), strict=False):
             if isinstance(fake, FakeTensor) and isinstance(number, Tensor):
@@ -252,13 +258,6 @@ class Tracer(TorchDispatchMode):
             else:
                 self._pending[quantity, "", name] += count
 
-    def _note_message(self, name: str, tensors: list[Tensor]) -> None:
-        if not tensors:
-            return
-        key = RankMessage(name, str(tensors[0].device), _where())
-        size = sum(t.numel() * t.element_size() for t in tensors)
-        self.messages[key] = self.messages.get(key, 0) + size
-
     # Memory.
 
     def _allocated(self, tensor: FakeTensor) -> None:
@@ -301,7 +300,6 @@ def seconds_on(device: SimulatedDevice) -> str:
 
 
 def _has_unknown_size(name: str, args: Any) -> bool:
-    """Returns True if the result's size depends on numbers that a fake doesn't have."""
     if name in ("nonzero", "masked_select"):
         return True
     return (
@@ -330,21 +328,11 @@ def _where() -> str:
     return "elsewhere"
 
 
-def _desugars(kind: type) -> bool:
-    """Returns True if a tensor of this class runs other operators instead of its own."""
-    return kind not in (Tensor, torch.nn.Parameter, FakeTensor) and not issubclass(kind, FakeTensor)
-
-
 def _of_width(attended: Tensor, width: int) -> Tensor:
     """Attention's output as wide as the values, also where the kernel's fake takes the query's."""
     return (
         attended if attended.shape[-1] == width else attended.new_empty(*attended.shape[:-1], width)
     )
-
-
-def _asks_for_device(kwargs: Any) -> bool:
-    device = kwargs.get("device")
-    return device is not None and torch.device(device).type == "cuda"
 
 
 def _asks_not_to_wait(name: str, args: Any, kwargs: Any) -> bool:
@@ -356,9 +344,7 @@ def _asks_not_to_wait(name: str, args: Any, kwargs: Any) -> bool:
 # Numbers that are known on the device. Beside a fake lie its numbers on the host; a view of the one
 # is a view of the other, so that what is written in place is seen through all views.
 
-_stale: weakref.WeakSet[Any] = (
-    weakref.WeakSet()
-)  # storages on the host that no longer tell the truth
+_stale: weakref.WeakSet[Any] = weakref.WeakSet()  # storages on the host with outdated numbers
 
 
 def numbers_of(tensor: FakeTensor) -> Tensor | None:
@@ -386,8 +372,10 @@ def _with_numbers(func: Any, args: Any, kwargs: Any) -> Any:
         return None
     if any(isinstance(t, FakeTensor) and numbers_of(t) is None for t in inputs):
         return None
-    if not inputs and not _few(func, args, kwargs):
-        return None
+    if not inputs:  # a new tensor, whose size the meta device tells
+        made = func(*args, **{**kwargs, "device": torch.device("meta")})
+        if not isinstance(made, Tensor) or made.numel() > KEPT_NUMBERS:
+            return None
     on_host = {**kwargs, "device": torch.device("cpu")} if "device" in kwargs else kwargs
     args, kwargs = tree_map_only(FakeTensor, numbers_of, (args, on_host))
     try:
@@ -398,17 +386,6 @@ def _with_numbers(func: Any, args: Any, kwargs: Any) -> Any:
     if "empty" in func._schema.name:
         out.zero_()  # not what happened to lie there: a trace says the same each time
     return out
-
-
-def _few(func: Any, args: Any, kwargs: Any) -> bool:
-    """Returns True if a newly created tensor has few numbers; checked on the meta device."""
-    size = func(*args, **{**kwargs, "device": torch.device("meta")})
-    return isinstance(size, Tensor) and size.numel() <= KEPT_NUMBERS
-
-
-def _spread(shape: torch.Size, choices: int) -> Tensor:
-    """Choices of a router that loads its experts evenly: each row takes the next few in turn."""
-    return (torch.arange(shape.numel()) % choices).view(shape)
 
 
 def _forget(func: Any, args: Any) -> None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hasten.core.context import JobContext
@@ -61,13 +60,9 @@ class CheckContext:
     folder: Path
     ranks: int = 1
 
-    @property
-    def limits(self) -> CheckBudget:
-        return limits_of(self.context, ranks=self.ranks)
-
     def small(self, plan: Plan) -> Job:
         """The plan's job on the proof's examples: one step holds them all."""
-        job, limits = self.job_of(plan, None, None), self.limits
+        job, limits = self.job_of(plan, None, None), limits_of(self.context, ranks=self.ranks)
         examples = first_examples(job, limits)
 
         def build() -> nn.Module:
@@ -86,9 +81,9 @@ class CheckContext:
 
     def taken(self, examples: Any) -> dict[str, Any]:
         """The part of the job that a check used: examples, tokens, layers."""
+        layers = limits_of(self.context, ranks=self.ranks).layers or self.context.model.layers
         tokens = sum(r.length for r in examples)
-        layers, limits = self.context.model.layers, self.limits
-        return {"examples": len(examples), "tokens": tokens, "layers": limits.layers or layers}
+        return {"examples": len(examples), "tokens": tokens, "layers": layers}
 
 
 def limits_of(
@@ -100,7 +95,10 @@ def limits_of(
         InputError: not even one layer fits.
     """
     model = context.model
-    room = (memory or _memory(context)) * SHARE / BYTES  # parameters
+    if memory is None:
+        gpus = context.hardware.accelerators if context.on_gpu else ()
+        memory = min([context.hardware.memory_limit_bytes, *(gpu.memory_bytes for gpu in gpus)])
+    room = memory * SHARE / BYTES  # parameters
     room /= 1 if context.on_gpu else ranks
     outer = model.vocabulary * model.hidden_size * (1 if model.tied_head else 2)
     each = max(model.parameters - outer, 0) / max(model.layers, 1)
@@ -198,13 +196,3 @@ def _cut(example: TokenizedExample, tokens: int) -> TokenizedExample:
     return TokenizedExample(
         example.input_ids[start : start + tokens], example.trained[start : start + tokens]
     )
-
-
-def _memory(context: JobContext) -> float:
-    sizes = [gpu.memory_bytes for gpu in context.hardware.accelerators] if context.on_gpu else []
-    return float(min([context.hardware.memory_limit_bytes, *sizes]))
-
-
-def seeded(job: Job) -> None:
-    """The random state that ``assemble`` gives a build, for one that goes without it."""
-    torch.manual_seed(job.seed)

@@ -81,7 +81,7 @@ class Removal:
 
 
 class TechniquePasses(Protocol):
-    """The interface that a host supplies for the check."""
+    """The passes that a host supplies for the check."""
 
     @property
     def model(self) -> nn.Module:
@@ -128,14 +128,11 @@ class GradientRecord:
         self.sketched = sketched
         self.norms = {name: _norm(g) for name, g in gradients.items()}
         self.norm = math.sqrt(sum(n * n for n in self.norms.values()))
-        self._compared = {n: self._form(n, g) for n, g in gradients.items() if g is not None}
+        self._compared = {name: self._form(name, g) for name, g in gradients.items()}
 
     def distance(self, name: str, other: Tensor | None) -> float:
         """|g - g'| of one parameter; a missing gradient is zero."""
-        recorded, theirs = (
-            self._compared.get(name),
-            None if other is None else self._form(name, other),
-        )
+        recorded, theirs = self._compared.get(name), self._form(name, other)
         if recorded is None or theirs is None:
             return _norm(theirs) if recorded is None else _norm(recorded)
         return _norm(recorded - theirs)
@@ -143,16 +140,19 @@ class GradientRecord:
     def cosine(self, name: str, other: Tensor | GradientRecord | None) -> float:
         """Cosine of the angle between the gradients of one parameter."""
         recorded = self._compared.get(name)
-        if isinstance(other, GradientRecord):
-            theirs = other._compared.get(name)
-        else:
-            theirs = None if other is None else self._form(name, other)
+        theirs = (
+            other._compared.get(name)
+            if isinstance(other, GradientRecord)
+            else self._form(name, other)
+        )
         if recorded is None or theirs is None:
             return 1.0 if recorded is None and theirs is None else 0.0
         scale = _norm(recorded) * _norm(theirs)
         return float((recorded * theirs).sum()) / scale if scale else 0.0
 
-    def _form(self, name: str, gradient: Tensor) -> Tensor:
+    def _form(self, name: str, gradient: Tensor | None) -> Tensor | None:
+        if gradient is None:
+            return None
         flat = gradient.detach().flatten().float()
         if not self.sketched:
             return flat.cpu()
@@ -172,8 +172,6 @@ def _norm(tensor: Tensor | None) -> float:
 
 @dataclass
 class _Pass:
-    """Loss and gradients of one pass."""
-
     loss: float
     gradients: dict[str, Tensor | None]
 
@@ -191,7 +189,6 @@ class _Trial:
     """The difference that is left without one technique."""
 
     without: Technique
-    remaining: list[Technique]
     difference: Difference | None
     differs: bool
 
@@ -264,8 +261,7 @@ class FirstStepProof:
         batches = [self._fitting(host_batch)]
         if not self._has_probed:
             self._has_probed = True
-            probe = uneven_documents(host_batch, self._pad_id)
-            batches += [] if probe is None else [probe]
+            batches.append(uneven_documents(host_batch, self._pad_id))
         return [batch for batch in batches if batch is not None]
 
     def _fitting(self, batch: Any) -> Any:
@@ -289,7 +285,8 @@ class FirstStepProof:
         with _float32(self.passes) as possible:
             if possible:
                 wide = self._agree(batch, self._near, sketched)
-        if self.passes.is_mixed or _has_half(self.passes.model):
+        narrow = (torch.bfloat16, torch.float16)
+        if self.passes.is_mixed or any(p.dtype in narrow for p in self.passes.model.parameters()):
             self._agree(batch, lambda *args: self._alike(wide, *args), sketched, rounded=True)
 
     def _agree(
@@ -303,8 +300,7 @@ class FirstStepProof:
         host = self._run(batch, [], is_host=True)
         if _on_any_rank(not math.isfinite(host.loss)):
             raise _NoLossError
-        example, noise = GradientRecord(host.gradients, sketched), _Noise()
-        loss = host.loss
+        loss, example, noise = host.loss, GradientRecord(host.gradients, sketched), _Noise()
         del host
 
         def difference(techniques: Sequence[Technique]) -> tuple[Difference | None, bool]:
@@ -322,19 +318,20 @@ class FirstStepProof:
             now, differs = difference(self.techniques)
         while differs and self.techniques:
             reason = now or Difference("a pass on another rank differs", math.inf, 0.0)
-            trials = []
+            trials: list[_Trial] = []
             # Packing is the last to go: where either of two would do, the other one is at fault,
             # because a packed batch is the host's own in another layout.
             for technique in sorted(self.techniques, key=lambda t: t.slot is Slot.COLLATE):
                 remaining = [t for t in self.techniques if t is not technique]
-                trials.append(_Trial(technique, remaining, *difference(remaining)))
+                trials.append(_Trial(technique, *difference(remaining)))
                 if not trials[-1].differs:
                     break
             best = trials[-1]
             if best.differs:  # each rank must choose the same one, and sizes differ between ranks
                 best = trials[0] if _ranks() > 1 else min(trials, key=lambda t: t.size)
             self.removals.append(Removal(best.without, reason))
-            self.techniques, now, differs = best.remaining, best.difference, best.differs
+            self.techniques = [t for t in self.techniques if t is not best.without]
+            now, differs = best.difference, best.differs
         self.was_complete = not differs
         return example
 
@@ -356,20 +353,20 @@ class FirstStepProof:
     def _add_rounding(self, noise: _Noise, batch: Any, host: GradientRecord) -> None:
         """Adds to the noise by how much other roundings change the host's gradients."""
         largest: dict[str, float] = {}  # relative to the norm, by kind of parameter
+        kinds = {name: re.sub(r"\d+", "*", name) for name in host.norms}  # in all layers, experts
         weight = _input_embedding(self.passes.model)
         for draw in range(ROUNDINGS):
             with _rounded_otherwise(weight, SEED + draw):
                 other = self._run(batch, [], is_host=True)
             for name, gradient in other.gradients.items():
                 share = host.distance(name, gradient) / (host.norms[name] or 1.0)
-                largest[_kind(name)] = max(largest.get(_kind(name), 0.0), share)
+                largest[kinds[name]] = max(largest.get(kinds[name], 0.0), share)
         for name, norm in host.norms.items():
-            noise.gradients[name] = max(noise.gradients[name], largest[_kind(name)] * norm)
+            noise.gradients[name] = max(noise.gradients[name], largest[kinds[name]] * norm)
 
     def _near(
         self, loss: float, host: GradientRecord, noise: _Noise, other: _Pass
     ) -> Difference | None:
-        """The largest difference above its bound, in float32."""
         bound = LOSS_BOUND * max(abs(loss), 1e-3) + NOISE_FACTOR * noise.loss
         gap = abs(other.loss - loss)
         if not gap <= bound:  # not a number, too
@@ -435,9 +432,8 @@ class FirstStepProof:
         if _on_any_rank(short):
             raise _ShortOfMemoryError from error
         if is_host and _on_any_rank(error is not None):
-            raise _HostFailsError(
-                f"{self._name}'s own pass ends with {_error_text(error)}"
-            ) from error
+            text = f"{self._name}'s own pass ends with {_error_text(error)}"
+            raise _HostFailsError(text) from error
         if made is None:
             raise _PassError(_error_text(error)) from error
         return made
@@ -506,10 +502,6 @@ def _on_any_rank(happened: bool) -> bool:
 
 
 # The formats of the two looks.
-
-
-def _has_half(model: nn.Module) -> bool:
-    return any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
 
 
 @contextlib.contextmanager
@@ -581,11 +573,6 @@ def _rounded_otherwise(weight: Tensor | None, seed: int) -> Iterator[None]:
             weight.copy_(original)
 
 
-def _kind(name: str) -> str:
-    """A parameter's name without the numbers of its layer and its expert."""
-    return re.sub(r"\d+", "*", name)
-
-
 def _trained_bytes(model: nn.Module) -> int:
     return sum(4 * p.numel() for p in model.parameters() if p.requires_grad)
 
@@ -598,15 +585,15 @@ def _get(batch: Any, key: str) -> Any:
 
 
 def _cut(batch: Any, rows: int, tokens: int) -> dict[str, Any]:
-    """The first rows and tokens of a batch's two-dimensional tensors."""
     return {
         key: value[:rows, :tokens] if isinstance(value, Tensor) and value.dim() == 2 else value
         for key, value in batch.items()
     }
 
 
-FLATTENED = {"position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
-FLATTENED |= {"seq_idx"}
+FLATTENED = {
+    *("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+}
 
 
 def uneven_documents(batch: Any, pad_id: int = 0) -> dict[str, Any] | None:

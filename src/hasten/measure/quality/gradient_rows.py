@@ -39,9 +39,7 @@ LAYOUTS = {  # name -> (what it is in words, cut, rows as without a technique)
     "padded": ("rows padded, whatever the plan's collator", "whole", True),
 }
 
-# step: DDP forms its buckets anew after the first, and a communication method may begin with the
-# next
-LATER = 3
+LATER = 3  # step: DDP forms its buckets after the first, communication may begin with the next
 
 
 class Gradients:
@@ -75,10 +73,8 @@ class Gradients:
         orders = self._orders()
         answers = self._perform([*orders.values(), *others])
         self.replies |= zip(orders, answers, strict=False)
-        usual = self.replies["bare"] if "failed" not in self.replies["bare"] else None
-        self.bound = bound_of(False, usual)
-        half = self.replies.get("half bare")
-        self.half_bound = bound_of(True, half)
+        self.bound = bound_of(False, self.replies["bare"])
+        self.half_bound = bound_of(True, self.replies.get("half bare"))
         self._blame()
         return answers[len(orders) :]
 
@@ -115,10 +111,6 @@ class Gradients:
         _, cut, padded = LAYOUTS[layout]
         return self._order("gradient", plan, alone, cut=cut, padded=padded, step=step)
 
-    def _ask(self, orders: dict[str, CheckRequest]) -> None:
-        if orders:
-            self.replies |= zip(orders, self._perform(list(orders.values())), strict=True)
-
     def _blame(self) -> None:
         """Leave techniques out one at a time wherever the plan failed as a whole."""
         # The reference is there already: the orders run in the same folder.
@@ -134,15 +126,14 @@ class Gradients:
                 else:
                     order = self._gradient(reduced_plan, "planned" if name == "half" else name)
                 wanted[f"{name} without {technique.name()}"] = order
-        self._ask(wanted)
+        if wanted:
+            self.replies |= zip(wanted, self._perform(list(wanted.values())), strict=True)
         for name in self._failed():
-            plan = self._plan_of(name)
-            cured = [
+            self.guilty[name] = [
                 t.name()
-                for t in plan
+                for t in self._plan_of(name)
                 if (key := f"{name} without {t.name()}") in self.replies and self._passes(name, key)
             ]
-            self.guilty[name] = cured
 
     def _plan_of(self, name: str) -> Plan:
         if name == "half":
@@ -154,7 +145,6 @@ class Gradients:
         return [n for n in names if "failed" not in self.replies[n] and not self._passes(n, n)]
 
     def _passes(self, name: str, key: str) -> bool:
-        """Returns True if an answer passes by the rule of ``name``."""
         answer = self.replies[key]
         if "failed" in answer:
             return False
@@ -170,7 +160,6 @@ class Gradients:
         return max(LEAK_HALF, min(TIMES * usual, 10 * LEAK_HALF))
 
     def invariance(self) -> list[Invariance]:
-        """The lines of the plan as a whole."""
         rows = [self._layout_row(name) for name in self.layouts]
         rows += [self._leak_row(name) for name in ("leak", "half leak") if name in self.replies]
         return [*rows, split_row(self.ranks, self.replies, self.bound)]
@@ -179,12 +168,10 @@ class Gradients:
         what, answer = LAYOUTS[name][0], self.replies[name]
         if "failed" in answer:
             return Invariance(what, "not tested", None, None, self._why(answer))
-        good, description = self._passes(name, name), self.bound.errors_text(answer)
-        text = (
-            f"{description} ({self._taken()})" if good else f"{description}; {self._blamed(name)}"
-        )
-        verdict = "equal" if good else "differs"
-        return Invariance(what, verdict, answer["error"], self.bound.gradient, text)
+        text, measured = self.bound.errors_text(answer), (answer["error"], self.bound.gradient)
+        if self._passes(name, name):
+            return Invariance(what, "equal", *measured, f"{text} ({self._taken()})")
+        return Invariance(what, "differs", *measured, f"{text}; {self._blamed(name)}")
 
     def _leak_row(self, name: str) -> Invariance:
         allowed = self._leak_allowed(name)

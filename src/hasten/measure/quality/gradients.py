@@ -33,13 +33,12 @@ from hasten.core.session import Session, assemble
 from hasten.core.setup import in_one_piece, prepare, run_once
 from hasten.core.step import batches, training
 from hasten.errors import InputError
-from hasten.measure.quality.bench import CheckContext, seeded, still, trainable
+from hasten.measure.quality.bench import CheckContext, still, trainable
 from hasten.parts.data.collate import TokenizedExample
 from hasten.parts.nn.causal_lm import causal_lm
 
 REFERENCE = "reference.pt"
 SMALL = 1e-3  # of an average tensor's gradient
-CUTS = ("planned", "whole", "single")
 
 
 class GradientRecorder(torch.optim.SGD):
@@ -67,19 +66,17 @@ class GradientRecorder(torch.optim.SGD):
         """
         if layout.replicated:
             return self.gradients
+        if not isinstance(layout, SplitsState | SplitsWeights):
+            raise InputError(
+                "this layout has no way to bring its ranks' gradients together for a comparison"
+            )
         gradients = self.gradients
         if isinstance(layout, SplitsState):
             pairs = zip(gradients.items(), self.weights, strict=True)
             gradients = {name: layout.full_tensor(p, gradient) for (name, gradient), p in pairs}
-        elif not isinstance(layout, SplitsWeights):
-            raise InputError(
-                "this layout has no way to bring its ranks' gradients together for a comparison"
-            )
         if isinstance(layout, SplitsWeights):
-            copies = layout.copies
-            gradients = layout.gather_to_rank0(
-                {n: t for n, t in gradients.items() if n not in copies}
-            )
+            distinct = {n: t for n, t in gradients.items() if n not in layout.copies}
+            gradients = layout.gather_to_rank0(distinct)
         return gradients
 
 
@@ -91,7 +88,7 @@ def reference(bench: CheckContext, plan: Plan) -> dict[str, Any]:
     (bench.folder / REFERENCE).unlink(missing_ok=True)  # of an earlier verification that was killed
     job = bench.small(plan)
     adapter = prepare(job, plan, bench.context, bench.folder).adapter or job.adapter
-    seeded(job)
+    torch.manual_seed(job.seed)  # as `assemble` does
     model = adapter(job.build_model())
     if hasattr(model, "set_experts_implementation"):
         causal_lm(model).set_experts_implementation("eager")  # the grouped product has no float64
@@ -185,9 +182,7 @@ def leak(bench: CheckContext, plan: Plan) -> dict[str, Any]:
     job = bench.small(plan)
     session = assemble(prepare(job, plan, bench.context, bench.folder))
     still(session.loss_module)
-    examples: list[TokenizedExample] = [
-        job.examples[i] for i in range(min(DOCUMENTS, len(job.examples)))
-    ]
+    examples = [job.examples[i] for i in range(min(DOCUMENTS, len(job.examples)))]
     changed = others(examples)
     worst, where = 0.0, 0
     for index, example in enumerate(examples):

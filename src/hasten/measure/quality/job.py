@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -47,7 +48,6 @@ def train(bench: CheckContext, plan: Plan, seed: int, tokens: int) -> dict[str, 
 
 
 def _until(bench: CheckContext, plan: Plan, seed: int, tokens: int) -> Setup:
-    """A training to so many tokens."""
     context, folder = bench.context, bench.folder / f"variant-{plan.key}-{seed}"
     try:
         return prepare(bench.job_of(plan, seed, tokens), plan, context, folder)
@@ -66,27 +66,18 @@ def _until(bench: CheckContext, plan: Plan, seed: int, tokens: int) -> Setup:
 
 def _at(
     tokens: int, before: Evaluation | None, last: Evaluation
-) -> tuple[float | None, dict[str, float | None]]:
+) -> tuple[float | None, Mapping[str, float | None]]:
     """Eval loss and the job's own measures after exactly so many tokens."""
-    share, first = _share(tokens, before, last), before or last
-    job_metrics = {
-        name: _between(first.metrics[name], last.metrics[name], share) for name in last.metrics
-    }
-    return _between(first.eval_loss, last.eval_loss, share), job_metrics
-
-
-def _share(tokens: int, before: Evaluation | None, last: Evaluation) -> float:
-    """Where on the line between two evaluations so many tokens lie; 1: at the last.
-
-    Plans have steps of different sizes; a step more or less would be taken for better or worse.
-    """
     if before is None or not before.tokens < tokens <= last.tokens:
-        return 1.0
-    return (tokens - before.tokens) / (last.tokens - before.tokens)
+        return last.eval_loss, last.metrics
+    # Plans have steps of different sizes; a step more or less would be taken for better or worse.
+    share = (tokens - before.tokens) / (last.tokens - before.tokens)
 
+    def between(first: float | None, second: float | None) -> float | None:
+        return second if first is None or second is None else first + share * (second - first)
 
-def _between(before: float | None, last: float | None, share: float) -> float | None:
-    return last if before is None or last is None else before + share * (last - before)
+    metrics = {name: between(before.metrics[name], last.metrics[name]) for name in last.metrics}
+    return between(before.eval_loss, last.eval_loss), metrics
 
 
 def _digest(session: Session) -> str:

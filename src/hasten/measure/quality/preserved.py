@@ -99,7 +99,6 @@ def _restore(holder: dict[str, Any], values: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _without_dropout(model: nn.Module) -> Iterator[None]:
-    """No module of the model drops anything inside."""
     changed: list[tuple[dict[str, Any], str, float]] = []
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     drops = [vars(m) for m in model.modules()] + [

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 from hasten.core.plan import Plan
@@ -42,7 +41,7 @@ class Invariance:
     text: str
 
     def to_dict(self) -> dict[str, Any]:
-        return _stored(self)
+        return finite_values(self)
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,15 @@ class VerificationRow:
     seeds: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        return _stored(self)
+        return finite_values(self)
+
+
+def finite_values(row: Invariance | VerificationRow) -> dict[str, Any]:
+    """The row as a report stores it; JSON has no infinity, so such a number becomes None."""
+    return {
+        k: None if isinstance(v, float) and not math.isfinite(v) else v
+        for k, v in asdict(row).items()
+    }
 
 
 def verification_row(
@@ -116,24 +123,14 @@ def short(answer: Mapping[str, Any]) -> str:
 def bound_of(half: bool, usual: Mapping[str, Any] | None) -> Bound:
     """The bound of a number format, widened to what the plan's own way of counting already has."""
     gradient_bound, loss = (HALF, LOSS_HALF) if half else (FLOAT32, LOSS_FLOAT32)
+    bounds = (gradient_bound, TENSOR * gradient_bound, loss)
     if usual is None or "failed" in usual:
-        return Bound(gradient_bound, TENSOR * gradient_bound, loss)
-    usual_errors = (usual["error"], usual["worst"], usual["loss_error"])
-    if not all(map(math.isfinite, usual_errors)):
-        return Bound(gradient_bound, TENSOR * gradient_bound, loss)
-    allowed = zip((gradient_bound, TENSOR * gradient_bound, loss), usual_errors, strict=True)
+        return Bound(*bounds)
+    errors = (usual["error"], usual["worst"], usual["loss_error"])
+    if not all(map(math.isfinite, errors)):
+        return Bound(*bounds)
+    allowed = zip(bounds, errors, strict=True)
     return Bound(*(max(fixed, min(TIMES * error, WIDEST * fixed)) for fixed, error in allowed))
-
-
-def _stored(row: Invariance | VerificationRow) -> dict[str, Any]:
-    """Returns the row as a report stores it; a number that isn't finite becomes None.
-
-    JSON has no infinity.
-    """
-    return {
-        k: None if isinstance(v, float) and not math.isfinite(v) else v
-        for k, v in asdict(row).items()
-    }
 
 
 # EXACT, proven: the plan's losses with the technique and without it, compared bit by bit.
@@ -141,8 +138,8 @@ def _stored(row: Invariance | VerificationRow) -> dict[str, Any]:
 
 def exact_orders(plan: Plan, steps: int) -> list[CheckRequest]:
     """The plan, and the plan without each of its EXACT techniques; nothing if it has none."""
-    exact = _exact(plan)
-    return [_order(p, steps) for p in (plan, *(plan.without(t) for t in exact))] if exact else []
+    plans = [plan.without(t) for t in _exact(plan)]
+    return [_order(p, steps) for p in (plan, *plans)] if plans else []
 
 
 def exact_rows(
@@ -190,9 +187,8 @@ def _row(
         return verification_row(technique, test, "not tested", failed)
     ours, theirs = _numbers(full_reply), _numbers(reduced_reply)
     if len(ours) != len(theirs) or not ours:
-        return verification_row(
-            technique, test, "not tested", "the job has fewer steps than were asked for"
-        )
+        text = "the job has fewer steps than were asked for"
+        return verification_row(technique, test, "not tested", text)
     if not _differs(full_reply, reduced_reply):
         text = f"{len(ours)} losses and the weights after them are the same to the last bit"
         return verification_row(technique, test, "equal", text, measured=0.0, allowed=0.0)
@@ -237,10 +233,8 @@ def lossy_rows(
     """
     lossy = [t for t in plan if t.fidelity is Fidelity.LOSSY]
     if not seeds or not tokens:
-        text = f"takes trainings with several seeds: --seeds {ADVICE}"
-        return [
-            verification_row(t, _test(margin), "not tested", text, allowed=margin) for t in lossy
-        ]
+        text, test = f"takes trainings with several seeds: --seeds {ADVICE}", _test(margin)
+        return [verification_row(t, test, "not tested", text, allowed=margin) for t in lossy]
     if not lossy:
         return []
     plans = [plan, *(plan.without(t) for t in lossy)]
@@ -250,13 +244,8 @@ def lossy_rows(
         if runs[0] and time_left() < longest:
             break
         before = time_left()
-        answers = perform(
-            [
-                CheckRequest("train", p, p, {"seed": seed, "tokens": tokens})
-                for p in plans
-                for seed in some
-            ]
-        )
+        details = [{"seed": seed, "tokens": tokens} for seed in some]
+        answers = perform([CheckRequest("train", p, p, each) for p in plans for each in details])
         longest = max(longest, before - time_left()) if hurried else 0.0
         for i, run in enumerate(runs):
             run += answers[i * len(some) : (i + 1) * len(some)]
@@ -271,23 +260,23 @@ def _lossy_row(
     broken = next((b for a, b in pairs if _loss(a) is not None and _diverged(b)), None)
     if broken is not None:
         text = f"training with it ended without a finite loss: {broken.get('failed', 'NaN')}"
-        return verification_row(
-            technique, _test(margin), "worse", text, allowed=margin, seeds=len(pairs)
-        )
+        numbers = {"allowed": margin, "seeds": len(pairs)}
+        return verification_row(technique, _test(margin), "worse", text, **numbers)
     if not usable:
         why = next((a["failed"] for pair in pairs for a in pair if "failed" in a), "")
         text = why or "nothing is held out: give eval_data"
         return verification_row(technique, _test(margin), "not tested", text, allowed=margin)
-    measures = [_Measure("eval loss", *_values(usable, _loss)), *_own_measures(usable)]
+    without, with_ = ([float(pair[i]["eval_loss"]) for pair in usable] for i in (0, 1))
+    measures = [_Measure("eval loss", without, with_), *_own_measures(usable)]
     outcomes = [m.judged(margin) for m in measures]
     verdict = min((f.verdict for f in outcomes), key=WORST_FIRST.index)
     upper = max(f.upper for f in outcomes) - 1
     tokens = f"{usable[0][0]['tokens']:,} and {usable[0][1]['tokens']:,} tokens"
     descriptions = [m.outcome_text(f) for m, f in zip(measures, outcomes, strict=True)]
     text = f"after {tokens}, {len(usable)} seeds: {'; '.join(descriptions)}"
-    numbers = {"measured": upper if math.isfinite(upper) else None, "allowed": margin}
     test = _test(margin, [m.name for m in measures])
-    return verification_row(technique, test, verdict, text, seeds=len(usable), **numbers)
+    numbers = {"measured": upper, "allowed": margin, "seeds": len(usable)}
+    return verification_row(technique, test, verdict, text, **numbers)
 
 
 @dataclass(frozen=True)
@@ -323,22 +312,13 @@ def _own_measures(pairs: list[tuple[Reply, Reply]]) -> list[_Measure]:
     """The job's own measures, of which more is better, where every training has one above 0."""
     measures = []
     for name in pairs[0][0].get("metrics") or {}:
-        without, with_ = _values(pairs, partial(_measured, name=name))
+        without, with_ = (
+            [float((pair[i].get("metrics") or {}).get(name) or 0.0) for pair in pairs]
+            for i in (0, 1)
+        )
         if all(0 < value < math.inf for value in (*without, *with_)):
             measures.append(_Measure(name, without, with_, rises=True))
     return measures
-
-
-def _values(
-    pairs: list[tuple[Reply, Reply]], of: Callable[[Reply], float | None]
-) -> tuple[list[float], list[float]]:
-    without, with_ = ([float(of(pair[i]) or 0.0) for pair in pairs] for i in (0, 1))
-    return without, with_
-
-
-def _measured(answer: Reply, name: str) -> float | None:
-    value: float | None = (answer.get("metrics") or {}).get(name)
-    return value
 
 
 def _loss(answer: Reply) -> float | None:
@@ -367,8 +347,7 @@ def _test(margin: float, names: Sequence[str] = ("eval loss",)) -> str:
 # but beside them.
 
 ONE_PROCESS = "needs several ranks, and one process ran; nproc: 2 in the recipe runs two"
-# of the orders `planned` and `communication` on all ranks, `single` on one
-Replies = Mapping[str, Reply]
+Replies = Mapping[str, Reply]  # of `planned`, `communication` on all ranks, `single` on one
 
 
 def split_row(ranks: int, replies: Replies, bound: Bound) -> Invariance:
@@ -397,9 +376,8 @@ def communication_row(
     """The row for communication: gradients must arrive equal, except for rounding."""
     test = f"gradient of one step on {ranks} ranks against float64, with all that isn't lossy"
     if ranks == 1:
-        return verification_row(
-            technique, "gradient of one step against float64", "not tested", ONE_PROCESS
-        )
+        test = "gradient of one step against float64"
+        return verification_row(technique, test, "not tested", ONE_PROCESS)
     answer, without = replies["communication"], replies["planned"]
     failed = _failed(ranks, answer, without)
     if failed:
@@ -414,13 +392,11 @@ def communication_row(
     )
     verdict = "equal" if allowed.excess(answer) <= 1 else "differs"
     text = f"{allowed.errors_text(answer)}; without it the gradient is {short(without)}"
-    return verification_row(
-        technique, test, verdict, text, measured=answer["error"], allowed=allowed.gradient
-    )
+    numbers = {"measured": answer["error"], "allowed": allowed.gradient}
+    return verification_row(technique, test, verdict, text, **numbers)
 
 
 def _failed(ranks: int, planned: Reply, other: Reply) -> str | None:
-    """Why there is nothing to judge."""
     for answer in (planned, other):
         if "failed" in answer:
             return str(answer["failed"])

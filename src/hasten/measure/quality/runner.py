@@ -83,8 +83,10 @@ class QualityRunner:
     def __call__(self, requests: Sequence[CheckRequest]) -> list[Reply]:
         """The replies, in the order of the requests."""
         groups: dict[tuple[Any, ...], list[int]] = {}
-        for index, request in enumerate(requests):
-            groups.setdefault(self._kind(request), []).append(index)
+        for index, request in enumerate(requests):  # those that agree in this share a worker
+            wide = tuple(str(t) for t in request.start if t.slot in PROCESS_WIDE)
+            kind = (request.alone, *sorted(self._environ(request.start).items()), *wide)
+            groups.setdefault(kind, []).append(index)
         ordered_replies: list[Reply] = [{} for _ in requests]
         for members in groups.values():
             replies = self._made([requests[i] for i in members])
@@ -96,11 +98,6 @@ class QualityRunner:
     def seconds_left(self) -> float:
         """Seconds of the budget that are left."""
         return self._end - time.monotonic()
-
-    def _kind(self, request: CheckRequest) -> tuple[Any, ...]:
-        """The settings in which two requests must agree to share a worker."""
-        wide = tuple(str(t) for t in request.start if t.slot in PROCESS_WIDE)
-        return (request.alone, *sorted(self._environ(request.start).items()), *wide)
 
     def _made(self, requests: Sequence[CheckRequest]) -> list[Reply]:
         first = requests[0]
@@ -117,7 +114,6 @@ class QualityRunner:
         return replies
 
     def _replies_of(self, worker: Worker, requests: Sequence[CheckRequest]) -> list[Reply]:
-        """The replies of one worker; if it failed, the last reply has the reason."""
         replies: list[Reply] = []
         try:
             worker.ready(self._patience())

@@ -35,7 +35,7 @@ from hasten.core.plan import Plan
 from hasten.core.technique import Fidelity
 from hasten.errors import InputError
 from hasten.foreign_files import read_json_object
-from hasten.machine.cache import key_of, source_digest
+from hasten.machine.cache import key_of
 from hasten.machine.files import write_atomic
 from hasten.measure.quality.gradient_rows import Gradients
 from hasten.measure.quality.requirements import (
@@ -45,7 +45,7 @@ from hasten.measure.quality.requirements import (
     lossy_rows,
 )
 from hasten.measure.quality.runner import Perform, QualityRunner
-from hasten.measure.recipe_experiment import environment
+from hasten.measure.recipe_experiment import conditions, environment
 from hasten.recipe.build import batch_of
 from hasten.recipe.schema import Recipe
 
@@ -93,9 +93,8 @@ def verification_report(
     rows += exact_rows(plan, answers, perform, design.steps)
     lossy = [t for t in plan if t.fidelity is Fidelity.LOSSY]
     if lossy and design.seeds:
-        tell(
-            f"verification: {(1 + len(lossy)) * design.seeds} trainings of {design.tokens:,} tokens"
-        )
+        trainings = (1 + len(lossy)) * design.seeds
+        tell(f"verification: {trainings} trainings of {design.tokens:,} tokens")
     rows += lossy_rows(plan, perform, design.seeds, design.tokens, design.margin, time_left)
     order = {t.name(): position for position, t in enumerate(plan)}
     rows.sort(key=lambda row: order[row.technique])
@@ -137,11 +136,19 @@ def verified(
         design = replace(design, tokens=tokens_of(recipe, context))
     folder = Path(recipe.output) / "data" / "verification"
     folder.mkdir(parents=True, exist_ok=True)
-    report_path = folder / f"{_key(recipe, context, plan, data_key, design)}.json"
-    before = None if fresh else _stored(report_path)
-    if before is not None:
-        tell(f"verification: proven before: {report_path}")
-        return before
+    decisive = {
+        "recipe": recipe.model_dump(mode="json", exclude={"price", "plan", "output"}),
+        "data": data_key,
+        "plan": plan.to_list(),
+        "design": asdict(design),
+        **conditions(context),
+    }
+    report_path = folder / f"{key_of(decisive)}.json"
+    with contextlib.suppress(InputError):  # there is none, or none that can be read
+        if not fresh:
+            before: Rows = read_json_object(report_path, "report of a verification")
+            tell(f"verification: proven before: {report_path}")
+            return before
     resolved = folder / "recipe.yaml"
     resolved.write_text(recipe.to_yaml())
 
@@ -162,36 +169,14 @@ def verified(
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _stored(path: Path) -> Rows | None:
-    """The stored result; None if there is none, or none that can be read."""
-    with contextlib.suppress(InputError):
-        return read_json_object(path, "report of a verification")
-    return None
-
-
-def _key(
-    recipe: Recipe, context: JobContext, plan: Plan, data_key: str, design: VerificationDesign
-) -> str:
-    """Hash of everything that a check depends on."""
-    return key_of(
-        {
-            "recipe": recipe.model_dump(mode="json", exclude={"price", "plan", "output"}),
-            "data": data_key,
-            "plan": plan.to_list(),
-            "design": asdict(design),
-            "hardware": {**asdict(context.hardware), "device": context.device},
-            "versions": dict(context.versions),
-            "source": source_digest(),
-        }
-    )
-
-
 def tokens_of(recipe: Recipe, context: JobContext) -> int:
     """Tokens of some steps of the recipe, or of all where it has fewer."""
     batch, examples = batch_of(recipe), context.examples
     of_step = batch.tokens or (batch.examples or 1) * examples.tokens / max(examples.count, 1)
-    limits = [STEPS * of_step]
-    limits += [recipe.max_steps * of_step] if recipe.max_steps else []
-    limits += [recipe.epochs * examples.tokens] if recipe.epochs else []
-    limits += [recipe.max_tokens] if recipe.max_tokens else []
-    return max(int(min(limits)), 1)
+    limits = (
+        STEPS * of_step,
+        (recipe.max_steps or 0) * of_step,
+        (recipe.epochs or 0) * examples.tokens,
+        recipe.max_tokens or 0,
+    )
+    return max(int(min((limit for limit in limits if limit), default=1)), 1)
