@@ -57,16 +57,7 @@ def export(
 ) -> int:
     """Export a run's model and compare it with the trained one.
 
-    Examples:
-
-    hasten export runs/first -o first
-
-    hasten export runs/first -o first-gguf --to gguf --gguf-type q8_0
-
-    hasten export runs/first -o first-adapter --adapter --push me/first
-
     Exit code 4: the written files don't give the logits of the trained model.
-    Documentation: docs/how-to/use-the-model.md
     """
     from hasten.cli.train import warn_of_unsaved
     from hasten.models.gguf_format import GGUFType

@@ -1,4 +1,4 @@
-"""``hasten report``, ``card``, ``regress``: results shown, described or remeasured."""
+"""``hasten report``: the results of runs and experiments."""
 
 from __future__ import annotations
 
@@ -119,6 +119,3 @@ def _summary(summary: dict[str, Any]) -> None:
 
 def _number(value: float | None, form: str) -> str:
     return "not measured" if value is None else form.format(value)
-
-
-"""``hasten report``: the results of runs and experiments."""

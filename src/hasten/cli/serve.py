@@ -35,18 +35,7 @@ def serve(
     ] = None,
     weights: Weights = "",
 ) -> int:
-    """Serve a run's model to clients of OpenAI's interface.
-
-    Examples:
-
-      hasten serve runs/first
-
-      hasten serve runs/first --port 0 --engine transformers
-
-      hasten serve runs/first --host 0.0.0.0 --token "$TOKEN"
-
-    Docs: docs/how-to/use-the-model.md
-    """
+    """Serve a run's model to clients of OpenAI's interface."""
     check_token(token)
     missing = [n for n in ("starlette", "uvicorn") if importlib.util.find_spec(n) is None]
     if missing:
