@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 
 from hasten.data import arrow_file
 from hasten.data.chat_template import encode
+from hasten.data.conversation import Conversation
 from hasten.data.prompt_formats import PROMPT_FORMATS
-from hasten.data.readers import Conversation, Message, read_examples
+from hasten.data.readers import read_examples
 from hasten.data.token_store import Subset, TokenStore, cache_key, inspect, split, tokenize
 from hasten.data.tokenize import BOS, EOS
+from hasten.data.turns import Message
 from hasten.errors import InputError
 from hasten.parts.data.collate import TokenizedExample, tokenized_example
 
