@@ -21,7 +21,7 @@ import numpy as np
 from published import PublishedMeasurement, read_record
 
 from hasten.errors import InputError
-from hasten.models.architecture import load_json
+from hasten.foreign_files import LARGEST_JSON, parse_json, read_bounded
 from hasten.planner.layout import Layouts
 from hasten.planner.numbers import Calibration, calibrated
 from hasten.planner.predict import Prediction, predict, reason_sentences
@@ -35,7 +35,7 @@ def evaluate(path: Path, calibration: Calibration | None = None) -> dict[str, An
     Raises:
         InputError: it isn't a list of records, or none of them can be predicted.
     """
-    rows = load_json(path)
+    rows = parse_json(read_bounded(path, LARGEST_JSON, "list of measurements"), str(path))
     if not isinstance(rows, list):
         raise InputError(f"{path} must hold a list of measurements")
     known = calibration or calibrated()

@@ -92,7 +92,8 @@ def load_model(
     # gradients: DeepSeek's tokenizers pad with the end-of-text token, which would never learn.
     padding, config.pad_token_id = config.pad_token_id, None
     if skeleton:
-        model = _skeleton(config, dtype)
+        with torch.device("meta"):
+            model = _built(config, dtype)
     else:
         model = _from_seed(config, seed, dtype) if random else _from_weights(source, config, dtype)
     model.config.pad_token_id = padding
@@ -265,11 +266,6 @@ def _deal_experts(table: torch.Tensor, experts: int) -> None:
     table.copy_((first.unsqueeze(1) + torch.cat([first.new_zeros(1), steps])).remainder(experts))
 
 
-def _skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    with torch.device("meta"):
-        return _built(config, dtype)
-
-
 def _built(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
@@ -361,7 +357,6 @@ def _generation_config(folder: Path) -> GenerationConfig:
     with quiet(), _advice(f"the {file} of {folder} can't be used"):
         if (folder / file).is_file():
             read_json_object(folder / file, "generation config")  # strictly
-        if (folder / file).is_file():
             return GenerationConfig.from_pretrained(folder)
         return GenerationConfig.from_pretrained(
             folder, config_file_name="config.json", _from_model_config=True

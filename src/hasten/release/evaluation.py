@@ -38,12 +38,7 @@ from hasten.release.trained_model import LoadedModel, Sampling, generate, recipe
 
 LOSS, EXACT = "eval loss", "exact match"
 LOWER_IS_BETTER = (
-    LOSS,
-    "word_perplexity",
-    "byte_perplexity",
-    "bits_per_byte",
-    "ter",
-    "brier_score",
+    *(LOSS, "word_perplexity", "byte_perplexity", "bits_per_byte", "ter", "brier_score"),
 )
 
 
