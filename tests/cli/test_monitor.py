@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from hasten.cli import monitor as module
-from hasten.cli.arguments import FEWEST
 from hasten.monitor.alerts import KINDS
 from watched import TOKEN, append, get, step_line, write_run
 
@@ -209,7 +208,3 @@ def test_a_disk_that_cannot_be_measured_is_refused_where_it_was_named(
     code, out, _ = hasten("env")
     assert code == 0
     assert "disk speed       not measured: " in out
-
-
-def test_a_token_of_ones_own_may_be_given() -> None:
-    assert len(TOKEN) >= FEWEST

@@ -29,6 +29,14 @@ from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.parts.optim.weight_average import decayed_groups
 
 VOCABULARY = 97
+# Settings of another trainer: nothing is reported or saved.
+SILENT: dict[str, Any] = {
+    "report_to": [],
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "disable_tqdm": True,
+    "use_cpu": True,
+}
 COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
