@@ -283,7 +283,7 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(
     busy.mkdir()
     (busy / "mine").write_text("mine")
     for words, sentence in (
-        ((tmp_path, "-o", out), "has no recipe.yaml: give the folder of a run"),
+        ((tmp_path, "-o", out), "has no recipe.yaml: give the folder of a finished run"),
         ((full_run, "-o", busy), "is not an empty folder"),
         ((full_run, "-o", busy / "mine"), "is not an empty folder"),
         ((full_run, "-o", out, "--adapter"), "trained all weights, so it has no adapter"),

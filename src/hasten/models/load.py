@@ -181,14 +181,16 @@ def take_own_attention(model: Any) -> None:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet(*libraries: str) -> Iterator[None]:
     """Inside, transformers and the hub client show no progress bars and log errors only.
 
-    Notices of what a future version will do are dropped too: they speak to peft, not to the user.
+    Loggers of further ``libraries`` log errors only, too. Notices of what a future version will do
+    are dropped: they speak to peft, not to the user.
     """
     from transformers.utils import logging as hf_logging
 
-    loggers = [logging.getLogger(name) for name in ("transformers", "huggingface_hub")]
+    names = ("transformers", "huggingface_hub", *libraries)
+    loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     had_bars = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
