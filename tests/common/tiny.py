@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hasten.core.context import ExampleStats, JobContext, ModelFacts
 from hasten.core.job import GlobalBatch, Job, Stop, with_language_counts
@@ -85,6 +85,13 @@ V4 = {
     "index_head_dim": 8,
     "index_topk": 4,
 }
+
+
+def logits(model: Any) -> Tensor:
+    """Of the same 24 tokens each time, (2, 12, vocabulary), in evaluation mode."""
+    with torch.no_grad():
+        found: Tensor = model.eval()(input_ids=torch.arange(24).view(2, 12)).logits
+    return found
 
 
 def tiny_config(architecture: str) -> Any:

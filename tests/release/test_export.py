@@ -30,8 +30,7 @@ from hasten.recipe.schema import Recipe
 from hasten.release import export as exporting
 from hasten.training.run import train
 from sample_data import small
-
-TOKENS = torch.arange(24).reshape(2, 12)
+from tiny import logits
 
 
 def call(*words: object) -> Result:
@@ -101,12 +100,6 @@ def copy(tmp_path: Path) -> Callable[[Path], Path]:
         return Path(shutil.copytree(run, tmp_path / "copy"))
 
     return copied
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        found: torch.Tensor = model.eval()(input_ids=TOKENS).logits
-    return found
 
 
 def test_plain_transformers_load_the_trained_model_from_an_export(
