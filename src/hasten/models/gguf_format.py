@@ -570,14 +570,14 @@ def _add_tokenizer(
     ids = tokenizer("a")["input_ids"]
     writer.add_add_bos_token(ids[0] == tokenizer.bos_token_id)
     writer.add_add_eos_token(ids[-1] == tokenizer.eos_token_id)
-    for add, number in (
+    for add, special in (
         (writer.add_bos_token_id, tokenizer.bos_token_id),
         (writer.add_eos_token_id, tokenizer.eos_token_id),
         (writer.add_pad_token_id, tokenizer.pad_token_id),
         # llama.cpp stops at both.
         (writer.add_eot_token_id, None if stop_token == tokenizer.eos_token_id else stop_token),
     ):
-        if number is not None:
-            add(number)
+        if special is not None:
+            add(special)
     if isinstance(tokenizer.chat_template, str):
         writer.add_chat_template(tokenizer.chat_template)

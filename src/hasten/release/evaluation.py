@@ -11,7 +11,6 @@ read as plain YAML: a ``!function`` tag, which would run code, is refused.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from torch.nn.functional import cross_entropy
 
 from hasten.data.chat_template import encode_all
 from hasten.data.readers import read_examples
-from hasten.errors import InputError, pip_install
+from hasten.errors import InputError, require_packages
 from hasten.machine.environment import with_variables
 from hasten.measure.significance import holm
 from hasten.measure.statistics import DOUBT, mean_and_error, student_quantile, student_tail
@@ -307,8 +306,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 def check_harness() -> None:
     """Raise InputError if lm-eval isn't installed."""
-    if importlib.util.find_spec("lm_eval") is None:
-        raise InputError(f"--tasks with a YAML file needs lm-eval: {pip_install('eval')}")
+    require_packages("--tasks with a YAML file", "eval", "lm_eval")
 
 
 def score_tasks(
