@@ -22,8 +22,7 @@ from hasten.techniques.layers import FusedLayers
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import CompactAdamW
 from hasten.techniques.sampler import LengthGrouped
-from integrations.test_trainer_options import tokenizer
-from tiny import SILENT, tiny_model
+from tiny import tiny_model
 
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("trl", "datasets", "tokenizers")),
@@ -37,7 +36,21 @@ PLANS: dict[str, list[Technique]] = {
 }
 if rowwise.library().library is not None:  # there is a compiler
     PLANS = {kind: [*plan, FusedLayers()] for kind, plan in PLANS.items()}
-WORDS = [f"t{number}" for number in range(3, 15)]
+WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "mat", "home", "and", "then", "it"]
+
+
+def tokenizer() -> Any:
+    """One token per word; nothing is downloaded."""
+    tokenizers: Any = importlib.import_module("tokenizers")
+    transformers: Any = importlib.import_module("transformers")
+    names = ["<pad>", "<s>", "</s>", *WORDS]
+    vocabulary = {word: index for index, word in enumerate(names)}
+    model = tokenizers.models.WordLevel(vocabulary, unk_token="<pad>")
+    made = tokenizers.Tokenizer(model)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
 
 
 def trainer_of(kind: str, folder: Path) -> Any:
@@ -46,16 +59,21 @@ def trainer_of(kind: str, folder: Path) -> Any:
     data: dict[str, list[dict[str, Any]]] = {
         "SFT": [{"text": " ".join(WORDS[: 4 + i % 8])} for i in range(16)],
         "DPO": [
-            {"prompt": "t3 t4", "chosen": " t5 t6 t3 t7", "rejected": " t8"} for _ in range(16)
+            {"prompt": "the cat", "chosen": " sat on the mat", "rejected": " ran"}
+            for _ in range(16)
         ],
-        "GRPO": [{"prompt": "t3 t4"} for _ in range(16)],
+        "GRPO": [{"prompt": "the cat"} for _ in range(16)],
     }
     settings: dict[str, Any] = {
         "output_dir": str(folder),
         "max_steps": STEPS,
         "per_device_train_batch_size": 4,
         "learning_rate": 1e-2,
-        **SILENT,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "use_cpu": True,
         "bf16": False,
         "seed": 3,
         "gradient_checkpointing": False,
