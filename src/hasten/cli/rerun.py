@@ -75,8 +75,8 @@ def rerun(
         for change in gains:
             intervals = {"before": change.before, "now": change.now, "ratio": change.ratio}
             row = {key: None if i is None else i.summary() for key, i in intervals.items()}
-            words = {key: getattr(change, key) for key in ("name", "verdict", "reason")}
-            rows.append(words | row)
+            texts = {key: getattr(change, key) for key in ("name", "verdict", "reason")}
+            rows.append(texts | row)
         say(json.dumps({"variants": rows, "lost": lost(gains)}, indent=1))
     return FAILED if lost(gains) else 0
 

@@ -110,25 +110,25 @@ def tune(
 
         if learns:
             wishes = LearningOptions(named(only), trials, fresh)
-            result = learn(recipe, budget or "1h", wishes, audience=display)
+            study_result = learn(recipe, budget or "1h", wishes, audience=display)
         else:
             options = TuneOptions(
                 *(sampler, objective, lossy, named(only), trials),
                 *(recipe.seed, steps, fresh),
             )
-            result = tune_job(recipe, budget or "8m", options, audience=display, prove=prove)
+            study_result = tune_job(recipe, budget or "8m", options, audience=display, prove=prove)
     target = output or Path(recipe.output) / ("learnt.yaml" if learns else "tuned.yaml")
-    write_result(target, result.text)
+    write_result(target, study_result.text)
     with text_to_stderr(as_json):
         if learns:
-            show_learning(result)
+            show_learning(study_result)
         else:
-            show(result, recipe.price, recipe.nproc)
-        say(f"\nrecipe: {target}\nstudy: {result.folder / 'study.html'}")
+            show(study_result, recipe.price, recipe.nproc)
+        say(f"\nrecipe: {target}\nstudy: {study_result.folder / 'study.html'}")
         if not learns:
             back.write(_changed(recipe, load_recipe(target)))
     if as_json:
-        say((result.folder / "study.json").read_text())
+        say((study_result.folder / "study.json").read_text())
     return 0
 
 
@@ -157,7 +157,7 @@ def objections(findings: Rows) -> list[str]:
 
 
 def show(study: StudyResult, price: Price | None = None, devices: int = 1) -> None:
-    """The final comparison as a table, and the result in a sentence; with a price what it saves."""
+    """The final comparison as a table, and the study_result in a sentence; with a price what it saves."""
     from hasten.tune.report import says_of
 
     report = study.report
@@ -191,7 +191,7 @@ def _changes(settings: dict[str, Any], start: dict[str, Any]) -> str:
 
 
 def show_learning(study: StudyResult) -> None:
-    """The trainings from the lowest loss on, the pairs, and the result in a sentence."""
+    """The trainings from the lowest loss on, the pairs, and the study_result in a sentence."""
     report = study.report
     for row in sorted(report["trials"], key=lambda t: (t["loss"] is None, t["loss"])):
         changed = ", ".join(f"{k}={v}" for k, v in row["changes"].items()) or "the recipe's own"

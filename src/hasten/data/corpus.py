@@ -156,6 +156,6 @@ def _dedent(lines: list[str], columns: int) -> str:
 
 
 def _unseen(eval_data: SplitSide, train: SplitSide) -> SplitSide:
-    seen = {pair.messages[-1].content for pair in train.pairs}
-    unseen = (pair for pair in eval_data.pairs if pair.messages[-1].content not in seen)
+    train_answers = {pair.messages[-1].content for pair in train.pairs}
+    unseen = (pair for pair in eval_data.pairs if pair.messages[-1].content not in train_answers)
     return eval_data._replace(pairs=tuple(unseen))

@@ -97,19 +97,21 @@ def _started() -> _Renderer:
     global _current
     if _current is None or _current.owner != os.getpid():
         # Ctrl-C is for its owner; one that leads a session already is killed with it.
-        apart = os.getsid(0) != os.getpid()
-        process, link = start_child("hasten.data.renderer", str(SECONDS), str(MEMORY), apart=apart)
+        own_session = os.getsid(0) != os.getpid()
+        process, link = start_child(
+            "hasten.data.renderer", str(SECONDS), str(MEMORY), own_session=own_session
+        )
         _current = _Renderer(os.getpid(), process, link)
         atexit.register(stop)
     return _current
 
 
 def start_child(
-    module: str, *arguments: str, apart: bool = True
+    module: str, *arguments: str, own_session: bool = True
 ) -> tuple[subprocess.Popen[bytes], Connection]:
     """Starts ``python -m module FD ARGUMENTS``; FD is the other end of the connection.
 
-    A process ``apart`` is in a session of its own, which Ctrl-C doesn't reach.
+    Ctrl-C doesn't reach a process in a session of its own.
     """
     ours, theirs = socket.socketpair()
     with theirs:
@@ -118,7 +120,7 @@ def start_child(
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            start_new_session=apart,
+            start_new_session=own_session,
         )
     return process, Connection(ours.detach())
 

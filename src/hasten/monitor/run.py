@@ -196,7 +196,7 @@ def _communication(run: Run) -> float | None:
 
 
 def _values_of(lines: Iterable[Mapping[str, Any]], name: str) -> list[float]:
-    return [value for line in lines if (value := number(line.get(name))) is not None]
+    return [n for line in lines if (n := number(line.get(name))) is not None]
 
 
 def _mean_of(lines: Iterable[Mapping[str, Any]], name: str) -> float | None:
