@@ -157,7 +157,7 @@ def objections(findings: Rows) -> list[str]:
 
 
 def show(study: StudyResult, price: Price | None = None, devices: int = 1) -> None:
-    """The final comparison as a table, and the study_result in a sentence; with a price what it saves."""
+    """The final comparison as a table, and the result in a sentence; with a price what it saves."""
     from hasten.tune.report import says_of
 
     report = study.report
@@ -191,7 +191,7 @@ def _changes(settings: dict[str, Any], start: dict[str, Any]) -> str:
 
 
 def show_learning(study: StudyResult) -> None:
-    """The trainings from the lowest loss on, the pairs, and the study_result in a sentence."""
+    """The trainings from the lowest loss on, the pairs, and the result in a sentence."""
     report = study.report
     for row in sorted(report["trials"], key=lambda t: (t["loss"] is None, t["loss"])):
         changed = ", ".join(f"{k}={v}" for k, v in row["changes"].items()) or "the recipe's own"
