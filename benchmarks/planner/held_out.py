@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from published import PublishedMeasurement, read_record
 
 from hasten.errors import InputError
-from hasten.models.architecture import load_json
+from hasten.foreign_files import LARGEST_JSON, parse_json, read_bounded
 from hasten.planner.layout import Column, Layouts, PlannedLayout
 from hasten.planner.memory import MemoryColumns
 from hasten.planner.memory import memory as rank_memory
@@ -61,7 +61,7 @@ def read_records(path: Path) -> list[PublishedMeasurement]:
     Raises:
         InputError: it isn't such a file; the sentence names the record.
     """
-    rows = load_json(path)
+    rows = parse_json(read_bounded(path, LARGEST_JSON, "list of measurements"), str(path))
     if not isinstance(rows, list):
         raise InputError(f"{path} must hold a list of measurements")
     found = []

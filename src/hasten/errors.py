@@ -4,6 +4,8 @@ The command line prints its text alone (no traceback) and leaves with exit code 
 work in anybody's loop, raise plain ValueError instead.
 """
 
+import importlib.util
+
 # What pip installs for each extra of pyproject.toml: a name on the index may be somebody else's, so
 # no message names the project itself.
 EXTRAS = {
@@ -22,6 +24,13 @@ EXTRAS = {
 def pip_install(extra: str) -> str:
     """The command that installs the packages of an extra."""
     return f"pip install {EXTRAS[extra]}"
+
+
+def require_packages(user: str, extra: str, *packages: str, instead: str = "") -> None:
+    """Raise InputError if packages of an extra that ``user`` needs aren't installed."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise InputError(f"{user} needs {' and '.join(missing)}: {pip_install(extra)}{instead}")
 
 
 # Exit codes of the command line beside 0, 1 and 2 (docs/reference/metrics.md).

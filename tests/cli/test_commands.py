@@ -16,18 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from sample_data import WORDS, small
+from sample_data import WORDS, small_recipe
 
 Hasten = Callable[..., tuple[int, str, str]]
-
-
-def recipe(folder: Path, **changes: Any) -> Path:
-    path = folder / "recipe.yaml"
-    values = {k: v for k, v in small(folder, **changes).items() if v is not None}
-    path.write_text(yaml.safe_dump(values))
-    return path
 
 
 @pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["speedup", "--help"]])
@@ -56,7 +48,7 @@ def alike(path: Path, count: int = 60) -> Path:
 
 def test_train_report_and_check_work_on_one_recipe(tmp_path: Path, hasten: Hasten) -> None:
     data = alike(tmp_path / "alike.jsonl")
-    path = recipe(tmp_path, plan=["packed", "labelled_token_loss"], dataset=str(data))
+    path = small_recipe(tmp_path, plan=["packed", "labelled_token_loss"], dataset=str(data))
     code, out, err = hasten("check", path)
     assert code == 0, out + err
     assert "[[" in out
@@ -75,18 +67,6 @@ def test_train_report_and_check_work_on_one_recipe(tmp_path: Path, hasten: Haste
     code, out, err = hasten("report", tmp_path / "run")
     assert code == 0, err
     assert "eval loss" in out
-
-
-def test_the_machine_is_shown_as_text_and_json(hasten: Hasten) -> None:
-    code, out, _ = hasten("env", "--no-measure")
-    assert code == 0
-    assert "cores" in out
-    code, out, _ = hasten("env", "--no-measure", "--json")
-    assert code == 0
-    found = json.loads(out)
-    assert found["usable_cores"] >= 1
-    assert found["memory_bytes"] > 1e8
-    assert "torch" in found["versions"]
 
 
 def lacking_weights(folder: Path) -> str:
@@ -159,7 +139,7 @@ def test_bad_input_is_one_sentence_exit_code_2_and_nothing_trained(
     if case == "a GPU that isn't there" and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     make, words = BAD[case]
-    path = recipe(tmp_path, **make(tmp_path))
+    path = small_recipe(tmp_path, **make(tmp_path))
     code, _, err = hasten("train", path)
     assert code == 2
     said = [line for line in err.splitlines() if line.startswith("hasten:")]
@@ -171,7 +151,7 @@ def test_bad_input_is_one_sentence_exit_code_2_and_nothing_trained(
 
 
 def test_check_finds_all_that_is_wrong_at_once(tmp_path: Path, hasten: Hasten) -> None:
-    path = recipe(tmp_path, dataset=str(tmp_path / "none.jsonl"), plan=["pcked"])
+    path = small_recipe(tmp_path, dataset=str(tmp_path / "none.jsonl"), plan=["pcked"])
     code, out, _ = hasten("check", path)
     assert code == 2
     failed = [line for line in out.splitlines() if line.startswith("FAIL")]
@@ -182,7 +162,7 @@ def test_bad_lines_within_the_budget_are_listed_and_left_out(
     tmp_path: Path, hasten: Hasten
 ) -> None:
     data = broken(tmp_path, 100, 2)
-    path = recipe(tmp_path, dataset=data, eval_data=0.1, max_examples=None, max_rejected=2)
+    path = small_recipe(tmp_path, dataset=data, eval_data=0.1, max_examples=None, max_rejected=2)
     code, _, err = hasten("train", path)
     assert code == 0, err
     rejected = [
@@ -202,7 +182,7 @@ def test_a_full_disk_is_noticed_before_training(
         "hasten.recipe.prepare.shutil.disk_usage",
         lambda path: shutil._ntuple_diskusage(9, 9, 0),
     )  # type: ignore[attr-defined]
-    code, _, err = hasten("train", recipe(tmp_path))
+    code, _, err = hasten("train", small_recipe(tmp_path))
     assert code == 2
     assert "make room" in err
 
@@ -211,7 +191,7 @@ def test_an_obstacle_stops_or_is_skipped_as_the_recipe_says(
     tmp_path: Path, hasten: Hasten, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hasten.parts.nn.attention.ARCHITECTURES", ("qwen2",))
-    path = recipe(tmp_path, plan=["packed"])
+    path = small_recipe(tmp_path, plan=["packed"])
     code, _, err = hasten("train", path)
     assert code == 2
     assert "on_obstacle: skip" in err
@@ -243,7 +223,7 @@ def test_a_report_of_another_name_does_not_replace_the_folder_s(
 
 
 def test_an_interrupted_run_saves_its_model_and_says_so(tmp_path: Path) -> None:
-    path = recipe(tmp_path, max_steps=5000, lr_schedule="constant")
+    path = small_recipe(tmp_path, max_steps=5000, lr_schedule="constant")
     process = subprocess.Popen(
         [sys.executable, "-m", "hasten", "train", str(path)],
         stdout=subprocess.PIPE,
@@ -272,7 +252,9 @@ def test_an_interrupted_run_saves_its_model_and_says_so(tmp_path: Path) -> None:
 def test_two_processes_train_like_one(tmp_path: Path) -> None:
     losses = {}
     for nproc in (1, 2):
-        path = recipe(tmp_path, nproc=nproc, output=str(tmp_path / f"run-{nproc}"), max_steps=3)
+        path = small_recipe(
+            tmp_path, nproc=nproc, output=str(tmp_path / f"run-{nproc}"), max_steps=3
+        )
         done = subprocess.run(
             [sys.executable, "-m", "hasten", "train", str(path)],
             capture_output=True,
@@ -295,7 +277,7 @@ def test_two_processes_train_like_one(tmp_path: Path) -> None:
 def test_a_file_that_could_not_be_written_is_refused_before_any_work(
     command: str, option: str, tmp_path: Path, hasten: Hasten
 ) -> None:
-    path = recipe(tmp_path, plan=["packed"])
+    path = small_recipe(tmp_path, plan=["packed"])
     code, _, err = hasten(command, path, option, tmp_path / "missing" / "out.json")
     assert code == 2
     assert err.startswith(f"hasten: {option}: ")

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from hasten.cli.report import report
 from hasten.cli.rerun import conclusion
@@ -17,24 +16,18 @@ from hasten.measure.ablation import Design, Variant
 from hasten.measure.experiment import Measured, design_words
 from hasten.report.bundle import VariantChange, read_bundle
 from hasten.report.runs import section, studies_of
-from sample_data import small
+from sample_data import small, small_recipe
 
 pytestmark = pytest.mark.usefixtures("bf16_products")
 
 Hasten = Callable[..., tuple[int, str, str]]
 
 
-def recipe(folder: Path, **changes: Any) -> Path:
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(small(folder, **changes)))
-    return path
-
-
 def test_runs_are_compared_priced_and_their_differences_named(
     tmp_path: Path, hasten: Hasten
 ) -> None:
     (tmp_path / "price.yaml").write_text("currency: CNY\nper_device_hour: 0.6\n")
-    path = recipe(tmp_path, price=str(tmp_path / "price.yaml"))
+    path = small_recipe(tmp_path, price=str(tmp_path / "price.yaml"))
     for name, plan in (("a", "[]"), ("b", "[packed]")):
         code, out, err = hasten("train", path, f"output={tmp_path / name}", f"plan={plan}")
         assert code == 0, err
@@ -86,7 +79,7 @@ def test_an_experiment_is_stored_done_again_and_a_planted_loss_is_exit_code_4(
     gain = [1.5]
     pretend(monkeypatch, gain)
     price = {"currency": "CNY", "per_device_hour": 0.6}
-    path = recipe(tmp_path, plan=["packed", "autocast"], price=price)
+    path = small_recipe(tmp_path, plan=["packed", "autocast"], price=price)
     kept_there = tmp_path / "before"
     code, _, err = hasten("speedup", path, "--design", "all", "--bundle", kept_there)
     assert code == 0, err
@@ -123,7 +116,7 @@ def test_a_climb_that_keeps_nothing_says_that_there_is_no_report(
     tmp_path: Path, hasten: Hasten, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend(monkeypatch, [1.0])
-    path = recipe(tmp_path, plan=["packed"])
+    path = small_recipe(tmp_path, plan=["packed"])
     asked = ("--design", "greedy", "--no-verify", "--json")
     code, out, err = hasten("speedup", path, *asked)
     assert code == 0, err
@@ -136,7 +129,7 @@ def test_json_is_all_that_stdout_has_and_output_names_the_folder(
     tmp_path: Path, hasten: Hasten, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend(monkeypatch, [1.2])
-    path, folder = recipe(tmp_path, plan=["packed"]), tmp_path / "elsewhere"
+    path, folder = small_recipe(tmp_path, plan=["packed"]), tmp_path / "elsewhere"
     code, out, err = hasten("speedup", path, "--no-verify", "--json", "-o", folder)
     assert code == 0, out + err
     report = json.loads(out)
@@ -158,7 +151,7 @@ def test_json_is_all_that_stdout_has_and_output_names_the_folder(
 def test_an_option_that_nothing_would_read_is_refused(
     tmp_path: Path, hasten: Hasten, words: tuple[str, ...], said: str
 ) -> None:
-    code, _, err = hasten("speedup", recipe(tmp_path, plan=["packed"]), *words)
+    code, _, err = hasten("speedup", small_recipe(tmp_path, plan=["packed"]), *words)
     assert code == 2
     assert said in err
     assert not (tmp_path / "run" / "experiments").exists()
@@ -168,7 +161,7 @@ def test_the_articles_plan_puts_their_promises_beside_what_was_measured(
     tmp_path: Path, hasten: Hasten, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend(monkeypatch, [1.2])
-    code, out, err = hasten("speedup", recipe(tmp_path), "plan=article")
+    code, out, err = hasten("speedup", small_recipe(tmp_path), "plan=article")
     assert code == 0, out + err
     claims = json.loads((tmp_path / "run" / "report.json").read_text())["claims"]
     said = {c["claimed"]: c for c in claims}
@@ -177,7 +170,7 @@ def test_the_articles_plan_puts_their_promises_beside_what_was_measured(
     assert any(c["verdict"].startswith("not comparable") for c in claims)
     assert {c["technique"].partition("(")[0] for c in claims} >= {"autocast", "fused_layers"}
     two = ("plan=article", "nproc=2", "--no-verify", "--design", "single")
-    code, out, err = hasten("speedup", recipe(tmp_path), *two)
+    code, out, err = hasten("speedup", small_recipe(tmp_path), *two)
     assert code == 0, out + err
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     rows = {c["technique"].partition("(")[0]: c for c in report["claims"]}
@@ -185,7 +178,7 @@ def test_the_articles_plan_puts_their_promises_beside_what_was_measured(
     assert "the whole plan" in rows
     assert report["design"]["ranks"] == 2
     assert "2 ranks in each variant" in out
-    code, _, err = hasten("speedup", recipe(tmp_path), "plan=articel")
+    code, _, err = hasten("speedup", small_recipe(tmp_path), "plan=articel")
     assert code == 2
     assert "did you mean 'article'" in err
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,30 +15,9 @@ from hasten.cli import data
 from hasten.data.readers import read_examples
 from hasten.data.statistics import layout_advice, layouts, padding_share, statistics_of
 from hasten.errors import InputError
-from hasten.parts.data.collate import TokenizedExample, tokenized_example
+from hasten.parts.data.collate import tokenized_example
 from hasten.report.data_page import page
-from sample_data import small
-
-
-class InMemory:
-    """Examples as a store has them."""
-
-    def __init__(self, examples: list[TokenizedExample]) -> None:
-        self._examples = examples
-        self.lengths = np.array([r.length for r in examples], np.int32)
-        self.trained_counts = np.array([r.trained_tokens for r in examples], np.int32)
-
-    def __len__(self) -> int:
-        return len(self._examples)
-
-    def __getitem__(self, index: int) -> TokenizedExample:
-        return self._examples[index]
-
-
-def recipe(folder: Path, **changes: Any) -> Path:
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(small(folder, **changes)))
-    return path
+from sample_data import InMemory, small_recipe
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=9), min_size=1, max_size=30))
@@ -63,7 +40,7 @@ def test_padding_is_what_random_batches_would_have() -> None:
 def test_inspect_shows_the_asked_number_of_records_with_their_mask(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data.inspect(recipe(tmp_path), [], 2)
+    data.inspect(small_recipe(tmp_path), [], 2)
     out = capsys.readouterr().out
     assert out.count("--- ") == 2
     assert out.count("[[") == 2
@@ -73,7 +50,7 @@ def test_inspect_shows_the_asked_number_of_records_with_their_mask(
 def test_stats_are_printed_for_people_and_as_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = recipe(tmp_path, cutoff_len=1024)
+    path = small_recipe(tmp_path, cutoff_len=1024)
     data.stats(path, [], as_json=False)
     out = capsys.readouterr().out
     assert "duplicates" in out
@@ -110,7 +87,7 @@ def test_the_page_loads_nothing_and_holds_both_drawings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "out" / "stats.html"
-    data.stats(recipe(tmp_path), [], as_json=False, output=target)
+    data.stats(small_recipe(tmp_path), [], as_json=False, output=target)
     out = capsys.readouterr().out
     assert f"written: {target}" in out
     assert "fullest: " in out
@@ -120,7 +97,7 @@ def test_the_page_loads_nothing_and_holds_both_drawings(
     assert all(word not in text for word in ("<script", "<link", "@import", " src=", "url("))
     assert [p.name for p in target.parent.iterdir()] == ["stats.html"]
     with pytest.raises(InputError, match="is a folder"):
-        data.stats(recipe(tmp_path), [], as_json=False, output=tmp_path)
+        data.stats(small_recipe(tmp_path), [], as_json=False, output=tmp_path)
 
 
 def test_a_title_cannot_break_the_page(tmp_path: Path) -> None:
@@ -135,7 +112,7 @@ def test_packed_rows_are_written_once_and_replaced_on_demand(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "rows.parquet"
-    path = recipe(tmp_path)
+    path = small_recipe(tmp_path)
     data.pack(path, [], target, None, force=False)
     out = capsys.readouterr().out
     rows = pq.read_table(target).to_pylist()

@@ -426,7 +426,7 @@ def test_a_measurement_that_waits_too_long_for_another_is_no_error(
     progress = PhasedProgress(Shown(), module.PHASES)
     subject = replace(subject_on(tmp_path, ()), plan=Plan.from_list(["packed"], catalogue()))
     with WorkerPool(tmp_path) as pool:
-        assert module._measured(subject, pool, progress, module._Clock(0.0)) is None
+        assert module._measured(subject, pool, progress) is None
     assert module._why_nothing(None) == "another measurement had this machine for 4 min"
 
 

@@ -105,7 +105,7 @@ def test_the_kubernetes_manifest_carries_the_resolved_recipe(hasten: Hasten, rec
     ("words", "said"),
     [
         (["--target", "slrum"], "did you mean 'slurm'"),
-        (["--time", "soon"], "write 90m, 24h or 7d"),
+        (["--time", "soon"], "--time: can't read 'soon'"),
         (["--nodes", "0"], "nodes is 0"),
         (["--cluster", "fat_tre"], "did you mean 'fat_tree'"),
         (["--name", "A B"], "lower case letters"),

@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from hasten.cli import monitor as module
-from hasten.cli.arguments import FEWEST
 from hasten.monitor.alerts import KINDS
 from watched import TOKEN, append, get, step_line, write_run
 
@@ -162,7 +160,7 @@ def test_a_folder_that_is_no_run_is_refused(hasten: Hasten, tmp_path: Path, term
 def test_without_the_extra_the_command_that_brings_it_is_named(
     hasten: Hasten, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     code, _, err = hasten("monitor", write_run(tmp_path))
     assert code == 2
     assert "pip install 'starlette>=0.45' 'uvicorn>=0.34'" in err
@@ -209,7 +207,3 @@ def test_a_disk_that_cannot_be_measured_is_refused_where_it_was_named(
     code, out, _ = hasten("env")
     assert code == 0
     assert "disk speed       not measured: " in out
-
-
-def test_a_token_of_ones_own_may_be_given() -> None:
-    assert len(TOKEN) >= FEWEST

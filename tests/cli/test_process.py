@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from hasten.machine.signals import HASTE, StopSignal, raise_in_command
-from sample_data import small
+from sample_data import small, small_recipe
 
 Hasten = Callable[..., tuple[int, str, str]]
 # Imports typer as slowly as a cold disk would.
@@ -120,8 +120,7 @@ def test_a_signal_before_the_first_step_says_that_nothing_was_trained(
     hasten: Hasten,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(small(tmp_path, max_steps=1)))
+    path = small_recipe(tmp_path, max_steps=1)
     sends(number, place, monkeypatch)
     code, _, err = hasten("train", path)
     by_user = number == signal.SIGINT
@@ -139,8 +138,7 @@ def test_a_signal_while_a_trained_model_is_saved_changes_nothing(
     hasten: Hasten,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(small(tmp_path, max_steps=1)))
+    path = small_recipe(tmp_path, max_steps=1)
     sends(number, "hasten.training.folder.save_model", monkeypatch)
     code, _, err = hasten("train", path)
     assert code == 0, err
@@ -262,8 +260,7 @@ def was_read(terminal: int) -> bool:
 def test_a_wrong_variable_is_a_sentence_and_exit_code_2(
     tmp_path: Path, variables: dict[str, str], sentence: str
 ) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(small(tmp_path)))
+    path = small_recipe(tmp_path)
     _, err = (process := started(path, **variables)).communicate(timeout=120)
     assert process.returncode == 2, err
     assert sentence in err

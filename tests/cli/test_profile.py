@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 from typer.testing import CliRunner
 
 from hasten.cli import estimate
-from hasten.cli.main import app, run
+from hasten.cli.main import app
 from hasten.errors import InputError
 from hasten.launch.cluster import CloudConfig
 from hasten.measure.gpu_simulation.request import RankTrace, SimulatedTrace
@@ -22,36 +21,19 @@ from hasten.measure.gpu_simulation.roofline import simulated_device
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import PlannedJob, PlannedLayout
 from hasten.recipe.schema import Recipe, load_recipe
-from sample_data import small
+from sample_data import small_recipe
 from simulated_recipes import toy
 
-
-def hasten(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *words: object
-) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["hasten", *map(str, words)])
-    code = 0
-    try:
-        run()
-    except SystemExit as leaving:
-        code = leaving.code if isinstance(leaving.code, int) else 0
-    out, err = capfd.readouterr()
-    return code, out, err
-
-
-def recipe(folder: Path, **changes: Any) -> Path:
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump({**small(folder), **changes}))
-    return path
+Hasten = Callable[..., tuple[int, str, str]]
 
 
 def test_a_profile_leaves_three_files_and_an_earlier_run_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, hasten: Hasten
 ) -> None:
     output = tmp_path / "run"
     plan = ["packed", "labelled_token_loss", {"checkpoints": {"interval": 1}}]
-    path = recipe(tmp_path, plan=plan)
-    code, out, err = hasten(monkeypatch, capfd, "train", path)
+    path = small_recipe(tmp_path, plan=plan)
+    code, out, err = hasten("train", path)
     assert code == 0, err
     assert "data stall" in out
     assert "spread" in out
@@ -63,7 +45,7 @@ def test_a_profile_leaves_three_files_and_an_earlier_run_as_it_was(
     shares = [sum(line[part] for part in parts) / line["step_seconds"] for line in lines]
     assert 0.5 < max(shares) <= 1  # a busy machine may pause between two parts, but not each time
     before = {p: p.stat().st_mtime_ns for p in output.rglob("*") if "data" not in p.parts}
-    code, out, err = hasten(monkeypatch, capfd, "profile", path, "--steps", 2)
+    code, out, err = hasten("profile", path, "--steps", 2)
     assert code == 0, err
     assert "Where a step's time goes" in out
     assert "between steps" in out
@@ -76,11 +58,11 @@ def test_a_profile_leaves_three_files_and_an_earlier_run_as_it_was(
 
 
 def test_the_json_is_that_of_the_file_and_the_plan_is_the_users(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, hasten: Hasten
 ) -> None:
-    path, place = recipe(tmp_path), tmp_path / "elsewhere"
+    path, place = small_recipe(tmp_path), tmp_path / "elsewhere"
     words = ["profile", path, "plan=[packed]", "--steps", 1, "--output", place, "--json"]
-    code, out, err = hasten(monkeypatch, capfd, *words)
+    code, out, err = hasten(*words)
     assert code == 0, err
     found = json.loads(out)
     assert found == json.loads((place / "profile.json").read_text())
@@ -102,10 +84,9 @@ def test_bad_input_is_one_sentence_and_code_two(
     words: list[str],
     sentence: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    hasten: Hasten,
 ) -> None:
-    code, _, err = hasten(monkeypatch, capfd, "profile", recipe(tmp_path), *words)
+    code, _, err = hasten("profile", small_recipe(tmp_path), *words)
     assert code == 2
     assert sentence in err.strip().splitlines()[-1]
     assert "Traceback" not in err

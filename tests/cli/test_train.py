@@ -41,7 +41,7 @@ from hasten.recipe.prepare import weight_notes
 from hasten.recipe.schema import Recipe
 from hasten.training import folder as folder_module
 from hasten.training.run import train as run_training
-from sample_data import small
+from sample_data import small, small_recipe
 
 Hasten = Callable[..., tuple[int, str, str]]
 
@@ -56,8 +56,7 @@ def test_the_transport_s_variables_stand_before_a_process_trains(
     def again(words: list[str], missing: dict[str, str]) -> None:
         raise BegunError(words[0], missing)
 
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(small(tmp_path, transport={"GLOO_SOCKET_IFNAME": "lo"})))
+    path = small_recipe(tmp_path, transport={"GLOO_SOCKET_IFNAME": "lo"})
     monkeypatch.setattr("hasten.launch.ranks.restart_with", again)
     found = CliRunner().invoke(app, [command, str(path)]).exception
     assert isinstance(found, BegunError)
@@ -256,8 +255,7 @@ def full_disk(size: int) -> Iterator[None]:
 def test_a_full_disk_at_the_end_leaves_a_summary_that_says_what_is_lost(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(small(tmp_path, max_steps=1)))
+    path = small_recipe(tmp_path, max_steps=1)
     with full_disk(1 << 20):
         assert train.train(path, []) == 1
     said = capsys.readouterr().err
@@ -283,8 +281,7 @@ def test_weights_go_to_the_rescue_folder_or_are_rounded_to_what_fits(
 
     monkeypatch.setattr(folder_module, "save_model", save)
     monkeypatch.setenv("HASTEN_RESCUE", str(tmp_path / "other disk"))
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(small(tmp_path, max_steps=1)))
+    path = small_recipe(tmp_path, max_steps=1)
     own, other = tmp_path / "run" / "model", tmp_path / "other disk"
     expected = [
         (own, None),
@@ -321,12 +318,6 @@ def test_a_summary_without_room_goes_to_the_rescue_folder(
     assert folder_module.write_summary(run / "summary.json", summary) is None
 
 
-def recipe(folder: Path, **changes: Any) -> str:
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(small(folder, **changes)))
-    return str(path)
-
-
 def call(*words: Any) -> Any:
     return CliRunner().invoke(app, [str(word) for word in words])
 
@@ -335,7 +326,7 @@ IDLE = [{"gradient_accumulation": {"micro_batch_size": 64}}]  # a step of 8 exam
 
 
 def test_a_technique_without_effect_is_a_warning(tmp_path: Path) -> None:
-    found = call("train", recipe(tmp_path, plan=IDLE))
+    found = call("train", small_recipe(tmp_path, plan=IDLE))
     assert found.exit_code == 0
     assert "warning: gradient_accumulation was requested and had no effect" in found.stderr
 
@@ -343,13 +334,13 @@ def test_a_technique_without_effect_is_a_warning(tmp_path: Path) -> None:
 def test_a_required_effect_that_is_missing_is_exit_code_4_and_the_model_is_saved(
     tmp_path: Path,
 ) -> None:
-    found = call("train", recipe(tmp_path, plan=IDLE, require_effect=True))
+    found = call("train", small_recipe(tmp_path, plan=IDLE, require_effect=True))
     assert found.exit_code == FAILED
     assert (tmp_path / "run" / "model").is_dir()
 
 
 def test_an_effect_that_is_there_satisfies(tmp_path: Path) -> None:
-    found = call("train", recipe(tmp_path, plan=["labelled_token_loss"], require_effect=True))
+    found = call("train", small_recipe(tmp_path, plan=["labelled_token_loss"], require_effect=True))
     assert found.exit_code == 0
     assert "warning" not in found.stderr
 
@@ -368,8 +359,7 @@ def home(frame: FrameType | None) -> str:
 
 @pytest.mark.slow
 def test_preparing_is_entered_twice_at_most(tmp_path: Path, hasten: Hasten) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(small(tmp_path, max_steps=2, plan=["packed"])))
+    path = small_recipe(tmp_path, max_steps=2, plan=["packed"])
     importlib.import_module("hasten.training.run")  # loading modules is no entry
 
     entered: Counter[str] = Counter()

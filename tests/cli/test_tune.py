@@ -43,9 +43,15 @@ def tuned(folder: Path, *options: str) -> BaseException | None:
         (("--output", "/nowhere/tuned.yaml"), "name a file in an existing folder"),
         (("--budget", "1s"), "is too short"),
         (("--study", "learning", "nproc=2"), "set nproc: 1"),
-        (("--study", "learning", "--lossy"), "--lossy is of the study of speed"),
-        (("--study", "learning", "--sampler", "tpe"), "--sampler is of the study of speed"),
-        (("--study", "learning", "--seeds", "5"), "--seeds is of the study of speed"),
+        (("--study", "learning", "--lossy"), "--lossy: it has no effect with --study learning"),
+        (
+            ("--study", "learning", "--sampler", "tpe"),
+            "--sampler: it has no effect with --study learning",
+        ),
+        (
+            ("--study", "learning", "--seeds", "5"),
+            "--seeds: it has no effect with --study learning",
+        ),
         (("--study", "learning", "--only", "precision"), "no 'precision' to learn"),
         (("--study", "learning", "--trials", "1"), "one other are 2"),
         (("--study", "learning", "eval_data=0"), "hold some examples out"),

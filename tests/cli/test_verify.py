@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from typer.testing import CliRunner
 
 from hasten.cli.main import app
@@ -23,13 +22,7 @@ from hasten.progress import Display, SilentProgress
 from hasten.recipe.build import context_of
 from hasten.recipe.schema import load_recipe
 from hasten.techniques.loss import LabelledTokenLoss
-from sample_data import small
-
-
-def recipe(folder: Path, **changes: Any) -> str:
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(small(folder, **changes)))
-    return str(path)
+from sample_data import small_recipe
 
 
 def call(*words: Any) -> Any:
@@ -37,7 +30,9 @@ def call(*words: Any) -> Any:
 
 
 def test_a_plan_is_proven_on_the_recipes_own_job(tmp_path: Path) -> None:
-    path = recipe(tmp_path, plan=["packed", "prefetched", {"compact_adamw": {"moments": "bf16"}}])
+    path = small_recipe(
+        tmp_path, plan=["packed", "prefetched", {"compact_adamw": {"moments": "bf16"}}]
+    )
     found = call("verify", path, "-o", tmp_path / "found.json", "--json")
     assert found.exit_code == 0, found.output
     report = json.loads((tmp_path / "found.json").read_text())
@@ -56,7 +51,7 @@ def test_a_failed_proof_is_exit_code_4(tmp_path: Path, monkeypatch: pytest.Monke
         return [{**good, **rest} for _ in orders]
 
     monkeypatch.setattr(runner.QualityRunner, "__call__", wrong)
-    found = call("verify", recipe(tmp_path, plan=["packed"]))
+    found = call("verify", small_recipe(tmp_path, plan=["packed"]))
     assert found.exit_code == FAILED
     assert "FAIL packed" in found.output
 
@@ -71,7 +66,7 @@ def test_what_was_proven_is_not_proven_again_until_something_changes(
         return [{"failed": "not here"} for _ in orders]
 
     monkeypatch.setattr(runner.QualityRunner, "__call__", count)
-    subject = prepared(load_recipe(Path(recipe(tmp_path, plan=["packed"]))), SilentProgress())
+    subject = prepared(load_recipe(Path(small_recipe(tmp_path, plan=["packed"]))), SilentProgress())
     with Display() as display:
         first = beforehand(True, 0, False, display)(subject)
         assert beforehand(True, 0, False, display)(subject) == first
@@ -97,7 +92,7 @@ def test_what_a_dead_process_left_open_is_tried_again(
         return [{"failed": "killed, most likely for want of memory"} for _ in orders]
 
     monkeypatch.setattr(runner.QualityRunner, "__call__", died)
-    subject = prepared(load_recipe(Path(recipe(tmp_path, plan=["packed"]))), SilentProgress())
+    subject = prepared(load_recipe(Path(small_recipe(tmp_path, plan=["packed"]))), SilentProgress())
     with Display() as display:
         for _ in range(2):
             found = beforehand(True, 0, False, display)(subject)
@@ -116,13 +111,13 @@ def test_what_a_dead_process_left_open_is_tried_again(
 def test_what_can_not_be_proven_is_said_at_once(
     tmp_path: Path, changes: Any, words: Any, why: str
 ) -> None:
-    found = call("verify", recipe(tmp_path, **changes), *words)
+    found = call("verify", small_recipe(tmp_path, **changes), *words)
     assert isinstance(found.exception, InputError)
     assert why in str(found.exception)
 
 
 def test_a_training_with_a_seed_is_no_longer_than_the_recipe(tmp_path: Path) -> None:
-    known = load_recipe(Path(recipe(tmp_path)))
+    known = load_recipe(Path(small_recipe(tmp_path)))
     context = context_of(known)
     examples = ExampleStats(count=100, tokens=5000, longest=90)
     context = replace(context, examples=examples)
@@ -132,7 +127,7 @@ def test_a_training_with_a_seed_is_no_longer_than_the_recipe(tmp_path: Path) -> 
 
 
 def test_eval_data_records_that_are_trained_on_are_counted(tmp_path: Path) -> None:
-    path = recipe(tmp_path)
+    path = small_recipe(tmp_path)
     data = load_recipe(Path(path)).datasets[0].path
     lines = Path(data).read_text().splitlines()[:40]
     (tmp_path / "train.jsonl").write_text("\n".join(lines))

@@ -9,6 +9,7 @@ import contextlib
 import gc
 import importlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -49,6 +50,19 @@ def on_ranks(job: Callable[..., Any], folder: Path, world: int = 2) -> list[Any]
         _errors(folder, rank).read_text() for rank in range(world)
     )
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(world)]
+
+
+def by_torchrun(script: str | Path, folder: Path) -> str:
+    """Runs a script on two ranks that torchrun starts; what went wrong, or nothing."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launch, "--standalone", str(script), str(folder)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+    )
+    return done.stderr if done.returncode else ""
 
 
 def main(function: str, folder: Path) -> None:

@@ -10,9 +10,12 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import yaml
 
 from hasten.data import corpus
+from hasten.parts.data.collate import TokenizedExample
 
 TEXT = "how many apples does she have left if she gives two to her friend and eats one"
 WORDS = TEXT.split()
@@ -72,3 +75,26 @@ def small(folder: Path, **changes: Any) -> dict[str, Any]:
         "output": str(folder / "run"),
         **changes,
     }
+
+
+def small_recipe(folder: Path, **changes: Any) -> Path:
+    """The file of such a recipe; keys that are None are left out."""
+    path = folder / "recipe.yaml"
+    values = {k: v for k, v in small(folder, **changes).items() if v is not None}
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+class InMemory:
+    """Examples as a store has them."""
+
+    def __init__(self, examples: list[TokenizedExample]) -> None:
+        self._examples = examples
+        self.lengths = np.array([r.length for r in examples], np.int32)
+        self.trained_counts = np.array([r.trained_tokens for r in examples], np.int32)
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    def __getitem__(self, index: int) -> TokenizedExample:
+        return self._examples[index]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hasten.core.context import ExampleStats, JobContext, ModelFacts
 from hasten.core.job import GlobalBatch, Job, Stop, with_language_counts
@@ -29,6 +29,14 @@ from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.parts.optim.weight_average import decayed_groups
 
 VOCABULARY = 97
+# Settings of another trainer: nothing is reported or saved.
+SILENT: dict[str, Any] = {
+    "report_to": [],
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "disable_tqdm": True,
+    "use_cpu": True,
+}
 COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -77,6 +85,13 @@ V4 = {
     "index_head_dim": 8,
     "index_topk": 4,
 }
+
+
+def logits(model: Any) -> Tensor:
+    """Of the same 24 tokens each time, (2, 12, vocabulary), in evaluation mode."""
+    with torch.no_grad():
+        found: Tensor = model.eval()(input_ids=torch.arange(24).view(2, 12)).logits
+    return found
 
 
 def tiny_config(architecture: str) -> Any:

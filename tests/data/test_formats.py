@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.data.readers import Message, ReadExamples, read_examples
+from hasten.data.readers import ReadExamples, read_examples
+from hasten.data.turns import Message
 from hasten.errors import InputError
 
 GOOD = {"question": "How many?", "answer": "Four."}

@@ -17,21 +17,7 @@ from hasten.data import packed_file
 from hasten.data.packed_file import write_packed
 from hasten.errors import InputError
 from hasten.parts.data.collate import TokenizedExample, tokenized_example
-
-
-class InMemory:
-    """Examples as a store has them."""
-
-    def __init__(self, examples: list[TokenizedExample]) -> None:
-        self._examples = examples
-        self.lengths = np.array([r.length for r in examples], np.int32)
-        self.trained_counts = np.array([r.trained_tokens for r in examples], np.int32)
-
-    def __len__(self) -> int:
-        return len(self._examples)
-
-    def __getitem__(self, index: int) -> TokenizedExample:
-        return self._examples[index]
+from sample_data import InMemory
 
 
 def read(path: Path) -> list[dict[str, Any]]:

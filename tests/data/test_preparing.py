@@ -22,7 +22,7 @@ from data.preparation import CHUNK, COUNT, dialogues
 from hasten.data import arrow_file
 from hasten.data import tokenize as preparing
 from hasten.data import tokenize as workers_module
-from hasten.data.readers import Conversation
+from hasten.data.conversation import Conversation
 from hasten.data.token_store import tokenize
 from hasten.errors import InputError
 from offspring import children

@@ -14,10 +14,11 @@ import pytest
 from hasten.data import renderer
 from hasten.data import template_sandbox as render_module
 from hasten.data.chat_template import encode, encode_all
+from hasten.data.conversation import Conversation
 from hasten.data.prompt_formats import PROMPT_FORMATS, choose_chat_template
-from hasten.data.readers import Conversation, Message
 from hasten.data.template_sandbox import render
 from hasten.data.tokenize import BOS, EOS
+from hasten.data.turns import Message
 from hasten.errors import InputError
 
 TURNS = [

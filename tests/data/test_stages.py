@@ -17,7 +17,6 @@ from hasten.errors import InputError
 
 QUESTION, ANSWER = "What is it?", "It is a test."
 TURNS = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
-SHAREGPT = [{"from": "human", "value": QUESTION}, {"from": "gpt", "value": ANSWER}]
 PAIR = {"prompt": QUESTION, "completion": ANSWER}
 
 
@@ -36,32 +35,12 @@ def part(**keys: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": parts}, TURNS[1]]}
 
 
+# One of each place in which it is found; the catalogue of foreign shapes has the others.
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "pair": ({"prompt": "q", "chosen": "a", "rejected": "b"}, "preference pairs"),
-    "pair of dialogues": ({"chosen": TURNS, "rejected": TURNS}, "preference pairs"),
-    "pair beside a dialogue": (
-        {"conversations": SHAREGPT, "chosen": SHAREGPT[1], "rejected": SHAREGPT[1]},
-        "preference pairs",
-    ),
-    "pair beside messages": (
-        {"messages": TURNS, "chosen": "a", "rejected": "b"},
-        "preference pairs",
-    ),
-    "label of KTO": ({**PAIR, "label": False}, "material of KTO"),
-    "good label of KTO": ({**PAIR, "label": True}, "material of KTO"),
-    "tag of KTO": ({"messages": TURNS, "kto_tag": True}, "material of KTO"),
-    "steps": ({"prompt": "q", "completions": ["a"], "labels": [True]}, "process reward model"),
-    "prompts alone": ({"prompt": QUESTION, "solution": "4"}, "reinforcement learning"),
-    "images": ({"messages": TURNS, "images": ["a.png"]}, "'images' holds what"),
-    "an image": ({**PAIR, "image": "a.png"}, "'image' holds what"),
-    "audios": ({"conversations": SHAREGPT, "audios": ["a.wav"]}, "'audios' holds what"),
-    "videos": ({"instruction": "q", "output": "a", "videos": ["a"]}, "'videos' holds what"),
-    "image part": (part(type="image_url", image_url={"url": "a"}), "'image_url'"),
-    "image part of Qwen": (part(type="image", image="a"), "'image'"),
-    "audio part": (part(type="input_audio", input_audio={}), "'input_audio'"),
-    "thoughts in a column": ({**PAIR, "reasoning_content": "Hm."}, "'reasoning_content'"),
-    "half a weight": (turn(weight=0.5), "'weight' is 0.5"),
-    "parts of turns": (turn(train_detail=[{"begin_offset": 0}]), "'train_detail'"),
+    "column": ({"prompt": "q", "chosen": "a", "rejected": "b"}, "preference pairs"),
+    "value of a column": ({**PAIR, "label": False}, "material of KTO"),
+    "key of a turn": (turn(weight=0.5), "'weight' is 0.5"),
+    "part of a turn": (part(type="input_audio", input_audio={}), "'input_audio'"),
 }
 
 

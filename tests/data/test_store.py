@@ -12,25 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data.preparation import dialogues
 from hasten.data import arrow_file
 from hasten.data.chat_template import encode
+from hasten.data.conversation import Conversation
 from hasten.data.prompt_formats import PROMPT_FORMATS
-from hasten.data.readers import Conversation, Message, read_examples
+from hasten.data.readers import read_examples
 from hasten.data.token_store import Subset, TokenStore, cache_key, inspect, split, tokenize
 from hasten.data.tokenize import BOS, EOS
+from hasten.data.turns import Message
 from hasten.errors import InputError
 from hasten.parts.data.collate import TokenizedExample, tokenized_example
-
-
-def chats(count: int) -> list[Conversation]:
-    return [
-        Conversation(
-            (Message("user", f"question {n}"), Message("assistant", "word " * (n % 7 + 1))),
-            None,
-            f"data.jsonl:{n + 1}",
-        )
-        for n in range(count)
-    ]
 
 
 def same(left: TokenizedExample, right: TokenizedExample) -> bool:
@@ -102,7 +94,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> 
 
 
 def test_a_store_holds_what_encode_gives(tokenizer: Any, tmp_path: Path) -> None:
-    conversations = chats(50)
+    conversations = dialogues(50)
     store = tokenize(conversations, tokenizer, tmp_path, 64)
     for at, conversation in enumerate(conversations):
         assert same(store[at], encode(tokenizer, conversation, 64).examples[0])
@@ -112,7 +104,7 @@ def test_a_store_holds_what_encode_gives(tokenizer: Any, tmp_path: Path) -> None
 
 
 def test_a_record_is_a_view_of_the_file_and_read_only(tokenizer: Any, tmp_path: Path) -> None:
-    example = tokenize(chats(3), tokenizer, tmp_path, 64)[1]
+    example = tokenize(dialogues(3), tokenizer, tmp_path, 64)[1]
     assert not example.input_ids.flags.owndata
     assert not example.input_ids.flags.writeable
 
@@ -121,33 +113,33 @@ def test_tokenising_happens_once(tokenizer: Any, tmp_path: Path) -> None:
     calls: list[tuple[int, int]] = []
     for _ in range(2):
         store = tokenize(
-            chats(250), tokenizer, tmp_path, 64, on_progress=lambda *call: calls.append(call)
+            dialogues(250), tokenizer, tmp_path, 64, on_progress=lambda *call: calls.append(call)
         )
     assert calls == [(250, 250)]
     assert list(tmp_path.iterdir()) == [store.path]
 
 
 def test_a_damaged_cache_is_built_anew(tokenizer: Any, tmp_path: Path) -> None:
-    path = tokenize(chats(20), tokenizer, tmp_path, 64).path
+    path = tokenize(dialogues(20), tokenizer, tmp_path, 64).path
     whole = path.read_bytes()
     for damaged in (b"", whole[:-9], whole[:99] + b"\xff\xfe" + whole[101:]):
         path.unlink()
         path.write_bytes(damaged)
-        assert len(tokenize(chats(20), tokenizer, tmp_path, 64)) == 20
+        assert len(tokenize(dialogues(20), tokenizer, tmp_path, 64)) == 20
         assert path.read_bytes() == whole
 
 
 def test_whatever_changes_the_tokens_changes_the_key(tokenizer: Any) -> None:
-    base = cache_key(chats(3), tokenizer, 64)
+    base = cache_key(dialogues(3), tokenizer, 64)
     tokenizer(["a", "b c d"], padding=True, truncation=True, max_length=2)
-    assert cache_key(chats(3), tokenizer, 64) == base  # a call leaves settings, not content
+    assert cache_key(dialogues(3), tokenizer, 64) == base  # a call leaves settings, not content
     others = [
-        cache_key(chats(4), tokenizer, 64),
-        cache_key(chats(3), tokenizer, 65),
-        cache_key([*chats(2), Conversation((), "question 2", "data.jsonl:3")], tokenizer, 64),
+        cache_key(dialogues(4), tokenizer, 64),
+        cache_key(dialogues(3), tokenizer, 65),
+        cache_key([*dialogues(2), Conversation((), "question 2", "data.jsonl:3")], tokenizer, 64),
     ]
     tokenizer.chat_template = PROMPT_FORMATS["deepseek-v3"]
-    others.append(cache_key(chats(3), tokenizer, 64))
+    others.append(cache_key(dialogues(3), tokenizer, 64))
     assert len({base, *others}) == 5
 
 
@@ -155,7 +147,7 @@ def test_records_too_long_are_named_and_remembered_and_cost_no_budget(
     tokenizer: Any, tmp_path: Path
 ) -> None:
     long = Conversation((Message("user", "x" * 99), Message("assistant", "y")), None, "d.jsonl:9")
-    mixed = [*chats(9), long]
+    mixed = [*dialogues(9), long]
     for _ in range(2):
         store = tokenize(mixed, tokenizer, tmp_path, 32, max_rejected=0)
         assert len(store) == 9
@@ -167,11 +159,11 @@ def test_records_too_long_are_named_and_remembered_and_cost_no_budget(
 def test_a_folder_that_cannot_be_written_is_explained(tokenizer: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="can't be written"):
-        tokenize(chats(1), tokenizer, tmp_path / "file", 64)
+        tokenize(dialogues(1), tokenizer, tmp_path / "file", 64)
 
 
 def test_a_pickled_store_is_small_and_opens_the_same_file(tokenizer: Any, tmp_path: Path) -> None:
-    store = tokenize(chats(200), tokenizer, tmp_path, 64)
+    store = tokenize(dialogues(200), tokenizer, tmp_path, 64)
     data = pickle.dumps(store)
     assert len(data) < 1000
     assert same(pickle.loads(data)[7], store[7])
@@ -198,7 +190,7 @@ def test_a_split_by_count_may_be_empty_but_leaves_something_to_train_on() -> Non
 def test_a_subset_of_a_subset_has_the_interface_of_the_store(
     tokenizer: Any, tmp_path: Path
 ) -> None:
-    store = tokenize(chats(20), tokenizer, tmp_path, 64)
+    store = tokenize(dialogues(20), tokenizer, tmp_path, 64)
     inner = Subset(Subset(store, np.arange(19, -1, -1)), np.array([0, 5]))
     assert len(inner) == 2
     assert same(inner[1], store[14])
@@ -207,7 +199,7 @@ def test_a_subset_of_a_subset_has_the_interface_of_the_store(
 
 
 def test_inspect_marks_what_is_trained(tokenizer: Any, tmp_path: Path) -> None:
-    example = tokenize(chats(1), tokenizer, tmp_path, 64)[0]
+    example = tokenize(dialogues(1), tokenizer, tmp_path, 64)[0]
     assert inspect(tokenizer, example) == (f"{BOS}User: question 0\n\nAssistant:[[ word {EOS}]]")
     assert "\033[32m word" in inspect(tokenizer, example, colour=True)
 

@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.data.chat_template import _dialogue_example, encode, encode_all
+from hasten.data.conversation import Conversation
 from hasten.data.prompt_formats import PROMPT_FORMATS, ensure_chat_template
-from hasten.data.readers import Conversation, Message, read_examples
+from hasten.data.readers import read_examples
 from hasten.data.tokenize import BOS, EOS, train_bpe
+from hasten.data.turns import Message
 from hasten.errors import InputError
 from hasten.parts.data.collate import TokenizedExample
 

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.data.chat_template import encode
-from hasten.data.conversation import ColumnNames, columns_of
+from hasten.data.conversation import ColumnNames, Conversation, columns_of
 from hasten.data.prompt_formats import PROMPT_FORMATS
-from hasten.data.readers import Conversation, Message, read_examples, read_sources
+from hasten.data.readers import read_examples, read_sources
 from hasten.data.sources import Source, source_of
 from hasten.data.tokenize import BOS, EOS, train_bpe
-from hasten.data.turns import ToolCall
+from hasten.data.turns import Message, ToolCall
 from hasten.errors import InputError
 
 # The way Qwen writes tools: declared in the system turn, results grouped in a user's turn.

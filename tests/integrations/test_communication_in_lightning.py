@@ -5,9 +5,6 @@ resumed.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +24,7 @@ from integrations.test_techniques_in_lightning import (
     own_losses,
     trainer_of,
 )
+from ranks import by_torchrun
 from tiny import tiny_model
 
 pytestmark = [lightning_only, pytest.mark.timeout(600)]  # two ranks train six times over
@@ -37,13 +35,8 @@ JOB = Path(__file__).with_name("lightning_on_ranks.py")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What both ranks found, losses as the mean of theirs."""
     folder = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    launch = [*(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")]
-    command = [*launch, "--standalone", str(JOB), str(folder)]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=500, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    failed = by_torchrun(JOB, folder)
+    assert not failed, failed[-3000:]
     one, two = (json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1))
     assert (folder / "topk" / "hasten" / "step-00000006").is_dir()
     return {

@@ -5,9 +5,6 @@ communication.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ import pytest
 from hasten.techniques.collate import Packed
 from hasten.techniques.loss import LabelledTokenLoss
 from integrations.test_techniques_in_the_trainer import GROUPED, own_losses
+from ranks import by_torchrun
 
 JOB = Path(__file__).with_name("trainer_on_ranks.py")
 
@@ -22,17 +20,10 @@ JOB = Path(__file__).with_name("trainer_on_ranks.py")
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # two ranks import and train four times over, on a busy machine
 def test_ranks_have_the_losses_of_one_send_fewer_bytes_and_are_resumed(tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    launch = [*(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")]
-    command = [*launch, "--standalone", str(JOB), str(tmp_path)]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=500, check=False
-    )
-    if "how to restore data location of torch.storage.UntypedStorage (tagged with cpu:0)" in (
-        done.stderr
-    ):
+    failed = by_torchrun(JOB, tmp_path)
+    if "how to restore data location of torch.storage.UntypedStorage (tagged with cpu:0)" in failed:
         pytest.skip("the Trainer of this transformers can't resume ranks on a processor")
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert not failed, failed[-3000:]
     found = json.loads((tmp_path / "found.json").read_text())
     alone = own_losses(GROUPED, Packed(), LabelledTokenLoss(chunk=128))
     assert found["none"][0] == pytest.approx(alone, rel=1e-3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,7 +28,8 @@ from hasten.parts.nn.causal_lm import causal_lm, trunk
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
 from hasten.techniques.loss import LabelledTokenLoss
-from tiny import VOCABULARY, tiny_model
+from ranks import by_torchrun
+from tiny import SILENT, VOCABULARY, tiny_model
 
 MARK = VOCABULARY - 1  # a token that only some rows have
 FAULTS = (
@@ -125,25 +125,22 @@ def left_padded(examples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]
 
 
 def trainer_of(folder: Path, model: Any = None, kind: Any = InOrder, **changes: Any) -> Any:
+    collator = changes.pop("data_collator", left_padded)
     settings: dict[str, Any] = {
         "output_dir": str(folder),
         "max_steps": 2,
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,
         "learning_rate": 1e-2,
-        "report_to": [],
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "disable_tqdm": True,
-        "use_cpu": True,
+        **SILENT,
         **changes,
     }
     torch.manual_seed(0)
     return kind(
-        model or tiny_model(),
+        tiny_model() if model is None else model,
         TrainingArguments(**settings),
         train_dataset=rows(),
-        data_collator=left_padded,
+        data_collator=collator,
     )
 
 
@@ -376,13 +373,8 @@ def ranked(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_fault_on_one_rank_is_taken_away_on_all(tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    launch = [*(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")]
-    command = [*launch, "--standalone", __file__, str(tmp_path)]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    failed = by_torchrun(__file__, tmp_path)
+    assert not failed, failed[-3000:]
     found = [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)]
     assert found == ["packed labelled_token_loss"] * 2
 

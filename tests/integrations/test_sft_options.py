@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import hasten
-from hasten.measure import choice
 from integrations.test_trainer_options import Outcome, assert_same_training, model_of, tokenizer
 from technique_counts import counted
+from tiny import SILENT
 
 needs_trl = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("trl", "datasets")), reason="needs trl"
@@ -52,11 +52,7 @@ SETTINGS: dict[str, Any] = {
     "per_device_eval_batch_size": 3,
     "learning_rate": 1e-3,
     "adam_epsilon": 1e-6,
-    "report_to": [],
-    "save_strategy": "no",
-    "logging_steps": 1,
-    "disable_tqdm": True,
-    "use_cpu": True,
+    **SILENT,
     "bf16": False,
     "gradient_checkpointing": False,
     "max_length": 32,
@@ -106,12 +102,6 @@ CASES = {
     "padding to a multiple": Case({"pad_to_multiple_of": 8}),
     "sgd": Case({"optim": "sgd", "learning_rate": 0.1}),
 }
-
-
-@pytest.fixture(autouse=True)
-def choices(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No race that this user keeps decides."""
-    monkeypatch.setattr(choice, "FOLDER", tmp_path_factory.mktemp("choices"))
 
 
 def trained(case: Case, folder: Path, speed_up: bool) -> Outcome:

@@ -26,9 +26,8 @@ from torch.utils.data import IterableDataset
 
 import hasten
 from hasten.integrations.transformers import _needs_rows
-from hasten.measure import choice
 from technique_counts import TechniqueCounts, counted
-from tiny import VOCABULARY, examples, tiny_config, tiny_model
+from tiny import SILENT, VOCABULARY, examples, tiny_config, tiny_model
 
 STEPS, BATCH = 3, 4
 PACKING = frozenset({"packed", "document_attention", "labelled_token_loss"})
@@ -48,11 +47,7 @@ ARGUMENTS: dict[str, Any] = {
     "learning_rate": 1e-3,
     "adam_epsilon": 1e-6,  # a gradient near zero would have the sign of its rounding otherwise
     "per_device_eval_batch_size": 3,
-    "report_to": [],
-    "save_strategy": "no",
-    "logging_steps": 1,
-    "disable_tqdm": True,
-    "use_cpu": True,
+    **SILENT,
 }
 Change = Callable[[Any], Any]
 
@@ -339,12 +334,6 @@ class Outcome:
 
     def series(self, key: str) -> list[float]:
         return [line[key] for line in self.logs if key in line]
-
-
-@pytest.fixture(autouse=True)
-def choices(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No race that this user keeps decides."""
-    monkeypatch.setattr(choice, "FOLDER", tmp_path_factory.mktemp("choices"))
 
 
 def trained(case: Case, folder: Path, speed_up: bool) -> Outcome:

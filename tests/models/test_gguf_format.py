@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,11 +25,11 @@ from hasten.models.gguf_format import (
     write_gguf,
 )
 from hasten.models.load import load_model
+from tiny import logits
 
 gguf = pytest.importorskip("gguf", reason="needs the package gguf, of the extra gguf")
 
 NAMES = ("deepseek-llm-tiny", "r1-distill-qwen-tiny", "v2-lite-tiny", "v3-tiny")
-TOKENS = torch.arange(24).reshape(2, 12)
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +61,6 @@ def stored(file: Path) -> dict[str, Tensor]:
 
 def fields(file: Path) -> dict[str, Any]:
     return {key: field.contents() for key, field in gguf.GGUFReader(file).fields.items()}
-
-
-def logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        found: Tensor = model(input_ids=TOKENS).logits
-    return found
 
 
 @pytest.mark.parametrize("name", NAMES[:2])
@@ -247,12 +242,17 @@ def test_another_architecture_is_refused(tokenizer: Any) -> None:
         check_convertible(model, tokenizer)
 
 
-def splitting(*patterns: str, digits: bool = False, **model: Any) -> Any:
-    bpe = Tokenizer(models.BPE(vocab={"a": 0}, merges=[], **model))
+def steps_of(patterns: Sequence[str], digits: bool) -> Any:
+    """The rules of a tokenizer that splits by patterns, then by bytes."""
     steps: list[Any] = [pre_tokenizers.Split(Regex(p), "isolated") for p in patterns]
     steps += [pre_tokenizers.Digits(individual_digits=True)] if digits else []
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not patterns))
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    return pre_tokenizers.Sequence(steps)
+
+
+def splitting(*patterns: str, digits: bool = False, **model: Any) -> Any:
+    bpe = Tokenizer(models.BPE(vocab={"a": 0}, merges=[], **model))
+    bpe.pre_tokenizer = steps_of(patterns, digits)
     return PreTrainedTokenizerFast(tokenizer_object=bpe)
 
 

@@ -17,15 +17,9 @@ from hasten.models.load import load_model, load_tokenizer, stored_formats
 from hasten.models.presets import PRESETS, build_config
 from hasten.models.save import save_adapter, save_model
 from hasten.models.weights import NumberFormats
+from tiny import logits
 
 TINY = [name for name in PRESETS if name.endswith("-tiny")]
-TOKENS = torch.arange(24).reshape(2, 12)
-
-
-def logits(model: Any) -> torch.Tensor:
-    model.eval()
-    with torch.no_grad():
-        return model(input_ids=TOKENS).logits
 
 
 def with_random_b(model: Any) -> Any:

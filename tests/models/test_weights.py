@@ -23,9 +23,9 @@ from hasten.models.load import (
     stored_formats,
 )
 from hasten.models.save import save_adapter, save_model
+from tiny import logits
 
 WEIGHTS = "model.safetensors"
-TOKENS = torch.arange(24).reshape(2, 12)
 Weights = dict[str, torch.Tensor]
 
 
@@ -47,12 +47,6 @@ def edit_config(folder: Path, **changes: Any) -> None:
 def edit_weights(folder: Path, change: Callable[[Weights], Weights]) -> None:
     weights = change(load_file(folder / WEIGHTS))
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        found: torch.Tensor = model.eval()(input_ids=TOKENS).logits
-    return found
 
 
 def notes(folder: Path) -> list[str]:

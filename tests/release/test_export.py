@@ -30,8 +30,7 @@ from hasten.recipe.schema import Recipe
 from hasten.release import export as exporting
 from hasten.training.run import train
 from sample_data import small
-
-TOKENS = torch.arange(24).reshape(2, 12)
+from tiny import logits
 
 
 def call(*words: object) -> Result:
@@ -101,12 +100,6 @@ def copy(tmp_path: Path) -> Callable[[Path], Path]:
         return Path(shutil.copytree(run, tmp_path / "copy"))
 
     return copied
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        found: torch.Tensor = model.eval()(input_ids=TOKENS).logits
-    return found
 
 
 def test_plain_transformers_load_the_trained_model_from_an_export(
@@ -283,7 +276,7 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(
     busy.mkdir()
     (busy / "mine").write_text("mine")
     for words, sentence in (
-        ((tmp_path, "-o", out), "has no recipe.yaml: give the folder of a run"),
+        ((tmp_path, "-o", out), "has no recipe.yaml: give the folder of a finished run"),
         ((full_run, "-o", busy), "is not an empty folder"),
         ((full_run, "-o", busy / "mine"), "is not an empty folder"),
         ((full_run, "-o", out, "--adapter"), "trained all weights, so it has no adapter"),

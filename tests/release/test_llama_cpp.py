@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from hasten.data.tokenize import train_bpe
@@ -22,6 +22,7 @@ from hasten.recipe.sample import prompt_of
 from hasten.recipe.schema import Recipe
 from hasten.release.export import Export, export
 from hasten.training.run import train
+from models.test_gguf_format import CJK, OTHERS, WORDS, steps_of
 from sample_data import small
 
 pytestmark = [pytest.mark.long, pytest.mark.slow]
@@ -182,10 +183,7 @@ PIECES = (
     *(" ", "   ", "\t", "\n", "\r\n\n", "\u00a0", "_", "->", "!!", "('"),
     *("<｜User｜>", "🙂", "a\u0301"),
 )
-WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-OTHERS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CASED = r"\s?[A-Za-zµÀ-ÖØ-öø-ƺ\p{Lu}\p{Ll}\p{Lt}]+"  # the published one lists these letters
-CJK = "[一-龥ࠀ-一가-퟿]+"
 V3_REST = (
     "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+"
     r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -203,11 +201,7 @@ RULES: dict[str, tuple[str, ...]] = {
 def splitting_tokenizer(name: str, texts: list[str]) -> Any:
     """A tokenizer trained with the splitting of that name."""
     bpe = Tokenizer(models.BPE(ignore_merges=name == "llama-bpe"))
-    steps: list[Any] = [pre_tokenizers.Split(Regex(p), "isolated") for p in RULES[name]]
-    if name in ("deepseek-llm", "deepseek-coder"):
-        steps.append(pre_tokenizers.Digits(individual_digits=True))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not RULES[name]))
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    bpe.pre_tokenizer = steps_of(RULES[name], name in ("deepseek-llm", "deepseek-coder"))
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=900,

@@ -50,18 +50,7 @@ def chat(
         ),
     ] = False,
 ) -> None:
-    """Ask a run's model; from a pipe, each line is a question.
-
-    Examples:
-
-      hasten chat runs/first
-
-      hasten chat runs/first --compare base
-
-      cat questions.txt | hasten chat runs/first --json
-
-    Docs: docs/how-to/use-the-model.md
-    """
+    """Ask a run's model; from a pipe, each line is a question."""
     import torch
 
     from hasten.release.trained_model import Sampling, check_template, load_other, load_run

@@ -48,6 +48,7 @@ def check(
 
         return check_faults(path, overrides or [])
     from hasten.launch import transport
+    from hasten.recipe.memory_check import MAY_RUN_OUT
     from hasten.recipe.prepare import first_example
     from hasten.recipe.schema import load_recipe
 
@@ -75,7 +76,7 @@ def check(
         plan = _techniques(recipe, context, checks)
         if plan is not None and data is not None:
             checks.run("batch", lambda: _batch(recipe, data, context, plan))
-            checks.run("memory", lambda: _memory(recipe, data, context, plan), _may_run_out)
+            checks.run("memory", lambda: _memory(recipe, data, context, plan), MAY_RUN_OUT)
     if data is not None:
         say(f"\n{first_example(data)}")
     return 2 if checks.failed else 0
@@ -94,26 +95,15 @@ class _Checks:
         say(f"{status:<4} {name:<12} {text}", flush=True)
         self.failed = self.failed or status == "FAIL"
 
-    def run(
-        self,
-        name: str,
-        check: Callable[[], tuple[str, Any]],
-        doubtful: Callable[[str], bool] = lambda text: False,
-    ) -> Any:
-        """The check's value, or None where it failed; a text that is ``doubtful`` is a warning."""
+    def run(self, name: str, check: Callable[[], tuple[str, Any]], doubt: str | None = None) -> Any:
+        """The check's value, or None where it failed; a text with ``doubt`` in it is a warning."""
         try:
             text, value = check()
         except InputError as error:
             self.note(name, str(error), "FAIL")
             return None
-        self.note(name, text, "warn" if doubtful(text) else "ok")
+        self.note(name, text, "warn" if doubt is not None and doubt in text else "ok")
         return value
-
-
-def _may_run_out(text: str) -> bool:
-    from hasten.recipe.memory_check import MAY_RUN_OUT
-
-    return MAY_RUN_OUT in text
 
 
 def _folder(output: Path) -> tuple[str, None]:

@@ -34,11 +34,9 @@ from hasten.formatting import duration, span
 from hasten.measure.ablation import Design, plans_of
 
 if TYPE_CHECKING:
-    from hasten.machine.processes import LoadMeter
-
-if TYPE_CHECKING:
     from hasten.core.session import Session
     from hasten.core.timing import StepMetrics
+    from hasten.machine.processes import LoadMeter
     from hasten.measure.experiment import Measured
     from hasten.measure.quality.verification import Rows
     from hasten.measure.recipe_experiment import ExperimentSubject
@@ -191,14 +189,15 @@ def demo(
     output: Annotated[Path, output_option("folder of the run")] = Path("runs/demo"),
 ) -> None:
     """Compare training with and without hasten (6 minutes)."""
+    from hasten.cli.speedup import design_line, print_table
     from hasten.machine import host
     from hasten.machine.processes import LoadMeter
     from hasten.measure.recipe_experiment import prepared
     from hasten.progress import Display
     from hasten.report.build import experiment_report
     from hasten.report.page import write_report
+    from hasten.report.schema import read_report
 
-    clock = _Clock(STARTED)
     hardware = host.hardware()
     gpus = hardware.accelerators
     recipe = recipe_for(output, min((gpu.memory_bytes for gpu in gpus), default=0))
@@ -215,18 +214,18 @@ def demo(
         with _warm_pool(recipe, "cuda" if gpus else "cpu") as pool:
             subject = with_usable_techniques(prepared(recipe, progress), progress.tell)
             progress.enter("measuring")
-            measured = _measured(subject, pool, progress, clock)
+            measured = _measured(subject, pool, progress)
         report = None
         if measured is not None and measured.variants[0].rounds:
             progress.enter("verification")
-            proofs = _verified(subject, progress, clock)
+            proofs = _verified(subject, progress)
             report = experiment_report(
                 subject, measured, DESIGN, "hasten demo", "hasten demo", proofs
             )
         chosen = plan_to_train(report, subject.recipe.plan)
         progress.enter("training")
         meter = LoadMeter(hardware.usable_cores)
-        summary, speed = _trained(subject.recipe, chosen, progress, clock, meter)
+        summary, speed = _trained(subject.recipe, chosen, progress, meter)
         progress.end()
     if report is None:
         say(f"nothing could be measured: {_why_nothing(measured)}; {neighbours}")
@@ -235,26 +234,17 @@ def demo(
             {**s, "variant": _writer(summary, subject)} for s in summary["samples"]
         ]
         write_report(report, output)
-        _show_measured(report)
+        print_table(report)
+        say(design_line(report["design"]))
+        say(quality_words(read_report(report)))
+        say(verification_words(report["verification"]))
     _show_training(summary, chosen, speed, subject)
     _show_next_steps(output, report is not None)
-    say(f"\ndone in {duration(clock.spent)}\n{chosen.why}")
+    say(f"\ndone in {duration(_spent_seconds())}\n{chosen.why}")
 
 
-class _Clock:
-    """The seconds of the whole command."""
-
-    def __init__(self, started: float) -> None:
-        self._started = started
-
-    @property
-    def spent(self) -> float:
-        return time.perf_counter() - self._started
-
-    @property
-    def began(self) -> float:
-        """The start, by `time.monotonic`."""
-        return time.monotonic() - self.spent
+def _spent_seconds() -> float:
+    return time.perf_counter() - STARTED
 
 
 def recipe_for(output: Path, gpu_bytes: float) -> Recipe:
@@ -305,25 +295,25 @@ def plan_to_train(report: Mapping[str, Any] | None, plan: Sequence[Any]) -> Demo
     from hasten.report.page import recipe_plan
     from hasten.report.schema import read_report
 
-    everything = DemoPlan("all techniques", list(plan), "")
+    def everything(reason: str) -> DemoPlan:
+        why = f"chosen: {', '.join(plan)}: all techniques{reason}"
+        return DemoPlan("all techniques", list(plan), why)
+
     if report is None:
-        why = f"chosen: {', '.join(plan)}: all techniques, since nothing could be measured"
-        return replace(everything, why=why)
+        return everything(", since nothing could be measured")
     read = read_report(report)
     base, *rows = read["variants"]
     variant = fastest_of_equal_quality(read)
     entries = None if variant is None else recipe_plan(variant, read)
     if variant is None or entries is None or not any(row["quality"] for row in rows):
-        why = f"chosen: {', '.join(plan)}: all techniques, since no speed could be compared"
-        return replace(everything, why=why)
+        return everything(", since no speed could be compared")
     if variant is base and all(verdict_word(row["quality"]) == "undecided" for row in rows):
-        why = f"chosen: {', '.join(plan)}: all techniques; there was no time to compare quality"
-        return replace(everything, why=why)
+        return everything("; there was no time to compare quality")
     speed, step = variant["tokens_per_second"]["median"], variant["step_seconds"]["p50"]
-    if variant is base:
-        why = "chosen: no technique: no row is faster at equal quality"
-        return DemoPlan(variant["name"], entries, why, speed, step)
-    return DemoPlan(variant["name"], entries, _choice_words(variant, read), speed, step)
+    why = "chosen: no technique: no row is faster at equal quality"
+    if variant is not base:
+        why = _choice_words(variant, read)
+    return DemoPlan(variant["name"], entries, why, speed, step)
 
 
 def _choice_words(variant: Mapping[str, Any], read: Mapping[str, Any]) -> str:
@@ -392,7 +382,7 @@ def _share_cores(neighbours: Neighbours, stack: contextlib.ExitStack) -> None:
 
 
 def _measured(
-    subject: ExperimentSubject, pool: WorkerPool, progress: PhasedProgress, clock: _Clock
+    subject: ExperimentSubject, pool: WorkerPool, progress: PhasedProgress
 ) -> Measured | None:
     """All variants; None where another measurement had this machine all the time."""
     from hasten.machine.locks import one_measurement
@@ -401,19 +391,12 @@ def _measured(
     plans, kinds = plans_of(subject.plan, "cumulative")
     with contextlib.ExitStack() as machine:
         try:
-            machine.enter_context(one_measurement(progress.tell, MEASURED_BY - clock.spent))
+            machine.enter_context(one_measurement(progress.tell, MEASURED_BY - _spent_seconds()))
         except InputError:
             return None
-        return measured(
-            subject,
-            plans,
-            kinds,
-            DESIGN,
-            fresh=True,
-            audience=progress,
-            pool=pool,
-            began=clock.began,
-        )
+        began = time.monotonic() - _spent_seconds()
+        options: dict[str, Any] = {"audience": progress, "pool": pool, "began": began}
+        return measured(subject, plans, kinds, DESIGN, fresh=True, **options)
 
 
 def _why_nothing(measured: Measured | None) -> str:
@@ -426,60 +409,41 @@ def _why_nothing(measured: Measured | None) -> str:
     return f"{why}, which the {rounded_up(MEASURED_BY)} for data and measuring don't hold"
 
 
-def _verified(subject: ExperimentSubject, progress: PhasedProgress, clock: _Clock) -> Rows:
+def _verified(subject: ExperimentSubject, progress: PhasedProgress) -> Rows:
     """Runs the checks that each technique requires, if time allows."""
     from hasten.measure.quality.verification import VerificationDesign, verified
 
-    remaining_seconds = VERIFIED_BY - clock.spent
+    remaining_seconds = VERIFIED_BY - _spent_seconds()
     if remaining_seconds < LEAST_VERIFICATION:
-        return {"verification": [_not_tested(t.name()) for t in subject.plan], "invariance": []}
+        nothing = dict.fromkeys(("fidelity", "test", "measured", "allowed", "seeds"))
+        nothing |= {"verdict": "not tested", "text": "there was no time"}
+        rows = [{"technique": t.name(), **nothing} for t in subject.plan]
+        return {"verification": rows, "invariance": []}
     progress.show("each technique against a reference, on this job", 0.0)
     design = VerificationDesign(budget_seconds=remaining_seconds)
     recipe, context, plan = subject.recipe, subject.context, subject.plan
     return verified(recipe, context, plan, subject.data_key, design, lambda text: None, fresh=False)
 
 
-def _not_tested(technique: str) -> dict[str, Any]:
-    return {
-        "technique": technique,
-        "fidelity": None,
-        "test": None,
-        "verdict": "not tested",
-        "measured": None,
-        "allowed": None,
-        "seeds": None,
-        "text": "there was no time",
-    }
-
-
 def _trained(
-    recipe: Recipe, chosen: DemoPlan, progress: PhasedProgress, clock: _Clock, load: LoadMeter
+    recipe: Recipe, chosen: DemoPlan, progress: PhasedProgress, load: LoadMeter
 ) -> tuple[dict[str, Any], TrainingSpeed | None]:
     """Train with the chosen plan: its summary, and how its speed compares with the measured one."""
     from hasten.cli.train import StepLine
     from hasten.training.chosen_plan import TrainingSpeed
+    from hasten.training.recording import call_both
     from hasten.training.run import train
 
-    seconds = max(min(TRAINED_BY - clock.spent, MOST_TRAINING), LEAST_TRAINING)
+    seconds = max(min(TRAINED_BY - _spent_seconds(), MOST_TRAINING), LEAST_TRAINING)
     steps = chosen.steps(seconds)
     recipe = recipe.model_copy(update={"plan": chosen.plan, "max_steps": steps})
     measured_speed = chosen.tokens_per_second
     speed = None if measured_speed is None else TrainingSpeed(measured_speed, load)
     line = StepLine(progress, recipe)
-    stop = TimedStop(time.monotonic() + seconds, line.start, _both(line.step, speed))
+    step = line.step if speed is None else call_both(speed.note, line.step)
+    stop = TimedStop(time.monotonic() + seconds, line.start, step)
     summary = train(recipe, tell=lambda text: None, on_start=stop.start, on_step=stop.step)
     return {**summary, "planned_steps": steps, "seconds_allowed": seconds}, speed
-
-
-def _both(
-    step: Callable[[StepMetrics], None], speed: TrainingSpeed | None
-) -> Callable[[StepMetrics], None]:
-    def note(metrics: StepMetrics) -> None:
-        if speed is not None:
-            speed.note(metrics)
-        step(metrics)
-
-    return note
 
 
 class TimedStop:
@@ -513,16 +477,6 @@ class TimedStop:
 
 
 # What is printed at the end.
-
-
-def _show_measured(report: dict[str, Any]) -> None:
-    from hasten.cli.speedup import design_line, print_table
-    from hasten.report.schema import read_report
-
-    print_table(report)
-    say(design_line(report["design"]))
-    say(quality_words(read_report(report)))
-    say(verification_words(report["verification"]))
 
 
 def quality_words(read: Mapping[str, Any]) -> str:

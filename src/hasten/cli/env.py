@@ -80,8 +80,8 @@ def env(
     kernels = figures(job.device)
     if as_json:
         say(json.dumps(_as_data(job, machine, speed, stored, kernels), indent=1))
-        return
-    _print_lines(job, machine, speed, stored, kernels)
+    else:
+        _print_lines(job, machine, speed, stored, kernels)
 
 
 # ``hasten env --bench``: what kernels gain on this machine, by which plans are chosen, and the
@@ -98,14 +98,6 @@ def measure_machine(
 ) -> None:
     """Measures kernels and ceilings of this machine and prints them.
 
-    Args:
-        device: ``auto``, ``cpu`` or ``cuda``.
-        dtype: number formats to multiply in; None takes all that the device has.
-        seconds: time for the ceilings; 0 measures the kernels only.
-        fresh: measure the kernels again, although their figures are stored.
-        output: file for the rates, which a recipe's ``ceiling`` reads.
-        as_json: print kernels and rates as JSON instead of tables.
-
     Raises:
         InputError: an unusable device, format, time or file.
     """
@@ -115,7 +107,13 @@ def measure_machine(
     from hasten.progress import Display
     from hasten.recipe.peak_flops import device_name, write_rates
 
-    context = _on(device, facts.seen_at_start())
+    if device not in ("auto", "cpu", "cuda"):
+        raise InputError(f"--device is {device!r}; give auto, cpu or cuda")
+    context = facts.seen_at_start()
+    if device == "cuda" and not context.hardware.accelerators:
+        raise InputError("--device: this machine has no CUDA device; give auto or cpu")
+    if device == "cpu":
+        context = replace(context, device="cpu")
     if not (1 <= seconds <= LONGEST or (seconds == 0 and output is None)):
         raise InputError(
             f"--seconds is {seconds:g}; give 1 to {LONGEST:g}, or 0 without --output "
@@ -234,14 +232,6 @@ def conclusions(rates: MachineRates) -> list[str]:
 
 def _shape(product: ProductRate) -> str:
     return f"{product.m}x{product.k} by {product.k}x{product.n}"
-
-
-def _on(device: str, context: JobContext) -> JobContext:
-    if device not in ("auto", "cpu", "cuda"):
-        raise InputError(f"--device is {device!r}; give auto, cpu or cuda")
-    if device == "cuda" and not context.hardware.accelerators:
-        raise InputError("--device: this machine has no CUDA device; give auto or cpu")
-    return replace(context, device="cpu") if device == "cpu" else context
 
 
 def check_hardware() -> dict[str, Any]:

@@ -33,9 +33,7 @@ if TYPE_CHECKING:
     from hasten.planner.layout import PlannedJob
     from hasten.planner.planning import ClusterPlan
     from hasten.recipe.price import Price
-
-if TYPE_CHECKING:
-    from hasten.recipe.schema import Recipe  # loads torch, as recipes and techniques do
+    from hasten.recipe.schema import Recipe
 
 MOST_RANKS = 8  # that are traced
 USUAL = ["packed", "document_attention", "fused_layers", "labelled_token_loss"]  # of plan: auto
@@ -144,6 +142,8 @@ def clustered(
         cluster_of,
         is_run,
         job_of,
+        machine_of,
+        predicted_and_measured,
         price_from,
         recipe_of,
         space_of,
@@ -157,7 +157,11 @@ def clustered(
         if as_json or output is not None:
             option = "--json" if as_json else "--output"
             raise InputError(f"{option}: {name} is a finished run; its estimate is a table only")
-        say(of_a_run(Path(name), overrides, options))
+        if overrides:
+            raise InputError(f"{overrides[0]!r} changes a recipe, and {name} is a run that is over")
+        folder = Path(name)  # its own machine, or that of --gpu
+        cluster = cluster_of(options) if options.gpu else machine_of(folder)
+        say(predicted_and_measured(folder, cluster, *calibration_of(options, cluster)))
         return
     recipe = recipe_of(name, overrides)
     if options.check_simulation and recipe is None:
@@ -211,6 +215,7 @@ def clustered(
 def extras(cluster_plan: ClusterPlan, options: PlanOptions) -> list[str]:
     """The blocks that were asked for by name."""
     from hasten.planner import advice, text
+    from hasten.planner.inputs import predicted_and_measured
 
     blocks = []
     for layout_text in options.why:
@@ -229,27 +234,9 @@ def extras(cluster_plan: ClusterPlan, options: PlanOptions) -> list[str]:
     if options.shapes:
         blocks.append(text.shapes_text(advice.shape_advice(cluster_plan), cluster_plan.model))
     if options.measured is not None:
-        blocks.append(against(cluster_plan, options.measured))
+        fitted = cluster_plan.calibration, cluster_plan.stack
+        blocks.append(predicted_and_measured(options.measured, cluster_plan.cluster, *fitted))
     return blocks
-
-
-def against(cluster_plan: ClusterPlan, folder: Path) -> str:
-    """The prediction for a finished run as it ran, next to what it measured."""
-    from hasten.planner.inputs import predicted_and_measured
-
-    return predicted_and_measured(
-        folder, cluster_plan.cluster, cluster_plan.calibration, cluster_plan.stack
-    )
-
-
-def of_a_run(folder: Path, overrides: Sequence[str], options: PlanOptions) -> str:
-    """The same for a run that is given instead of a model: on its own machine, or on ``--gpu``."""
-    from hasten.planner.inputs import calibration_of, cluster_of, machine_of, predicted_and_measured
-
-    if overrides:
-        raise InputError(f"{overrides[0]!r} changes a recipe, and {folder} is a run that is over")
-    cluster = cluster_of(options) if options.gpu else machine_of(folder)
-    return predicted_and_measured(folder, cluster, *calibration_of(options, cluster))
 
 
 def simulated_counted(cluster_plan: ClusterPlan, recipe: Recipe | None) -> str:
@@ -336,16 +323,21 @@ def to_dict(cluster_plan: ClusterPlan, price: Price | None) -> dict[str, Any]:
         return {**one.to_dict(), "spending": spending(one, job, price).to_dict()}
 
     cluster = cluster_plan.cluster
+    model = cluster_plan.model
     return {
         "kind": "hasten estimate",
-        "model": {"name": cluster_plan.model.name, "parameters": cluster_plan.model.parameters()}
-        | {"active_parameters": cluster_plan.model.active_parameters()},
+        "model": {
+            "name": model.name,
+            "parameters": model.parameters(),
+            "active_parameters": model.active_parameters(),
+        },
         "cluster": {
             "device": cluster.device.name,
             "nodes": cluster.nodes,
             "per_node": cluster.per_node,
-        }
-        | {"topology": cluster.topology, "source": cluster.device.source},
+            "topology": cluster.topology,
+            "source": cluster.device.source,
+        },
         "job": dataclasses.asdict(job),
         "layouts": cluster_plan.layouts,
         "best": [entry(one) for one in cluster_plan.best],

@@ -38,18 +38,7 @@ def eval_(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Evaluate a run's model before and after training.
-
-    Examples:
-
-      hasten eval runs/first
-
-      hasten eval runs/first --tasks questions.jsonl --limit 100
-
-      hasten eval runs/first --tasks task.yaml --compare runs/second
-
-    Docs: docs/how-to/use-the-model.md
-    """
+    """Evaluate a run's model before and after training."""
     from hasten.machine.cache import HOME, at_home
     from hasten.release import evaluation
     from hasten.release.trained_model import load_other, load_run

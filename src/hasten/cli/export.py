@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 
@@ -14,13 +13,6 @@ from hasten.cli.output import say
 from hasten.errors import FAILED, UNSAVED, InputError
 from hasten.foreign_files import read_json_object
 from hasten.formatting import aligned
-
-
-class Form(StrEnum):
-    """The form that is written."""
-
-    FOLDER = "folder"
-    GGUF = "gguf"
 
 
 def export(
@@ -35,8 +27,9 @@ def export(
         str, typer.Option(help="weights of the run: final, average, best or checkpoint (newest)")
     ] = "final",
     to: Annotated[
-        Form, typer.Option("--to", help="a Hugging Face folder, or one GGUF file for llama.cpp")
-    ] = Form.FOLDER,
+        Literal["folder", "gguf"],
+        typer.Option("--to", help="a Hugging Face folder, or one GGUF file for llama.cpp"),
+    ] = "folder",
     gguf_type: Annotated[
         str, typer.Option(help="number format of a GGUF file: f16 or q8_0")
     ] = "f16",
@@ -57,16 +50,7 @@ def export(
 ) -> int:
     """Export a run's model and compare it with the trained one.
 
-    Examples:
-
-    hasten export runs/first -o first
-
-    hasten export runs/first -o first-gguf --to gguf --gguf-type q8_0
-
-    hasten export runs/first -o first-adapter --adapter --push me/first
-
     Exit code 4: the written files don't give the logits of the trained model.
-    Documentation: docs/how-to/use-the-model.md
     """
     from hasten.cli.train import warn_of_unsaved
     from hasten.models.gguf_format import GGUFType
@@ -75,11 +59,11 @@ def export(
 
     _check_choice("--weights", weights, WEIGHTS)
     _check_choice("--gguf-type", gguf_type, get_args(GGUFType))
-    if adapter and to is Form.GGUF:
+    if adapter and to == "gguf":
         raise InputError("--adapter and --to gguf exclude each other: a GGUF file is a full model")
     if push is not None:
         check_upload(push)
-    chosen: Any = {"form": "adapter" if adapter else to.value}
+    chosen: Any = {"form": "adapter" if adapter else to}
     chosen |= {"weights": weights, "gguf_type": gguf_type}
     request = Export(run, output, report=_report(report), **chosen)
     result = write(request, say if not as_json else lambda text: None)

@@ -10,7 +10,130 @@ import typer.core
 
 from hasten.machine.signals import interrupt_behind, report_stop
 
-GROUPS = ("Start", "Train", "Measure", "Look", "Cluster")
+# A group, below it its commands with their page under docs/, below these three examples.
+_TABLE = """
+Start
+  demo: tutorials/first-run.md
+    demo
+    demo -o /tmp/demo
+    report runs/demo
+  init: tutorials/first-run.md
+    init deepseek-llm-tiny stdlib
+    init deepseek-ai/deepseek-llm-7b-base data/train.jsonl
+    init models/qwen2.5-0.5b data/ -o sft.yaml
+  import: how-to/import.md
+    import sft.yaml -o recipe.yaml
+    import axolotl.yml output=runs/sft
+    import ds_config.json nproc=8 -o recipe.yaml
+  check: how-to/resume.md
+    check recipe.yaml
+    check recipe.yaml nproc=4 --faults
+    check --ds-config ds_config.json
+Train
+  train: reference/recipe.md
+    train recipe.yaml
+    train recipe.yaml max_steps=100 plan=auto
+    train recipe.yaml nproc=4 max_restarts=3 resume=auto
+  export: how-to/use-the-model.md
+    export runs/sft -o exported
+    export runs/sft -o gguf --to gguf --gguf-type q8_0
+    export runs/lora -o adapter --adapter --push me/my-adapter
+  chat: how-to/use-the-model.md
+    chat runs/sft
+    chat runs/sft --compare base
+    chat runs/sft --weights best
+  serve: how-to/use-the-model.md
+    serve runs/sft
+    serve runs/sft --port 8001
+    serve runs/sft --host 0.0.0.0
+  eval: how-to/use-the-model.md
+    eval runs/sft
+    eval runs/sft --tasks questions.jsonl --limit 100
+    eval runs/sft --tasks task.yaml -o results.json
+  checkpoint: reference/techniques/checkpoints.md
+    checkpoint ls runs/sft
+    checkpoint verify runs/sft
+    checkpoint convert models/old -o models/new
+  checkpoint ls: reference/techniques/checkpoints.md
+    checkpoint ls runs/sft
+    checkpoint ls runs/sft/checkpoints
+    checkpoint ls /shared/checkpoints
+  checkpoint verify: reference/techniques/checkpoints.md
+    checkpoint verify runs/sft
+    checkpoint verify runs/sft/checkpoints/step-100
+    checkpoint verify /shared/checkpoints
+  checkpoint diff: reference/techniques/checkpoints.md
+    checkpoint diff runs/a runs/b
+    checkpoint diff runs/a/checkpoints/step-50 runs/a/checkpoints/step-100
+    checkpoint diff runs/a /shared/checkpoints
+  checkpoint convert: reference/techniques/checkpoints.md
+    checkpoint convert models/old -o models/new
+    checkpoint convert pytorch_model.bin -o models/new
+    checkpoint convert weights.pt -o models/new
+Measure
+  speedup: tutorials/which-technique-pays.md
+    speedup recipe.yaml --budget 20m
+    speedup recipe.yaml --design leave-one-out --write
+    speedup --rerun runs/before --tolerance 0.05
+  verify: explanation/measuring.md
+    verify recipe.yaml
+    verify recipe.yaml --seeds 3 --budget 1h
+    verify recipe.yaml --json
+  tune: how-to/tune.md
+    tune recipe.yaml --budget 10m
+    tune recipe.yaml --study learning --budget 1h
+    tune recipe.yaml --only packed,threads --write
+  profile: tutorials/which-technique-pays.md
+    profile recipe.yaml
+    profile recipe.yaml --simulate h100
+    profile recipe.yaml --steps 20 --json
+Look
+  report: tutorials/which-technique-pays.md
+    report runs/sft
+    report runs/a runs/b
+    report runs/sft output/trainer_state.json --json
+  monitor: how-to/monitor.md
+    monitor runs/sft
+    monitor runs --terminal
+    monitor runs --alert '["notify-send", "hasten"]'
+  data: how-to/data.md
+    data inspect recipe.yaml
+    data stats recipe.yaml
+    data pack recipe.yaml -o rows.parquet
+  data inspect: how-to/data.md
+    data inspect recipe.yaml
+    data inspect recipe.yaml --count 10
+    data inspect recipe.yaml dataset=other.jsonl chat_template=qwen
+  data stats: how-to/data.md
+    data stats recipe.yaml
+    data stats recipe.yaml -o stats.html
+    data stats recipe.yaml cutoff_len=4096 --json
+  data pack: how-to/data.md
+    data pack recipe.yaml
+    data pack recipe.yaml -o rows.arrow
+    data pack recipe.yaml --row-tokens 4096 --force
+  data convert: how-to/data.md
+    data convert data/train.parquet -o train.jsonl
+    data convert a.json b.csv -o all.jsonl
+    data convert data/ --max-rejected 10 -o all.jsonl
+  env: reference/models.md
+    env
+    env --no-measure --json
+    env --bench -o rates.json
+  keys: reference/recipe.md
+    keys
+    keys learning_rate
+    keys gradient_accumulation --json
+Cluster
+  estimate: how-to/estimate.md
+    estimate deepseek-llm-7b --cluster dgx_h100 --nodes 4
+    estimate recipe.yaml --gpu a100 --gpus-per-node 4
+    estimate recipe.yaml --what-if network=2x -o estimate.html
+  launch: how-to/several-gpus.md
+    launch recipe.yaml --nodes 2 --hosts a,b
+    launch recipe.yaml --target slurm --nodes 4 --time 24h
+    launch recipe.yaml --target kubernetes --dry-run
+"""
 
 
 class CommandHelp(NamedTuple):
@@ -18,7 +141,7 @@ class CommandHelp(NamedTuple):
 
     group: str
     page: str
-    examples: tuple[str, str, str]
+    examples: list[str]
 
     @property
     def epilog(self) -> str:
@@ -27,249 +150,23 @@ class CommandHelp(NamedTuple):
         return "\n".join(["\b", "Examples:", *lines, "", f"Documentation: {self.page}"])
 
 
-HELP: dict[str, CommandHelp] = {
-    "demo": CommandHelp(
-        "Start",
-        "docs/tutorials/first-run.md",
-        ("demo", "demo -o /tmp/demo", "report runs/demo"),
-    ),
-    "init": CommandHelp(
-        "Start",
-        "docs/tutorials/first-run.md",
-        (
-            "init deepseek-llm-tiny stdlib",
-            "init deepseek-ai/deepseek-llm-7b-base data/train.jsonl",
-            "init models/qwen2.5-0.5b data/ -o sft.yaml",
-        ),
-    ),
-    "import": CommandHelp(
-        "Start",
-        "docs/how-to/import.md",
-        (
-            "import sft.yaml -o recipe.yaml",
-            "import axolotl.yml output=runs/sft",
-            "import ds_config.json nproc=8 -o recipe.yaml",
-        ),
-    ),
-    "check": CommandHelp(
-        "Start",
-        "docs/how-to/resume.md",
-        (
-            "check recipe.yaml",
-            "check recipe.yaml nproc=4 --faults",
-            "check --ds-config ds_config.json",
-        ),
-    ),
-    "train": CommandHelp(
-        "Train",
-        "docs/reference/recipe.md",
-        (
-            "train recipe.yaml",
-            "train recipe.yaml max_steps=100 plan=auto",
-            "train recipe.yaml nproc=4 max_restarts=3 resume=auto",
-        ),
-    ),
-    "export": CommandHelp(
-        "Train",
-        "docs/how-to/use-the-model.md",
-        (
-            "export runs/sft -o exported",
-            "export runs/sft -o gguf --to gguf --gguf-type q8_0",
-            "export runs/lora -o adapter --adapter --push me/my-adapter",
-        ),
-    ),
-    "chat": CommandHelp(
-        "Train",
-        "docs/how-to/use-the-model.md",
-        ("chat runs/sft", "chat runs/sft --compare base", "chat runs/sft --weights best"),
-    ),
-    "serve": CommandHelp(
-        "Train",
-        "docs/how-to/use-the-model.md",
-        ("serve runs/sft", "serve runs/sft --port 8001", "serve runs/sft --host 0.0.0.0"),
-    ),
-    "eval": CommandHelp(
-        "Train",
-        "docs/how-to/use-the-model.md",
-        (
-            "eval runs/sft",
-            "eval runs/sft --tasks questions.jsonl --limit 100",
-            "eval runs/sft --tasks task.yaml -o results.json",
-        ),
-    ),
-    "checkpoint": CommandHelp(
-        "Train",
-        "docs/reference/techniques/checkpoints.md",
-        (
-            "checkpoint ls runs/sft",
-            "checkpoint verify runs/sft",
-            "checkpoint convert models/old -o models/new",
-        ),
-    ),
-    "checkpoint ls": CommandHelp(
-        "Train",
-        "docs/reference/techniques/checkpoints.md",
-        (
-            "checkpoint ls runs/sft",
-            "checkpoint ls runs/sft/checkpoints",
-            "checkpoint ls /shared/checkpoints",
-        ),
-    ),
-    "checkpoint verify": CommandHelp(
-        "Train",
-        "docs/reference/techniques/checkpoints.md",
-        (
-            "checkpoint verify runs/sft",
-            "checkpoint verify runs/sft/checkpoints/step-100",
-            "checkpoint verify /shared/checkpoints",
-        ),
-    ),
-    "checkpoint diff": CommandHelp(
-        "Train",
-        "docs/reference/techniques/checkpoints.md",
-        (
-            "checkpoint diff runs/a runs/b",
-            "checkpoint diff runs/a/checkpoints/step-50 runs/a/checkpoints/step-100",
-            "checkpoint diff runs/a /shared/checkpoints",
-        ),
-    ),
-    "checkpoint convert": CommandHelp(
-        "Train",
-        "docs/reference/techniques/checkpoints.md",
-        (
-            "checkpoint convert models/old -o models/new",
-            "checkpoint convert pytorch_model.bin -o models/new",
-            "checkpoint convert weights.pt -o models/new",
-        ),
-    ),
-    "speedup": CommandHelp(
-        "Measure",
-        "docs/tutorials/which-technique-pays.md",
-        (
-            "speedup recipe.yaml --budget 20m",
-            "speedup recipe.yaml --design leave-one-out --write",
-            "speedup --rerun runs/before --tolerance 0.05",
-        ),
-    ),
-    "verify": CommandHelp(
-        "Measure",
-        "docs/explanation/measuring.md",
-        (
-            "verify recipe.yaml",
-            "verify recipe.yaml --seeds 3 --budget 1h",
-            "verify recipe.yaml --json",
-        ),
-    ),
-    "tune": CommandHelp(
-        "Measure",
-        "docs/how-to/tune.md",
-        (
-            "tune recipe.yaml --budget 10m",
-            "tune recipe.yaml --study learning --budget 1h",
-            "tune recipe.yaml --only packed,threads --write",
-        ),
-    ),
-    "profile": CommandHelp(
-        "Measure",
-        "docs/tutorials/which-technique-pays.md",
-        (
-            "profile recipe.yaml",
-            "profile recipe.yaml --simulate h100",
-            "profile recipe.yaml --steps 20 --json",
-        ),
-    ),
-    "report": CommandHelp(
-        "Look",
-        "docs/tutorials/which-technique-pays.md",
-        (
-            "report runs/sft",
-            "report runs/a runs/b",
-            "report runs/sft output/trainer_state.json --json",
-        ),
-    ),
-    "monitor": CommandHelp(
-        "Look",
-        "docs/how-to/monitor.md",
-        (
-            "monitor runs/sft",
-            "monitor runs --terminal",
-            'monitor runs --alert \'["notify-send", "hasten"]\'',
-        ),
-    ),
-    "data": CommandHelp(
-        "Look",
-        "docs/how-to/data.md",
-        (
-            "data inspect recipe.yaml",
-            "data stats recipe.yaml",
-            "data pack recipe.yaml -o rows.parquet",
-        ),
-    ),
-    "data inspect": CommandHelp(
-        "Look",
-        "docs/how-to/data.md",
-        (
-            "data inspect recipe.yaml",
-            "data inspect recipe.yaml --count 10",
-            "data inspect recipe.yaml dataset=other.jsonl chat_template=qwen",
-        ),
-    ),
-    "data stats": CommandHelp(
-        "Look",
-        "docs/how-to/data.md",
-        (
-            "data stats recipe.yaml",
-            "data stats recipe.yaml -o stats.html",
-            "data stats recipe.yaml cutoff_len=4096 --json",
-        ),
-    ),
-    "data pack": CommandHelp(
-        "Look",
-        "docs/how-to/data.md",
-        (
-            "data pack recipe.yaml",
-            "data pack recipe.yaml -o rows.arrow",
-            "data pack recipe.yaml --row-tokens 4096 --force",
-        ),
-    ),
-    "data convert": CommandHelp(
-        "Look",
-        "docs/how-to/data.md",
-        (
-            "data convert data/train.parquet -o train.jsonl",
-            "data convert a.json b.csv -o all.jsonl",
-            "data convert data/ --max-rejected 10 -o all.jsonl",
-        ),
-    ),
-    "env": CommandHelp(
-        "Look",
-        "docs/reference/models.md",
-        ("env", "env --no-measure --json", "env --bench -o rates.json"),
-    ),
-    "keys": CommandHelp(
-        "Look",
-        "docs/reference/recipe.md",
-        ("keys", "keys learning_rate", "keys gradient_accumulation --json"),
-    ),
-    "estimate": CommandHelp(
-        "Cluster",
-        "docs/how-to/estimate.md",
-        (
-            "estimate deepseek-llm-7b --cluster dgx_h100 --nodes 4",
-            "estimate recipe.yaml --gpu a100 --gpus-per-node 4",
-            "estimate recipe.yaml --what-if network=2x -o estimate.html",
-        ),
-    ),
-    "launch": CommandHelp(
-        "Cluster",
-        "docs/how-to/several-gpus.md",
-        (
-            "launch recipe.yaml --nodes 2 --hosts a,b",
-            "launch recipe.yaml --target slurm --nodes 4 --time 24h",
-            "launch recipe.yaml --target kubernetes --dry-run",
-        ),
-    ),
-}
+def _read_table() -> Iterator[tuple[str, CommandHelp]]:
+    group, examples = "", list[str]()
+    for line in _TABLE.strip().splitlines():
+        text = line.strip()
+        indent = len(line) - len(text)
+        if indent == 0:
+            group = text
+        elif indent == 2:
+            name, _, page = text.partition(": ")
+            examples = []
+            yield name, CommandHelp(group, f"docs/{page}", examples)
+        else:
+            examples.append(text)
+
+
+HELP = dict(_read_table())
+GROUPS = list(dict.fromkeys(entry.group for entry in HELP.values()))
 
 
 @contextlib.contextmanager

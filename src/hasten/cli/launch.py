@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import math
 import shlex
 import shutil
 import subprocess
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from hasten.launch.targets import Launch
     from hasten.recipe.schema import Recipe
 
-UNITS = {"m": 1, "h": 60, "d": 1440}
 CONTAINER_WORKDIRS = {"kubernetes": "/workspace"}  # work folders that don't mirror this machine's
 BUCKET = "/checkpoints"
 
@@ -103,6 +102,7 @@ def launch(
     from hasten.planner.launching import config_of, planned, recipe_there
     from hasten.recipe.build import check_batch_of_ranks
     from hasten.recipe.schema import load_recipe
+    from hasten.recipe.yaml_reader import read_duration
 
     if target not in TARGETS:
         hint = did_you_mean(target, TARGETS)
@@ -124,7 +124,7 @@ def launch(
         name=name,
         fewest=min_nodes,
         spot=spot,
-        minutes=minutes_of(time),
+        minutes=None if time is None else math.ceil(read_duration(time, "--time") / 60),
         grace=grace,
         restarts=restarts,
         workdir=workdir or CONTAINER_WORKDIRS.get(target, str(Path.cwd())),
@@ -168,16 +168,6 @@ def launch(
     by_hand = f"on every host: bash {script} FIRST_HOST:{made.port}"
     say(f"to start it: {shlex.join(command) if command else by_hand}")
     return subprocess.run(command, check=False).returncode if submit else 0
-
-
-def minutes_of(text: str | None) -> int | None:
-    """``90m``, ``24h`` or ``7d`` as minutes."""
-    if text is None:
-        return None
-    match = re.fullmatch(r"([1-9]\d{0,5})([mhd])", text.strip())
-    if not match:
-        raise InputError(f"--time {text!r}: write 90m, 24h or 7d")
-    return int(match[1]) * UNITS[match[2]]
 
 
 def rehearsal(recipe: Recipe, made: Launch, folder: Path, wanted: str | None) -> int:

@@ -107,13 +107,9 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
 for name, command in COMMANDS.items():
     app.command(name, rich_help_panel=HELP[name].group, epilog=HELP[name].epilog)(command)
 for name, group in {"checkpoint": checkpoint, "data": data}.items():
-    app.add_typer(
-        group,
-        name=name,
-        cls=CommandGroup,
-        rich_help_panel=HELP[name].group,
-        epilog=HELP[name].epilog,
-    )
+    help_ = HELP[name]
+    panel: dict[str, Any] = {"rich_help_panel": help_.group, "epilog": help_.epilog}
+    app.add_typer(group, name=name, cls=CommandGroup, **panel)
     for subcommand in group.registered_commands:
         subcommand.epilog = HELP[f"{name} {subcommand.name}"].epilog
 
@@ -144,8 +140,9 @@ def run(take_signals: Callable[[], None] = lambda: None) -> None:
         _say(error)
         sys.exit(error.code)
     except Exception as error:
-        if isinstance(error, OSError) and _of_echo(error):  # click's, of help texts
-            _say(unwritable(error.strerror or str(error)))
+        frames = traceback.extract_tb(error.__traceback__)
+        if isinstance(error, OSError) and any(frame.name == "echo" for frame in frames):
+            _say(unwritable(error.strerror or str(error)))  # click's, of help texts
             sys.exit(1)
         if not _reported_by_supervisor(error):
             raise
@@ -154,20 +151,13 @@ def run(take_signals: Callable[[], None] = lambda: None) -> None:
         dropped_output(sys.stderr)  # a full disk under a log changes no exit code
 
 
-def _of_echo(error: OSError) -> bool:
-    frames = traceback.extract_tb(error.__traceback__)
-    return any(frame.name == "echo" for frame in frames)
-
-
 def _refuse_other_flags(arguments: list[str]) -> None:
     """Raise InputError where ``hasten train`` is given the flags of another trainer's script."""
     if arguments[:1] != ["train"]:
         return
     command: Any = typer.main.get_command(app)
-    options = {option for p in command.commands["train"].params for option in p.opts} | {
-        "--help",
-        "-h",
-    }
+    options = {"--help", "-h"}
+    options |= {option for p in command.commands["train"].params for option in p.opts}
     flags = [word.partition("=")[0] for word in arguments if word.startswith("--")]
     strange = [flag for flag in flags if "_" in flag and flag.replace("_", "-") not in options]
     if strange:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import secrets
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from hasten.cli.arguments import check_token
 from hasten.cli.output import say
-from hasten.errors import InputError, pip_install
-
-if TYPE_CHECKING:
-    from hasten.monitor.watching import RunsReader
+from hasten.errors import require_packages
 
 
 def monitor(
@@ -66,17 +62,11 @@ def monitor(
         if command is not None:  # a single look may have found something to tell
             command.wait()
         return
-    _serve(watching, host, port, token or secrets.token_urlsafe(24))
-
-
-def _serve(watching: RunsReader, host: str, port: int, token: str) -> None:
-    missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise InputError(
-            f"the page needs {' and '.join(missing)}: {pip_install('monitor')}, or use --terminal"
-        )
+    instead = ", or use --terminal"
+    require_packages("the page", "monitor", "starlette", "uvicorn", instead=instead)
     from hasten.monitor.server import MonitorServer
 
+    token = token or secrets.token_urlsafe(24)
     server = MonitorServer(watching, host, port, token)
     with watching:
         say(f"{server.url}?token={token}", flush=True)

@@ -56,6 +56,7 @@ def profile(
     from hasten.cli.train import as_ranks, lacking
     from hasten.launch.ranks import process_group, restart_with
     from hasten.machine import environment
+    from hasten.measure.profile import steps_needed
     from hasten.progress import Display
     from hasten.recipe.build import prepare_run
     from hasten.recipe.schema import load_recipe
@@ -63,7 +64,9 @@ def profile(
 
     changes = [*(overrides or []), *([f"output={output}"] if output is not None else [])]
     options = ["--steps", str(steps), *(["--json"] if as_json else [])]
-    recipe = _long_enough(load_recipe(path, changes), steps)
+    # The recipe's own length is none of the question.
+    length = {"max_steps": steps_needed(WARMUP, steps), "epochs": None, "max_tokens": None}
+    recipe = load_recipe(path, changes).model_copy(update=length)
     if recipe.nproc > 1 and environment.world().size == 1:
         return as_ranks(recipe, "profile", options)
     if missing := lacking(recipe):
@@ -90,14 +93,7 @@ def profile(
 def simulated_step(
     path: Path, overrides: Sequence[str], gpu: str, output: Path | None, as_json: bool
 ) -> None:
-    """Counts a step of the recipe on a simulated GPU and prints the table.
-
-    Args:
-        path: the recipe.
-        overrides: changes to the recipe, as ``key=value``.
-        gpu: name of the simulated GPU.
-        output: folder for ``simulation.json``; None writes no file.
-        as_json: print JSON instead of the table.
+    """Counts a step of the recipe on a simulated GPU; prints it, writes ``simulation.json``.
 
     Raises:
         InputError: no such recipe or GPU, or a step can't be traced on this machine.
@@ -136,14 +132,6 @@ def _measured(prepared: PreparedJob, steps: int, show: Any) -> dict[str, Any]:
     finally:
         if context.world.is_main:
             shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _long_enough(recipe: Recipe, steps: int) -> Recipe:
-    """The recipe with as many steps as a profile takes; its length is none of the question."""
-    from hasten.measure.profile import steps_needed
-
-    needed = steps_needed(WARMUP, steps)
-    return recipe.model_copy(update={"max_steps": needed, "epochs": None, "max_tokens": None})
 
 
 def _origin(recipe: Recipe, context: JobContext, plan: Plan, path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``hasten report``, ``card``, ``regress``: results shown, described or remeasured."""
+"""``hasten report``: the results of runs and experiments."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def report(
         shown = read_object(experiment)
         prediction = predicted_section(experiment.parent)
         shown = shown | ({} if prediction is None else {"predicted": prediction})
-        page = write_report(shown, _folder_of(experiment))
+        # The page of a file of another name may not replace that of the folder's report.json.
+        is_usual = experiment.name == "report.json"
+        page = write_report(shown, experiment.parent if is_usual else experiment.with_suffix(""))
         say(json.dumps(shown, indent=1) if as_json else render_markdown(shown))
         if not as_json:
             say(f"report: {page}")
@@ -57,16 +59,6 @@ def report(
         _summary(values)
         say(predicted_lines(run))
         _tell(studies)
-
-
-def _folder_of(experiment: Path) -> Path:
-    """Returns the folder for the experiment's page.
-
-    It is the experiment's own folder for ``report.json``. A file of another name has a
-    folder of its own, because its page may not replace that ``report.json``.
-    """
-    named = experiment.name == "report.json"
-    return experiment.parent if named else experiment.with_suffix("")
 
 
 def _is_other(path: Path) -> bool:
@@ -119,6 +111,3 @@ def _summary(summary: dict[str, Any]) -> None:
 
 def _number(value: float | None, form: str) -> str:
     return "not measured" if value is None else form.format(value)
-
-
-"""``hasten report``: the results of runs and experiments."""

@@ -33,16 +33,9 @@ def rerun(
     budget: str | None,
     as_json: bool,
 ) -> int:
-    """Measures a stored experiment again and prints the variants that lost part of their gain.
+    """Measures a stored experiment again; prints the variants that lost part of their gain.
 
-    Args:
-        bundle: folder of ``speedup --bundle``, or of an experiment.
-        overrides: new paths of data and model, as ``key=value``.
-        rounds: rounds of each variant; None takes those of the stored experiment.
-        tolerance: share of a gain that may go without being called lost.
-        output: folder of the new experiment.
-        budget: limit of the total time; None takes that of the stored experiment.
-        as_json: print JSON instead of the table.
+    ``rounds`` and ``budget`` are those of the stored experiment if they are None.
 
     Returns:
         The exit code, 4 if a gain was lost.
@@ -78,15 +71,14 @@ def rerun(
         say(table(gains))
         say(conclusion(gains, tolerance))
     if as_json:
-        rows = [_row(change) for change in gains]
+        rows = []
+        for change in gains:
+            intervals = {"before": change.before, "now": change.now, "ratio": change.ratio}
+            row = {key: None if i is None else i.summary() for key, i in intervals.items()}
+            texts = {key: getattr(change, key) for key in ("name", "verdict", "reason")}
+            rows.append(texts | row)
         say(json.dumps({"variants": rows, "lost": lost(gains)}, indent=1))
     return FAILED if lost(gains) else 0
-
-
-def _row(change: VariantChange) -> dict[str, Any]:
-    intervals = {"before": change.before, "now": change.now, "ratio": change.ratio}
-    summaries = {key: None if i is None else i.summary() for key, i in intervals.items()}
-    return {"name": change.name, "verdict": change.verdict, "reason": change.reason, **summaries}
 
 
 def check_data(bundle: Bundle, recipe: Recipe) -> None:

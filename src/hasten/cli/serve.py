@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import secrets
 import shutil
 import sys
@@ -13,7 +12,7 @@ import typer
 from hasten.cli.arguments import check_token
 from hasten.cli.chat import Run, Weights
 from hasten.cli.output import say
-from hasten.errors import InputError, pip_install
+from hasten.errors import require_packages
 
 
 def serve(
@@ -35,23 +34,9 @@ def serve(
     ] = None,
     weights: Weights = "",
 ) -> int:
-    """Serve a run's model to clients of OpenAI's interface.
-
-    Examples:
-
-      hasten serve runs/first
-
-      hasten serve runs/first --port 0 --engine transformers
-
-      hasten serve runs/first --host 0.0.0.0 --token "$TOKEN"
-
-    Docs: docs/how-to/use-the-model.md
-    """
+    """Serve a run's model to clients of OpenAI's interface."""
     check_token(token)
-    missing = [n for n in ("starlette", "uvicorn") if importlib.util.find_spec(n) is None]
-    if missing:
-        raise InputError(f"serve needs {' and '.join(missing)}: {pip_install('serve')}")
-
+    require_packages("serve", "serve", "starlette", "uvicorn")
     from hasten.monitor.server import listen
     from hasten.release import serving
     from hasten.release.trained_model import check_template, load_run, weights_folder

@@ -22,6 +22,7 @@ from hasten.cli.arguments import (
     WriteTo,
     named,
     output_option,
+    refuse_unused,
     text_to_stderr,
     writable,
     write_result,
@@ -29,7 +30,6 @@ from hasten.cli.arguments import (
 from hasten.cli.output import say
 from hasten.core.plan import Plan
 from hasten.core.technique import Fidelity
-from hasten.errors import InputError
 from hasten.formatting import duration
 
 if TYPE_CHECKING:
@@ -37,11 +37,15 @@ if TYPE_CHECKING:
     from hasten.measure.recipe_experiment import ExperimentSubject
     from hasten.recipe.price import Price
     from hasten.recipe.schema import Recipe
-    from hasten.tune.learning_study import LearningOptions
     from hasten.tune.study_folder import StudyResult
+
+OF_LEARNING = (
+    *("path", "overrides", "study", "budget", "only", "trials", "fresh", "output", "as_json"),
+)
 
 
 def tune(
+    context: typer.Context,
     path: RecipePath,
     overrides: Overrides = None,
     study: Annotated[
@@ -81,33 +85,16 @@ def tune(
     from hasten.progress import Display
     from hasten.recipe.schema import load_recipe
     from hasten.tune.api import tune as tune_job
-    from hasten.tune.learning_study import LearningOptions
+    from hasten.tune.learning_study import LearningOptions, learn
     from hasten.tune.subjects import TuneOptions
 
-    if study == "learning":
-        for option, differs in (
-            ("--sampler", sampler != "auto"),
-            ("--objective", objective != "tokens"),
-            ("--lossy", lossy),
-            ("--seeds", seeds != 3),
-            ("--steps", steps != 4),
-            ("--write", write or write_to is not None),
-        ):
-            if differs:
-                raise InputError(
-                    f"{option} is of the study of speed; that of learning looks at the held-out "
-                    "loss alone"
-                )
-        wishes = LearningOptions(named(only), trials, fresh)
-        return learn(path, overrides or [], budget or "1h", wishes, output, as_json)
+    learns = study == "learning"
+    if learns:
+        refuse_unused(context, OF_LEARNING, "with --study learning")
     writable("--output", output)
     back = WriteBack(path, write, write_to)
     back.check()
     recipe = load_recipe(path, overrides or [])
-    options = TuneOptions(
-        *(sampler, objective, lossy, named(only), trials),
-        *(recipe.seed, steps, fresh),
-    )
     with Display() as display:
 
         def prove(subject: ExperimentSubject, plan: Plan) -> Sequence[str]:
@@ -121,15 +108,27 @@ def tune(
             )
             return objections(outcome)
 
-        outcome = tune_job(recipe, budget or "8m", options, audience=display, prove=prove)
-    target = output or Path(recipe.output) / "tuned.yaml"
-    write_result(target, outcome.text)
+        if learns:
+            wishes = LearningOptions(named(only), trials, fresh)
+            study_result = learn(recipe, budget or "1h", wishes, audience=display)
+        else:
+            options = TuneOptions(
+                *(sampler, objective, lossy, named(only), trials),
+                *(recipe.seed, steps, fresh),
+            )
+            study_result = tune_job(recipe, budget or "8m", options, audience=display, prove=prove)
+    target = output or Path(recipe.output) / ("learnt.yaml" if learns else "tuned.yaml")
+    write_result(target, study_result.text)
     with text_to_stderr(as_json):
-        show(outcome, recipe.price, recipe.nproc)
-        say(f"\nrecipe: {target}\nstudy: {outcome.folder / 'study.html'}")
-        back.write(_changed(recipe, load_recipe(target)))
+        if learns:
+            show_learning(study_result)
+        else:
+            show(study_result, recipe.price, recipe.nproc)
+        say(f"\nrecipe: {target}\nstudy: {study_result.folder / 'study.html'}")
+        if not learns:
+            back.write(_changed(recipe, load_recipe(target)))
     if as_json:
-        say((outcome.folder / "study.json").read_text())
+        say((study_result.folder / "study.json").read_text())
     return 0
 
 
@@ -189,36 +188,6 @@ def _ratio(row: dict[str, Any]) -> str:
 
 def _changes(settings: dict[str, Any], start: dict[str, Any]) -> str:
     return ", ".join(f"{k}={v}" for k, v in settings.items() if start.get(k) != v)
-
-
-# ``hasten tune --study learning``: learning rate, warm-up and batch by the eval loss.
-
-
-def learn(
-    path: Path,
-    overrides: Sequence[str],
-    budget: str,
-    options: LearningOptions,
-    output: Path | None,
-    as_json: bool,
-) -> int:
-    """Train, prove, print the trainings, write the winning recipe; the exit code."""
-    from hasten.progress import Display
-    from hasten.recipe.schema import load_recipe
-    from hasten.tune.learning_study import learn as learn_job
-
-    writable("--output", output)
-    recipe = load_recipe(path, overrides)
-    with Display() as display:
-        study = learn_job(recipe, budget, options, audience=display)
-    target = output or Path(recipe.output) / "learnt.yaml"
-    write_result(target, study.text)
-    with text_to_stderr(as_json):
-        show_learning(study)
-        say(f"\nrecipe: {target}\nstudy: {study.folder / 'study.html'}")
-    if as_json:
-        say((study.folder / "study.json").read_text())
-    return 0
 
 
 def show_learning(study: StudyResult) -> None:

@@ -32,12 +32,6 @@ from hasten.data import renderer
 from hasten.data.conversation import Conversation
 from hasten.data.prompt_formats import STANDARD
 from hasten.data.template_sandbox import UnrenderedError, render
-from hasten.data.turns import Message
-from hasten.errors import InputError
-from hasten.parts.data.collate import TokenizedExample, tokenized_example
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 from hasten.data.tool_calls import (
     FORMS,
     TOOL_ADVICE,
@@ -48,6 +42,12 @@ from hasten.data.tool_calls import (
     split_tools,
     template_turns,
 )
+from hasten.data.turns import Message
+from hasten.errors import InputError
+from hasten.parts.data.collate import TokenizedExample, tokenized_example
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # The chat template of a tokenizer, apart from it, and what it makes of the turns of an example.
 
@@ -180,7 +180,11 @@ def encode_all(
         )
     ends = _added_tokens(tokenizer)
     remaining = iter(conversations)
-    backend, template = _plain_backend(tokenizer), chat_template_of(tokenizer)
+    # This call sets up the backend, which then neither cuts nor pads. Without the dictionaries of
+    # lists that Transformers makes of its results, tokenising takes a third less time.
+    tokenizer(["a"], add_special_tokens=False, truncation=False, padding=False)
+    backend: Any = tokenizer.backend_tokenizer
+    template = chat_template_of(tokenizer)
     while batch := list(islice(remaining, _BATCH)):
         drawn = _draw_all(template, batch, ends, loss_on)
         # The template has put the special tokens into the text.
@@ -228,16 +232,6 @@ def _pieces(example: TokenizedExample, cutoff_len: int) -> list[TokenizedExample
         )
         for at in starts
     ]
-
-
-def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Returns the tokenizer's backend, which neither cuts nor pads.
-
-    A call of the tokenizer sets that up. Transformers makes dictionaries of lists from the
-    backend's results. Without them, tokenising takes a third less time.
-    """
-    tokenizer(["a"], add_special_tokens=False, truncation=False, padding=False)
-    return tokenizer.backend_tokenizer
 
 
 def _dialogue_example(
@@ -322,7 +316,8 @@ def _draw(
         number = len(conversation.messages)
         return _Rendered("", [], f"a dialogue of {number:,} turns: split those of over {TURNS:,}")
     plain = all(message.role in _PLAIN and not message.calls for message in conversation.messages)
-    if any(not message.content.strip() for message in conversation.messages if _speaks(message)):
+    spoken = (m for m in conversation.messages if m.role == "assistant" and not m.calls)
+    if any(not message.content.strip() for message in spoken):
         return _Rendered("", [], "an answer holds its end token alone")
     unseen, failed = "", ""
     for form in FORMS[: 1 if plain else None]:
@@ -335,10 +330,6 @@ def _draw(
     if failed and not plain:
         failed = f"the chat template takes no turns of tools: {TOOL_ADVICE}"
     return _Rendered("", [], unseen or failed)
-
-
-def _speaks(message: Message) -> bool:
-    return message.role == "assistant" and not message.calls
 
 
 class AnswerEnd(NamedTuple):

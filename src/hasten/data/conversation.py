@@ -78,7 +78,9 @@ def conversation(example: Any, shape: str, location: str) -> Conversation:
             f"lacks {' and '.join(map(repr, missing))} (the file's shape is {shape})"
         )
     if read is None:
-        return Conversation((), _filled(_text(example, "text"), "text"), location)
+        if not (text := _text(example, "text")).strip():
+            raise NoConversationError("lacks a text: it is empty")
+        return Conversation((), text, location)
     messages = tuple(read(example))
     check_turns(messages)
     return Conversation(messages, None, location)
@@ -145,11 +147,8 @@ def _as_turns(value: Any) -> Any:
     listed = [rows] if isinstance(rows, dict) else rows
     if not isinstance(listed, list) or not listed:
         return None
-    return (
-        listed
-        if all(isinstance(one, dict) and present_key(one, ROLE_KEYS) for one in listed)
-        else None
-    )
+    are_turns = all(isinstance(one, dict) and present_key(one, ROLE_KEYS) for one in listed)
+    return listed if are_turns else None
 
 
 def _turns(value: Any, key: str) -> list[Message]:
@@ -162,11 +161,8 @@ def _turns(value: Any, key: str) -> list[Message]:
             raise NoConversationError(f"a turn in {key!r} is {kind_of(entry)}, not an object")
         for turn in _exchange(entry):
             parsed = message(turn)
-            if (
-                made
-                and made[-1].role == "assistant"
-                and turn.get(present_key(turn, ROLE_KEYS)) in CALLS
-            ):
+            calls = turn.get(present_key(turn, ROLE_KEYS)) in CALLS
+            if calls and made and made[-1].role == "assistant":
                 # Calls in turns of their own, after a text or each other, are one answer.
                 if made[-1].trained != parsed.trained:
                     raise NoConversationError("an answer and its calls differ in their flags")
@@ -214,12 +210,6 @@ def _text(example: Mapping[str, Any], key: str, optional: bool = False) -> str:
     return "" if value is None and optional else sound(value, key)
 
 
-def _filled(text: str, what: str) -> str:
-    if not text.strip():
-        raise NoConversationError(f"lacks {'an' if what == 'answer' else 'a'} {what}: it is empty")
-    return text
-
-
 _TAKES = ("system", "system_prompt", "tools", "functions", "history")
 
 
@@ -249,11 +239,8 @@ def unread(example: Mapping[str, Any], shape: str, read_columns: Collection[str]
     """The columns beyond `read_columns`, and the keys of turns, that have a value and are not
     read.
     """
-    columns = {
-        key
-        for key, value in example.items()
-        if key not in read_columns and value not in EMPTY_VALUES
-    }
+    others = example.keys() - read_columns
+    columns = {key for key in others if example[key] not in EMPTY_VALUES}
     for name in SHAPES[shape].needs:
         value = example.get(name)
         if isinstance(value, str):  # a cell of JSON
@@ -309,15 +296,9 @@ class ColumnNames:
         if not isinstance(example, dict):
             return example
         taken = {*self.names.values()} - self.names.keys()
-        other_fields = (
-            {} if self.shape else {k: v for k, v in example.items() if k not in self.names}
-        )
-        named = {
-            standard_name: example[user_name]
-            for standard_name, user_name in self.names.items()
-            if user_name in example
-        }
-        fields = {k: v for k, v in other_fields.items() if k not in taken} | named
+        left_out = {*example} if self.shape else {*self.names, *taken}
+        fields = {k: v for k, v in example.items() if k not in left_out}
+        fields |= {k: example[user] for k, user in self.names.items() if user in example}
         known_shape = SHAPES.get(shape or "")
         if self.tags and known_shape and (key := known_shape.needs[0]) in fields:
             fields[key] = [self._turn(turn) for turn in read_list(fields.get(key), key)]
@@ -329,14 +310,8 @@ class ColumnNames:
         keys = {user_key: _KEY_TAGS[tag] for tag, user_key in self.tags.items() if tag in _KEY_TAGS}
         taken = {*keys, *keys.values()}
         fields = {key: value for key, value in turn.items() if key not in taken}
-        fields |= {
-            standard_key: turn[user_key]
-            for user_key, standard_key in keys.items()
-            if user_key in turn
-        }
-        roles = {
-            user_key: _ROLE_TAGS[tag] for tag, user_key in self.tags.items() if tag in _ROLE_TAGS
-        }
+        fields |= {key: turn[user] for user, key in keys.items() if user in turn}
+        roles = {user: _ROLE_TAGS[tag] for tag, user in self.tags.items() if tag in _ROLE_TAGS}
         if isinstance(name := fields.get(who := present_key(fields, ROLE_KEYS)), str):
             fields[who] = roles.get(name, name)
         return fields

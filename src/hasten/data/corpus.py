@@ -31,13 +31,7 @@ from hasten.data.turns import Message
 from hasten.errors import InputError
 
 _NOT_LIBRARY = (
-    "test",
-    "tests",
-    "idle_test",
-    "idlelib",
-    "lib2to3",
-    "site-packages",
-    "dist-packages",
+    *("test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "dist-packages"),
 )
 # Near-identical modules would stand on both sides of the split.
 _GENERATED = ("encodings", "pydoc_data", "_bundled", "__pycache__")
@@ -83,7 +77,8 @@ def stdlib_corpus(root: Path | None = None) -> Corpus:
             continue
         modules.append(name)
         digest.update(f"{name}\0{source}\0".encode())
-        pairs, texts = sides[_is_eval_example(name)]
+        first = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
+        pairs, texts = sides[first % _EVAL_EVERY == 0]
         pairs.extend(_pairs(source, name))
         texts.append(Conversation((), source, f"{name}:1"))
     if len(modules) < _FEWEST:
@@ -110,11 +105,6 @@ def _source(path: Path) -> str | None:
     except (OSError, SyntaxError, UnicodeDecodeError):
         return None
     return text.replace("\r\n", "\n").replace("\r", "\n").replace("\x00", "")
-
-
-def _is_eval_example(name: str) -> bool:
-    first = hashlib.sha256(name.encode()).digest()[:4]
-    return int.from_bytes(first, "big") % _EVAL_EVERY == 0
 
 
 def _pairs(source: str, name: str) -> Iterator[Conversation]:
@@ -167,7 +157,5 @@ def _dedent(lines: list[str], columns: int) -> str:
 
 def _unseen(eval_data: SplitSide, train: SplitSide) -> SplitSide:
     train_answers = {pair.messages[-1].content for pair in train.pairs}
-    unseen_pairs = (
-        pair for pair in eval_data.pairs if pair.messages[-1].content not in train_answers
-    )
-    return eval_data._replace(pairs=tuple(unseen_pairs))
+    unseen = (pair for pair in eval_data.pairs if pair.messages[-1].content not in train_answers)
+    return eval_data._replace(pairs=tuple(unseen))

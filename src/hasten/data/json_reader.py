@@ -455,7 +455,7 @@ def _deep_end(text: str, at: int) -> int:
 
 _LOOK = 200  # rows of which one must be an example
 _LISTS = (
-    *("data", "dataset", "rows", "examples", "examples", "samples", "instances", "items"),
+    *("data", "dataset", "rows", "examples", "samples", "instances", "items"),
     *("train", "validation", "valid", "dev", "test"),
 )
 

@@ -18,7 +18,6 @@ fit: it takes each row for one example.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from numpy.typing import NDArray
 from hasten.data.token_store import StoredExamples
 from hasten.errors import InputError
 from hasten.machine.files import replacing
+from hasten.parts.data.collate import IGNORED
 from hasten.parts.data.epoch_order import PackedOrder
 from hasten.parts.data.packing import Efficiency
 
@@ -37,9 +37,6 @@ COLUMNS = ("input_ids", "labels", "position_ids", "seq_lengths")
 SCHEMA = pa.schema([(name, pa.list_(pa.int32())) for name in COLUMNS])
 SUFFIXES = (".arrow", ".parquet")
 BATCH_TOKENS = 1 << 20  # tokens of rows that are held in memory
-IGNORED = -100
-
-Writer = Callable[[Any], AbstractContextManager[Any]]
 
 
 def write_packed(
@@ -64,12 +61,17 @@ def write_packed(
         )
     order = PackedOrder(examples.lengths, row_tokens, 1, seed)
     rows = order.rows(0)
-    writer = _parquet if output.suffix == ".parquet" else _stream
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(output) as file, writer(file) as sink:
-            for batch in _batches(examples, rows, on_progress):
-                sink.write_batch(batch)
+        with replacing(output) as file:
+            writer: Any
+            if output.suffix == ".parquet":
+                writer = pq.ParquetWriter(file, SCHEMA, compression="zstd")
+            else:
+                writer = pa.ipc.new_stream(pa.PythonFile(file, "w"), SCHEMA)
+            with writer:
+                for batch in _batches(examples, rows, on_progress):
+                    writer.write_batch(batch)
     except OSError as error:
         raise InputError(f"{output} can't be written: {error.strerror or error}") from error
     return order.efficiency
@@ -116,13 +118,3 @@ def _row(examples: StoredExamples, row: list[int]) -> dict[str, NDArray[np.int32
 def _lists(values: list[NDArray[np.int32]]) -> Any:
     ends = np.cumsum([0, *(len(v) for v in values)])
     return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(np.concatenate(values)))
-
-
-def _stream(file: Any) -> AbstractContextManager[Any]:
-    writer: AbstractContextManager[Any] = pa.ipc.new_stream(pa.PythonFile(file, "w"), SCHEMA)
-    return writer
-
-
-def _parquet(file: Any) -> AbstractContextManager[Any]:
-    writer: AbstractContextManager[Any] = pq.ParquetWriter(file, SCHEMA, compression="zstd")
-    return writer

@@ -31,21 +31,8 @@ from hasten.data.sources import FILE, Source, hub_files, hub_name, saved_files
 from hasten.data.spool import ConversationSink
 from hasten.data.stages import advice, placeholder_in, refuse_other_stage
 from hasten.data.table_reader import scan_csv, scan_table
-from hasten.data.turns import Message, NoConversationError
+from hasten.data.turns import NoConversationError
 from hasten.errors import InputError
-
-__all__ = [
-    "Conversation",
-    "Message",
-    "ReadExamples",
-    "Rejected",
-    "check_rejected",
-    "other_splits",
-    "placeholder_words",
-    "read_examples",
-    "read_sources",
-    "unread_words",
-]
 
 _LOOK = 200  # examples that decide a file's shape
 _SHOWN = 8  # names of columns that are not read
@@ -186,7 +173,8 @@ def _files(path: Path) -> list[Path]:
                 f"from the folder {path}, or list the files"
             )
         # A text beside data is a licence or a list of packages.
-        files = [file for file in files if not _is_text(file)] or files
+        kinds = {file: container.kind for file in files if (container := named(file))}
+        files = [file for file, kind in kinds.items() if kind != "txt"] or files
         if any(file.name == FILE for file in files):
             raise InputError(f"{path} lists its data sets: add one's name, as in {path}:NAME")
         if not files:
@@ -199,10 +187,6 @@ def _files(path: Path) -> list[Path]:
             return hub_files(name)
         raise InputError(f"there is no file {path}{_near(path)}")
     return [path]
-
-
-def _is_text(file: Path) -> bool:
-    return (container := named(file)) is not None and container.kind == "txt"
 
 
 def _near(path: Path) -> str:
@@ -236,23 +220,17 @@ def _read_file(path: Path, columns: ColumnNames, reading: ReadExamples) -> None:
     shape = _detect(path, head, columns)
     reading.shapes[str(path)] = shape
     reading.containers[str(path)] = str(container)
-    takes = () if columns.shape or shape not in SHAPES else SHAPES[shape].takes
-    read_columns = {
-        *named,
-        *columns.names,
-        *(SHAPES[shape].needs if shape in SHAPES else ()),
-        *takes,
-    }
+    expected = SHAPES.get(shape)
+    needs, takes = (expected.needs, expected.takes) if expected else ((), ())
+    read_columns = {*named, *columns.names, *needs, *(() if columns.shape else takes)}
     unknown = reading.unread.setdefault(str(path), set())
     placeholders = reading.placeholders.setdefault(str(path), Counter())
     for json_value in chain(head, examples):
         if json_value.lost:
             raise InputError(
                 f"{path}:{json_value.line}: {json_value.reason}; {len(reading.conversations):,} "
-                f"examples "
-                f"were "
-                "read before it and all that follow are lost, whatever max_rejected allows: fetch "
-                "or write the file again"
+                "examples were read before it and all that follow are lost, whatever max_rejected "
+                "allows: fetch or write the file again"
             )
         try:
             if json_value.reason is not None:

@@ -96,20 +96,38 @@ def stop() -> None:
 def _started() -> _Renderer:
     global _current
     if _current is None or _current.owner != os.getpid():
-        ours, theirs = socket.socketpair()
-        limits = [str(SECONDS), str(MEMORY)]
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "hasten.data.renderer", str(theirs.fileno()), *limits],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                # Ctrl-C is for its owner; one that leads a session already is killed with it.
-                start_new_session=os.getsid(0) != os.getpid(),
-            )
-        _current = _Renderer(os.getpid(), process, Connection(ours.detach()))
+        # Ctrl-C is for its owner; one that leads a session already is killed with it.
+        own_session = os.getsid(0) != os.getpid()
+        process, link = start_child(
+            "hasten.data.renderer", str(SECONDS), str(MEMORY), own_session=own_session
+        )
+        _current = _Renderer(os.getpid(), process, link)
         atexit.register(stop)
     return _current
+
+
+def start_child(
+    module: str, *arguments: str, own_session: bool = True
+) -> tuple[subprocess.Popen[bytes], Connection]:
+    """Starts ``python -m module FD ARGUMENTS``; FD is the other end of the connection.
+
+    Ctrl-C doesn't reach a process in a session of its own.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, str(theirs.fileno()), *arguments],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=own_session,
+        )
+    return process, Connection(ours.detach())
+
+
+def end_words(code: int) -> str:
+    """How a process ended, by the code that it left."""
+    return f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
 
 
 def _ended(location: str, code: int) -> str:
@@ -118,7 +136,7 @@ def _ended(location: str, code: int) -> str:
             f"the tokenizer's chat template takes over {SECONDS} s of processor time more than the "
             f"texts explain at {location}: correct the template or the example"
         )
-    how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
+    how = end_words(code)
     return f"the process that renders the chat template {how} at {location}: correct the template"
 
 

@@ -91,13 +91,10 @@ def _read(listing: Path, name: str, entry: Any) -> tuple[Path, ColumnNames]:
         raise InputError(
             f"{location} has {unread[0]!r}, which is not read here: use an entry without"
         )
-    return _file(listing, location, entry.get("file_name")), _columns(location, entry)
-
-
-def _file(listing: Path, location: str, name: Any) -> Path:
-    if not isinstance(name, str) or not name:
+    if not (file := entry.get("file_name")):
         raise InputError(f"{location} has no file_name: only local files are read")
-    return path_inside(listing.parent, name, f"{location}: file_name")
+    path = path_inside(listing.parent, file, f"{location}: file_name")
+    return path, _columns(location, entry)
 
 
 def _columns(location: str, entry: dict[str, Any]) -> ColumnNames:
@@ -304,12 +301,10 @@ def _said(name: HubName, error: Exception) -> str:
 
 
 def _inside(folder: Path, name: Any) -> Path:
-    root = folder.resolve()
-    if not isinstance(name, str) or not (root / name).resolve().is_relative_to(root):
-        raise InputError(f"{folder} lists {name!r}, which isn't in it: save the data set again")
-    if not (folder / name).exists():
+    path = path_inside(folder, name, f"the list of files in {folder}")
+    if not path.exists():
         raise InputError(f"{folder} lacks {name}, which it lists: copy or save it whole")
-    return folder / name
+    return path
 
 
 def _saved(path: Path) -> dict[str, Any]:

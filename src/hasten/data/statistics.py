@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -67,8 +66,7 @@ def layouts(lengths: NDArray[np.int32], batch: int, row_tokens: int) -> list[Bat
         BatchLayout(f"padded, {batch} at random", "-", 1 - padding_share(lengths, batch), batches),
         BatchLayout(f"padded, {batch} of like length", "length_grouped", grouped, batches),
     ]
-    shortest = max(row_tokens, int(lengths.max(initial=1)))
-    for row in _rows(shortest):
+    for row in _rows(lengths, row_tokens):
         made = plan_rows(lengths, row).efficiency
         name = f"packed, rows of {row:,}"
         batch_layouts.append(
@@ -82,8 +80,8 @@ def useful_row(lengths: NDArray[np.int32], row_tokens: int) -> int:
 
     It is one of the rows that :func:`layouts` compares.
     """
-    shortest = max(row_tokens, int(lengths.max(initial=1)))
-    full = {row: plan_rows(lengths, row).efficiency.fullness for row in _rows(shortest)}
+    rows = _rows(lengths, row_tokens)
+    full = {row: plan_rows(lengths, row).efficiency.fullness for row in rows}
     return next(row for row in full if full[row] >= max(full.values()) - CLOSE)
 
 
@@ -99,14 +97,15 @@ def layout_advice(lengths: NDArray[np.int32], batch: int, row_tokens: int) -> st
     return f"{methods[choice.method]} ({choice.reason})"
 
 
-def _rows(shortest: int) -> list[int]:
-    return [shortest * times for times in TIMES]
+def _rows(lengths: NDArray[np.int32], row_tokens: int) -> list[int]:
+    return [max(row_tokens, int(lengths.max(initial=1))) * times for times in TIMES]
 
 
 def statistics_of(examples: StoredExamples) -> DataStatistics:
     """Count a data set's examples, tokens and duplicates; every example is read once."""
     lengths = np.asarray(examples.lengths, np.int64)
-    digest_counts = Counter(_digests(examples))
+    tokens = (examples[index].input_ids.tobytes() for index in range(len(examples)))
+    different = len(set(map(xxhash.xxh3_64_intdigest, tokens)))
     return DataStatistics(
         examples=len(lengths),
         tokens=int(lengths.sum()),
@@ -114,7 +113,7 @@ def statistics_of(examples: StoredExamples) -> DataStatistics:
         shortest=int(lengths.min()),
         longest=int(lengths.max()),
         quantiles={q: int(np.percentile(lengths, q)) for q in QUANTILES},
-        duplicates=sum(digest_counts.values()) - len(digest_counts),
+        duplicates=len(lengths) - different,
         bins=tuple(_bins(lengths)),
     )
 
@@ -125,11 +124,6 @@ def padding_share(lengths: NDArray[np.int32], batch: int, seed: int = 0) -> floa
     batches = [lengths[order[i : i + batch]] for i in range(0, len(order), batch)]
     positions = sum(len(b) * int(b.max()) for b in batches)
     return 1 - float(lengths.sum(dtype=np.int64)) / positions if positions else 0.0
-
-
-def _digests(examples: StoredExamples) -> Iterator[int]:
-    for index in range(len(examples)):
-        yield xxhash.xxh3_64_intdigest(examples[index].input_ids.tobytes())
 
 
 def _bins(lengths: NDArray[np.int64]) -> Iterator[Bin]:

@@ -19,9 +19,7 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import chain, islice
@@ -108,7 +106,11 @@ def run(  # noqa: C901  # one loop over all that workers answer
                     _check_answer(worker, task)
                 except _DiedError as how:
                     if task.name in once_more:
-                        raise _died(task, str(how)) from None
+                        raise InputError(
+                            f"the process that tokenised {task.name} {how}, as the one before it "
+                            "did; if memory ran out, set data_workers lower, then start again: "
+                            "what is done is kept"
+                        ) from None
                     once_more.add(task.name)
                     remaining = chain([task], remaining)
                     idle.append(stack.enter_context(_started()))
@@ -129,9 +131,7 @@ def _check_answer(worker: _Worker, task: TokenizeTask) -> None:
     try:
         answer = worker.link.recv()
     except (EOFError, OSError):
-        code = worker.process.wait()
-        how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
-        raise _DiedError(how) from None
+        raise _DiedError(renderer.end_words(worker.process.wait())) from None
     if answer is not None:
         users, what = answer
         raise InputError(what) if users else _failed(task, what)
@@ -141,26 +141,10 @@ def _failed(task: TokenizeTask, what: str) -> InputError:
     return InputError(f"{task.name} can't be tokenised: {what}")
 
 
-def _died(task: TokenizeTask, how: str) -> InputError:
-    return InputError(
-        f"the process that tokenised {task.name} {how}, as the one before it did; if memory ran "
-        "out, set data_workers lower, then start again: what is done is kept"
-    )
-
-
 @contextmanager
 def _started() -> Iterator[_Worker]:
     """A worker, killed, if need be, when the context ends."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "hasten.data.worker", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    link = Connection(ours.detach())
+    process, link = renderer.start_child("hasten.data.worker")
     try:
         yield _Worker(process, link)
     finally:

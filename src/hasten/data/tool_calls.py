@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from hasten.data.turns import THOUGHTS, Message, ToolCall
-
-if TYPE_CHECKING:
-    pass
 
 
 class CallForm(NamedTuple):

@@ -59,10 +59,6 @@ _INDEXER: Final = "indexer"
 _LAYER_NUMBER: Final = re.compile(r"\.\d+(?=\.|$)")
 
 
-def _never(setting: object) -> bool:
-    return False
-
-
 def _is_rank(setting: object) -> bool:
     return type(setting) is int and 1 <= setting <= LARGEST_RANK
 
@@ -304,8 +300,8 @@ def _adapter_config(adapter: Path) -> LoraConfig:
     for key, setting in config.items():
         if setting in (None, False, "", [], {}) or key in _DESCRIBING:
             continue
-        expected, is_right = _ADAPTER_KEYS.get(key, ("left out: hasten doesn't read it", _never))
-        if not is_right(setting):
+        expected, is_right = _ADAPTER_KEYS.get(key, ("left out: hasten doesn't read it", None))
+        if is_right is None or not is_right(setting):
             raise InputError(
                 f"{adapter / ADAPTER} has {key} {str(setting)[:40]!r}; it must be {expected}"
             )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hasten.errors import InputError
-from hasten.foreign_files import LARGEST_JSON, parse_json, read_bounded
+from hasten.foreign_files import read_json_object
 from hasten.models.presets import PRESETS, preset
 
 # How tensor parallelism cuts a matrix: its outputs, its inputs, not at all; experts go to EP ranks.
@@ -141,7 +141,18 @@ class Architecture:
         Raises:
             InputError: no such file or preset, or a field that the planner needs is missing.
         """
-        return read_config(source)
+        if isinstance(source, Mapping):
+            return _read(source, str(source.get("name") or source.get("_name_or_path") or "model"))
+        if known_preset := PRESETS.get(str(source)):
+            fields = {"model_type": known_preset.architecture, **known_preset.config}
+            return _read(fields, known_preset.name)
+        path = Path(source)
+        path = path / "config.json" if path.is_dir() else path
+        if not path.exists():
+            if isinstance(source, Path) or "/" in source or path.suffix == ".json":
+                raise InputError(f"there is no config at {path}: name a config.json, or its folder")
+            preset(str(source))  # raises, with the nearest names
+        return _read(read_json_object(path, "model's config"), path.parent.name or path.stem)
 
     @property
     def attention(self) -> str:
@@ -287,11 +298,6 @@ class Architecture:
         return 3 * sum(operator.flops for operator in self.operators(tokens, sequence))
 
 
-def load_json(path: Path) -> Any:
-    """The file's content; InputError in one sentence for what can't be read."""
-    return parse_json(read_bounded(path, LARGEST_JSON, "model's config"), str(path))
-
-
 # Reads an ``Architecture`` from the fields of a Hugging Face config, whoever's names they bear.
 
 # The planner's word -> the names it goes by in configs (llama first, then GPT-2, BLOOM, MPT).
@@ -307,27 +313,6 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 _PLAIN = ("gpt2", "bloom", "mpt", "gpt_neox", "opt", "gptj")
 _QKV_BIAS = ("qwen2", "qwen2_moe")
 _QK_NORM = ("qwen3", "qwen3_moe")
-
-
-def read_config(source: Mapping[str, Any] | str | Path) -> Architecture:
-    """``Architecture.from_config``: fields, a file, a folder, or a preset's name."""
-    if isinstance(source, Mapping):
-        return _read(source, str(source.get("name") or source.get("_name_or_path") or "model"))
-    if str(source) in PRESETS:
-        known_preset = preset(str(source))
-        return _read(
-            {"model_type": known_preset.architecture, **known_preset.config}, known_preset.name
-        )
-    path = Path(source)
-    path = path / "config.json" if path.is_dir() else path
-    if not path.exists():
-        if isinstance(source, Path) or "/" in source or path.suffix == ".json":
-            raise InputError(f"there is no config at {path}: name a config.json, or its folder")
-        preset(str(source))  # raises, with the nearest names
-    fields = load_json(path)
-    if not isinstance(fields, Mapping):
-        raise InputError(f"{path} holds no config: a JSON object of fields is needed")
-    return _read(fields, path.parent.name or path.stem)
 
 
 def _read(fields: Mapping[str, Any], name: str) -> Architecture:
@@ -457,6 +442,7 @@ def _experts(fields: Mapping[str, Any], name: str) -> Experts | None:
     width = _number(fields, "moe_intermediate_size", name, fallback)
     shared = _number(fields, "n_shared_experts", name, 0) * width
     active = _number(fields, "num_experts_per_tok", name)
+    groups, chosen = (_number(fields, key, name, 1) for key in ("n_group", "topk_group"))
     if not 1 <= active <= count:
         raise InputError(
             f"{name}: num_experts_per_tok is {active}; it must lie between 1 and {count} experts"
@@ -467,14 +453,9 @@ def _experts(fields: Mapping[str, Any], name: str) -> Experts | None:
         width=width,
         shared_width=_number(fields, "shared_expert_intermediate_size", name, shared),
         dense_layers=_number(fields, "first_k_dense_replace", name, 0),
-        groups=_reached_groups(fields, name),
+        # Node-limited routing (arXiv 2412.19437, section 2.1.2): groups that a token may go to.
+        groups=chosen if 0 < chosen < groups else 0,
     )
-
-
-def _reached_groups(fields: Mapping[str, Any], name: str) -> int:
-    """Node-limited routing (arXiv 2412.19437, section 2.1.2): groups that a token may go to."""
-    groups, chosen = (_number(fields, key, name, 1) for key in ("n_group", "topk_group"))
-    return chosen if 0 < chosen < groups else 0
 
 
 def _window(fields: Mapping[str, Any]) -> tuple[int, float]:

@@ -441,6 +441,7 @@ def _add_latent(writer: Any, config: PreTrainedConfig) -> None:
 
 def _add_rope(writer: Any, config: PreTrainedConfig) -> None:
     import gguf
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = dict(getattr(config, "rope_parameters", None) or {})
     writer.add_rope_freq_base(float(rope.get("rope_theta", 10000.0)))
@@ -459,14 +460,8 @@ def _add_rope(writer: Any, config: PreTrainedConfig) -> None:
         else:
             # llama.cpp multiplies this by the factor of the paper (arXiv 2309.00071, section 3.4).
             usual = 0.1 * math.log(float(rope["factor"])) + 1
-            writer.add_rope_scaling_attn_factors(_yarn_attention_factor(config) / usual)
-
-
-def _yarn_attention_factor(config: PreTrainedConfig) -> float:
-    """The factor of sines and cosines, by the rules of transformers."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    return float(ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))[1])
+            attention = float(ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))[1])
+            writer.add_rope_scaling_attn_factors(attention / usual)
 
 
 def _llama3_factors(config: PreTrainedConfig) -> Tensor | None:
@@ -575,13 +570,14 @@ def _add_tokenizer(
     ids = tokenizer("a")["input_ids"]
     writer.add_add_bos_token(ids[0] == tokenizer.bos_token_id)
     writer.add_add_eos_token(ids[-1] == tokenizer.eos_token_id)
-    if tokenizer.bos_token_id is not None:
-        writer.add_bos_token_id(tokenizer.bos_token_id)
-    if tokenizer.eos_token_id is not None:
-        writer.add_eos_token_id(tokenizer.eos_token_id)
-    if tokenizer.pad_token_id is not None:
-        writer.add_pad_token_id(tokenizer.pad_token_id)
-    if stop_token is not None and stop_token != tokenizer.eos_token_id:
-        writer.add_eot_token_id(stop_token)  # llama.cpp stops at both
+    for add, special in (
+        (writer.add_bos_token_id, tokenizer.bos_token_id),
+        (writer.add_eos_token_id, tokenizer.eos_token_id),
+        (writer.add_pad_token_id, tokenizer.pad_token_id),
+        # llama.cpp stops at both.
+        (writer.add_eot_token_id, None if stop_token == tokenizer.eos_token_id else stop_token),
+    ):
+        if special is not None:
+            add(special)
     if isinstance(tokenizer.chat_template, str):
         writer.add_chat_template(tokenizer.chat_template)

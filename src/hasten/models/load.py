@@ -92,7 +92,8 @@ def load_model(
     # gradients: DeepSeek's tokenizers pad with the end-of-text token, which would never learn.
     padding, config.pad_token_id = config.pad_token_id, None
     if skeleton:
-        model = _skeleton(config, dtype)
+        with torch.device("meta"):
+            model = _built(config, dtype)
     else:
         model = _from_seed(config, seed, dtype) if random else _from_weights(source, config, dtype)
     model.config.pad_token_id = padding
@@ -180,14 +181,16 @@ def take_own_attention(model: Any) -> None:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet(*libraries: str) -> Iterator[None]:
     """Inside, transformers and the hub client show no progress bars and log errors only.
 
-    Notices of what a future version will do are dropped too: they speak to peft, not to the user.
+    Loggers of further ``libraries`` log errors only, too. Notices of what a future version will do
+    are dropped: they speak to peft, not to the user.
     """
     from transformers.utils import logging as hf_logging
 
-    loggers = [logging.getLogger(name) for name in ("transformers", "huggingface_hub")]
+    names = ("transformers", "huggingface_hub", *libraries)
+    loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     had_bars = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
@@ -263,11 +266,6 @@ def _deal_experts(table: torch.Tensor, experts: int) -> None:
     first = torch.randperm(tokens).remainder(experts)
     steps = torch.randperm(experts - 1)[: places - 1].add(1) if places > 1 else first[:0]
     table.copy_((first.unsqueeze(1) + torch.cat([first.new_zeros(1), steps])).remainder(experts))
-
-
-def _skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    with torch.device("meta"):
-        return _built(config, dtype)
 
 
 def _built(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -361,7 +359,6 @@ def _generation_config(folder: Path) -> GenerationConfig:
     with quiet(), _advice(f"the {file} of {folder} can't be used"):
         if (folder / file).is_file():
             read_json_object(folder / file, "generation config")  # strictly
-        if (folder / file).is_file():
             return GenerationConfig.from_pretrained(folder)
         return GenerationConfig.from_pretrained(
             folder, config_file_name="config.json", _from_model_config=True

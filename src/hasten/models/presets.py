@@ -70,10 +70,8 @@ def build_config(
     """A fresh transformers config of the preset, fitted to a tokenizer by ``with_vocabulary``."""
     from transformers import CONFIG_MAPPING
 
-    fields = copy.deepcopy(dict(preset.config))
-    config = CONFIG_MAPPING[preset.architecture](**fields)
     return with_vocabulary(
-        config,
+        CONFIG_MAPPING[preset.architecture](**copy.deepcopy(dict(preset.config))),
         vocab_size=vocab_size,
         bos_token_id=bos_token_id,
         eos_token_id=eos_token_id,

@@ -49,8 +49,8 @@ LARGEST_REPORT = 2 << 20  # bytes; hasten's own pages are below 500 kB
 def run_numbers(run: Run, now: float) -> dict[str, Any]:
     """The run's numbers; None where they aren't known."""
     last, summary, start = run.last, run.summary, run.start
-    rates = [r for line in run.recent if (r := number(line.get("tokens_per_second"))) is not None]
-    seconds = [s for line in run.recent if (s := number(line.get("step_seconds"))) is not None]
+    rates = _values_of(run.recent, "tokens_per_second")
+    seconds = _values_of(run.recent, "step_seconds")
     middle = statistics.median(seconds) if seconds else None
     sign = run.last_sign
     status, description = _status(run, now, sign, middle)
@@ -191,15 +191,16 @@ def _communication(run: Run) -> float | None:
         return recent
     if not isinstance(parts, dict):
         return None
-    comm_seconds, total_seconds = (
-        number(parts.get("communication")),
-        sum(number(v) or 0 for v in parts.values()),
-    )
-    return comm_seconds / total_seconds if comm_seconds is not None and total_seconds else None
+    seconds, total = number(parts.get("communication")), sum(number(v) or 0 for v in parts.values())
+    return seconds / total if seconds is not None and total else None
+
+
+def _values_of(lines: Iterable[Mapping[str, Any]], name: str) -> list[float]:
+    return [n for line in lines if (n := number(line.get(name))) is not None]
 
 
 def _mean_of(lines: Iterable[Mapping[str, Any]], name: str) -> float | None:
-    return _mean([v for line in lines if (v := number(line.get(name))) is not None])
+    return _mean(_values_of(lines, name))
 
 
 def _mean(values: list[float]) -> float | None:

@@ -122,20 +122,16 @@ def watch_in_terminal(watching: RunsReader, console: Console | None = None) -> N
         try:
             while True:
                 live.update(_panels(watching, console.width), refresh=True)
-                if _all_finished(watching):
+                if watching.runs and all(_is_finished(run) for run in watching.runs):
                     return
                 time.sleep(EVERY_SECONDS)
         except KeyboardInterrupt:
             return
 
 
-def _all_finished(watching: RunsReader) -> bool:
-    runs = watching.runs
-    for run in runs:
-        with run.lock:
-            if run.standing()["status"] not in FINISHED:
-                return False
-    return bool(runs)
+def _is_finished(run: Run) -> bool:
+    with run.lock:
+        return run.standing()["status"] in FINISHED
 
 
 def _panels(watching: RunsReader, width: int) -> Group:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from hasten.errors import InputError
+from hasten.foreign_files import read_json_object
 from hasten.launch.cluster import TOPOLOGIES, CloudConfig
 from hasten.machine.accelerators import PCIE4, Device, device
-from hasten.models.architecture import load_json
 
 _G = 1e9
 INTRA_LATENCY, INTER_LATENCY = 3e-6, 8e-6
@@ -99,7 +99,7 @@ def own_machine(
     Raises:
         InputError: it isn't such a file, or has no product or no copy in it.
     """
-    rates = source if isinstance(source, Mapping) else load_json(source)
+    rates = source if isinstance(source, Mapping) else read_json_object(source, "file of rates")
     name = "its file" if isinstance(source, Mapping) else str(source)
     try:
         if rates["kind"] != "hasten machine rates":

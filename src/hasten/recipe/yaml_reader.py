@@ -155,14 +155,14 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 # Times as people write them.
 
-_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 
 
-def read_duration(text: str) -> float:
-    """Parses ``90s``, ``20m``, ``1.5h``, ``1h30m`` or a number of seconds.
+def read_duration(text: str, name: str = "budget") -> float:
+    """Parses ``90s``, ``20m``, ``1.5h``, ``1h30m``, ``7d`` or a number of seconds.
 
     Raises:
-        InputError: any other text.
+        InputError: any other text; ``name`` is the option's.
     """
     pieces = re.findall(r"([0-9.]+)\s*([a-z]*)\s*", text.strip().lower())
     compact = "".join(text.lower().split())
@@ -171,7 +171,7 @@ def read_duration(text: str) -> float:
             raise ValueError
         seconds = sum(float(number) * _UNITS[unit] for number, unit in pieces)
     except (ValueError, KeyError) as error:
-        raise InputError(f"budget: can't read {text!r}; write 90s, 20m or 1h30m") from error
+        raise InputError(f"{name}: can't read {text!r}; write 90s, 20m or 1h30m") from error
     if not (math.isfinite(seconds) and seconds > 0):
-        raise InputError(f"budget: {text!r} is no time; write 90s, 20m or 1h30m")
+        raise InputError(f"{name}: {text!r} is no time; write 90s, 20m or 1h30m")
     return seconds

@@ -11,9 +11,6 @@ read as plain YAML: a ``!function`` tag, which would run code, is refused.
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,10 +23,11 @@ from torch.nn.functional import cross_entropy
 
 from hasten.data.chat_template import encode_all
 from hasten.data.readers import read_examples
-from hasten.errors import InputError, pip_install
+from hasten.errors import InputError, require_packages
 from hasten.machine.environment import with_variables
 from hasten.measure.significance import holm
 from hasten.measure.statistics import DOUBT, mean_and_error, student_quantile, student_tail
+from hasten.models.load import quiet
 from hasten.parts.data.collate import IGNORED, TokenizedExample, aligned_labels
 from hasten.recipe.prepared_data import prepare_data
 from hasten.recipe.sample import prompt_of
@@ -38,12 +36,7 @@ from hasten.release.trained_model import LoadedModel, Sampling, generate, recipe
 
 LOSS, EXACT = "eval loss", "exact match"
 LOWER_IS_BETTER = (
-    LOSS,
-    "word_perplexity",
-    "byte_perplexity",
-    "bits_per_byte",
-    "ter",
-    "brier_score",
+    *(LOSS, "word_perplexity", "byte_perplexity", "bits_per_byte", "ter", "brier_score"),
 )
 
 
@@ -313,8 +306,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 def check_harness() -> None:
     """Raise InputError if lm-eval isn't installed."""
-    if importlib.util.find_spec("lm_eval") is None:
-        raise InputError(f"--tasks with a YAML file needs lm-eval: {pip_install('eval')}")
+    require_packages("--tasks with a YAML file", "eval", "lm_eval")
 
 
 def score_tasks(
@@ -333,7 +325,7 @@ def score_tasks(
     for task in tasks:
         options = {**task["dataset_kwargs"], "cache_dir": str(cache)}
         configs.append({**task, "dataset_kwargs": options})
-    with with_variables(offline), _silent_libraries():
+    with with_variables(offline), quiet("lm_eval", "lm-eval", "datasets"):
         import lm_eval
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
@@ -370,17 +362,3 @@ def score_tasks(
             if values:
                 metrics.append(TaskMetric(name, metric, values, dict.fromkeys(values, 1.0)))
     return metrics
-
-
-@contextlib.contextmanager
-def _silent_libraries() -> Iterator[None]:
-    """Inside, lm-eval and its data library log errors only."""
-    loggers = [logging.getLogger(name) for name in ("lm_eval", "lm-eval", "datasets")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

@@ -29,7 +29,7 @@ from hasten.data.turns import Message
 from hasten.errors import InputError
 from hasten.foreign_files import read_json_object
 from hasten.machine.files import write_atomic
-from hasten.models.adapters import merge, other_base, round_base, with_adapter
+from hasten.models.adapters import merge, round_base, with_adapter
 from hasten.models.gguf_format import GGUFType, check_convertible, read_gguf, write_gguf
 from hasten.models.load import (
     load_model,
@@ -44,7 +44,8 @@ from hasten.parts.checkpoint import MANIFEST, checkpoints, load
 from hasten.recipe.build import lora_of, model_for, requested_plan
 from hasten.recipe.prepare import saved_formats
 from hasten.recipe.prepared_data import PreparedData, stop_token, stored_data
-from hasten.recipe.schema import Recipe, load_recipe
+from hasten.recipe.schema import Recipe
+from hasten.release.trained_model import check_adapter_base, recipe_of
 from hasten.report.card import write_card
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.checkpoint import Checkpoints
@@ -194,7 +195,9 @@ def export(request: Export, tell: Tell = print) -> Exported:
         InputError: something of the request can't be exported, or the disk is full; nothing is
             left of the output folder.
     """
-    _check_output(request.output)
+    output = request.output
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise InputError(f"-o {output} is not an empty folder: choose a new one")
     trained = _trained_of(request)
     skeleton = trained.base(skeleton=True)
     if request.form == "gguf":
@@ -254,7 +257,10 @@ def _write(
     if request.form == "gguf":
         file = folder / f"{request.output.resolve().name}-{request.gguf_type.upper()}.gguf"
         write_gguf(model, tokenizer, file, request.gguf_type, file.stem, stop)
-        return request.gguf_type, _read_back(model, file), [], []
+        for parameter in model.parameters():
+            parameter.data.fill_(torch.nan)  # a weight that the file lacks
+        model.load_state_dict(read_gguf(file, model.config), strict=False)
+        return request.gguf_type, model, [], []
     unsaved = save_model(model, tokenizer, folder, formats)
     model.to("meta")  # makes room for the copy that is read back
     after = load_model(str(folder))
@@ -264,14 +270,6 @@ def _write(
     }
     kind = max(names or {"float32"}, key=lambda name: TOLERANCES.get(name, 0.0))
     return kind, after, _differences(folder, tokenizer, tokens[0], stop), unsaved
-
-
-def _read_back(model: Any, file: Path) -> Any:
-    """The model with the weights of a file; a weight that the file lacks is not a number."""
-    for parameter in model.parameters():
-        parameter.data.fill_(torch.nan)
-    model.load_state_dict(read_gguf(file, model.config), strict=False)
-    return model
 
 
 def _differences(
@@ -297,16 +295,9 @@ def _differences(
 # What is exported, and the checks before any weight is read.
 
 
-def _check_output(output: Path) -> None:
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise InputError(f"-o {output} is not an empty folder: choose a new one")
-
-
 def _trained_of(request: Export) -> _Trained:
     run = request.run
-    if not (run / "recipe.yaml").is_file():
-        raise InputError(f"{run} has no recipe.yaml: give the folder of a run of hasten train")
-    recipe = load_recipe(run / "recipe.yaml")
+    recipe = recipe_of(run)
     plan = requested_plan(recipe)
     lora = lora_of(recipe, plan)
     if request.form == "adapter" and lora is None:
@@ -326,11 +317,8 @@ def _trained_of(request: Export) -> _Trained:
                 f"{source} holds no {kind}: choose other weights of the run with --weights "
                 f"({', '.join(WEIGHTS)})"
             )
-        if lora is not None and (other := other_base(source, recipe.model)):
-            raise InputError(
-                f"{source} is an adapter of {other}, and the recipe of {run} has model: "
-                f"{recipe.model}: give the run that trained the adapter"
-            )
+        if lora is not None:
+            check_adapter_base(source, recipe)
     data = stored_data(recipe, run / "data")
     if request.weights != "checkpoint":
         tokenizer = load_tokenizer(str(source))

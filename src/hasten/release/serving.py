@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import json
 import shutil
 import socket
@@ -35,7 +34,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from hasten.errors import InputError, pip_install
+from hasten.errors import InputError, require_packages
 from hasten.foreign_files import parse_json, read_json_object
 from hasten.machine.environment import child_environment
 from hasten.models.load import quiet, read_config
@@ -231,11 +230,7 @@ def texts_of(body: dict[str, Any]) -> list[str]:
 
 def check_transformers() -> None:
     """Raise InputError if a package of ``transformers serve`` is missing."""
-    missing = [n for n in ("fastapi", "openai", "uvicorn") if importlib.util.find_spec(n) is None]
-    if missing:
-        raise InputError(
-            f"the server of transformers needs {' and '.join(missing)}: {pip_install('serve')}"
-        )
+    require_packages("the server of transformers", "serve", "fastapi", "openai", "uvicorn")
 
 
 class ModelServer:

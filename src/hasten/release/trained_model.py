@@ -25,10 +25,9 @@ from hasten.models.adapters import merge, other_base, round_base, with_adapter
 from hasten.models.load import load_model, load_tokenizer, quiet, take_own_attention
 from hasten.models.weights import ADAPTER
 from hasten.parts.nn.quantised import Kind
-from hasten.recipe.build import model_for, requested_plan
+from hasten.recipe.build import lora_of, model_for, requested_plan
 from hasten.recipe.prepared_data import stop_token
 from hasten.recipe.schema import Recipe, load_recipe
-from hasten.techniques.adapter import LoRA
 
 RECIPE = "recipe.yaml"  # of a run, as it was resolved
 BASE = "base"  # names the model that a run started from
@@ -98,8 +97,8 @@ def load_run(run: Path, weights: str = "") -> LoadedModel:
 
 def adapter_base(recipe: Recipe) -> Kind | None:
     """The format that a run's frozen base was rounded to, by its plan or its keys."""
-    planned = [t for t in requested_plan(recipe) if isinstance(t, LoRA)]
-    return planned[0].base if planned else recipe.lora_base
+    lora = lora_of(recipe, requested_plan(recipe))
+    return None if lora is None else lora.base
 
 
 def check_adapter_base(folder: Path, recipe: Recipe) -> None:
@@ -220,16 +219,10 @@ def generate(
             "start a new one, or shorten the question"
         )
     inputs = torch.tensor([list(prompt)], device=model.device)
-    chosen = (
-        {
-            "do_sample": True,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": 0,
-        }
-        if sampling.temperature
-        else {"do_sample": False}
-    )
+    chosen: dict[str, Any] = {"do_sample": False}
+    if sampling.temperature:
+        chosen = {"do_sample": True, "temperature": sampling.temperature}
+        chosen |= {"top_p": sampling.top_p, "top_k": 0}
     with quiet(), torch.inference_mode():
         written = model.generate(
             input_ids=inputs,
