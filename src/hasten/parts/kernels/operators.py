@@ -1,22 +1,27 @@
-"""Triton's kernels as operators of torch under ``hasten_gpu::``: where they run, and the launch.
+"""Kernels as operators of torch: C++ under ``hasten::``, Triton under ``hasten_gpu::``.
 
-An operator of ``torch.library.custom_op`` runs Python for autograd in each call. That takes 25
-to 40 us on the host, longer than a small kernel takes. An operator of a
-``torch.library.Library`` goes from torch's dispatcher straight to its function.
+A compiled graph keeps an operator whole. A simulated GPU counts it by the function that makes
+results without numbers.
 
-So these operators have no gradients of their own, and write none of their arguments. They are
-called in the forward and backward pass of a ``torch.autograd.Function``. A compiled graph keeps
-them whole. A simulated GPU counts them by the function that makes results without numbers.
+An operator of ``torch.library.custom_op`` may write its arguments. It runs Python for autograd in
+each call. That takes 25 to 40 us on the host, longer than a small kernel takes. An operator of a
+``torch.library.Library`` goes from torch's dispatcher straight to its function. None of them has
+gradients of its own. They are called in the forward and backward pass of a
+``torch.autograd.Function``.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from ctypes import c_void_p
 from typing import Any, Final, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.library import custom_op
 
 from hasten.parts.kernels.registry import LEAST_CAPABILITY
 
@@ -27,15 +32,38 @@ DEVICES: Final = ("CUDA", "CPU")  # Triton's interpreter runs kernels on a proce
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
+def operator(
+    name: str, results: Callable[..., Any], mutates: Sequence[str] = ()
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Makes the decorated function an operator of the same signature, by ``custom_op``.
+
+    Args:
+        name: with its namespace.
+        results: takes the same arguments, as tensors without memory, and returns results of
+            the right shapes and formats.
+        mutates: names of the arguments that it writes.
+    """
+
+    def define(function: Callable[P, R]) -> Callable[P, R]:
+        made = custom_op(name, function, mutates_args=mutates)
+        made.register_fake(results)
+        return cast("Callable[P, R]", made)
+
+    return define
+
+
+def no_results(*args: Any) -> None:
+    """The results of an operator that only writes its arguments."""
+
+
 def gpu_operator(
     results: Callable[..., Any],
     name: str = "",
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes the decorated function an operator of the same signature.
+    """Makes the decorated function an operator that writes none of its arguments, by a Library.
 
     Args:
-        results: takes the same arguments, as tensors without memory, and returns results of
-            the right shapes and formats.
+        results: as :func:`operator` has it.
         name: of the operator; the default is the function's.
 
     Returns:
@@ -49,11 +77,16 @@ def gpu_operator(
         for device in DEVICES:
             _LIBRARY.impl(called, function, device)
         torch.library.register_fake(f"{NAMESPACE}::{called}", results, lib=_LIBRARY)
-        operator = getattr(getattr(torch.ops, NAMESPACE), called).default
-        operator.__doc__ = function.__doc__
-        return cast("Callable[P, R]", operator)
+        made = getattr(getattr(torch.ops, NAMESPACE), called).default
+        made.__doc__ = function.__doc__
+        return cast("Callable[P, R]", made)
 
     return define
+
+
+def address(tensor: Tensor | None) -> c_void_p:
+    """Where a tensor's numbers begin, for a kernel in C++; null for None."""
+    return c_void_p(None if tensor is None else tensor.data_ptr())
 
 
 def why_no_triton(device: torch.device, what: str, homes: str = "NVIDIA GPUs") -> str:
@@ -77,11 +110,20 @@ def why_no_triton(device: torch.device, what: str, homes: str = "NVIDIA GPUs") -
     return ""
 
 
-def launch(kernel: Any, programs: tuple[int, ...], x: Tensor, *others: Any, **fixed: Any) -> None:
-    """Run a kernel on the GPU of ``x``, its first argument; Triton would take the current one."""
+@functools.cache
+def triton_module(name: str) -> Any:
+    """A module of kernels in Triton, imported when it is first used: Triton may be missing."""
+    return importlib.import_module(f"hasten.parts.kernels.{name}")
+
+
+def launch(
+    module: str, kernel: str, programs: tuple[int, ...], x: Tensor, *others: Any, **fixed: Any
+) -> None:
+    """Runs a kernel of a module on the GPU of ``x``; Triton would take the current one."""
+    run = getattr(triton_module(module), kernel)[programs]
     device = x.get_device()  # below 0: a processor's tensor, for the interpreter
     if device < 0 or device == torch.cuda.current_device():
-        kernel[programs](x, *others, **fixed)
+        run(x, *others, **fixed)
         return
     with torch.cuda.device(device):
-        kernel[programs](x, *others, **fixed)
+        run(x, *others, **fixed)
