@@ -38,18 +38,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hasten.parts.data.collate import IGNORED
 from hasten.parts.nn import attention, rebind
 from hasten.parts.nn.causal_lm import causal_lm, freeze_indexers, trunk
 from hasten.parts.nn.losses import (
-    IGNORED,
     PLAIN,
     LabelOnlyLoss,
     LossTerms,
-    TakesLabels,
     WholeLogitsLoss,
     chunk_rows,
     head_cross_entropy,
-    skips_unlabelled,
+    labelled_rows,
 )
 
 ARCHITECTURES = (
@@ -112,7 +111,7 @@ class MultiToken(nn.Module):
             wanted = labels.roll(-distance, dims=1).masked_fill(~in_document, IGNORED)
             embedded = embed(tokens) * in_document.unsqueeze(-1).to(hidden.dtype)
             hidden = ahead(embedded, hidden, **inputs)
-            loss = _loss(head, hidden, wanted, chunk, terms)
+            loss = head_cross_entropy(head, *labelled_rows(hidden, wanted), chunk, terms)
             self.last.append((loss.detach(), (wanted != IGNORED).sum()))
             total = total + loss
         return total * (self.weight / len(self.modules_ahead))
@@ -242,15 +241,3 @@ def _chunk(loss_of: Any) -> int:
     if isinstance(loss_of, LabelOnlyLoss):
         return loss_of.chunk
     return chunk_rows("auto", causal_lm(loss_of.model).config.vocab_size)
-
-
-def _loss(head: Any, hidden: Tensor, labels: Tensor, chunk: int, terms: LossTerms) -> Tensor:
-    """Returns the summed loss of the labelled positions only, through the head."""
-    rows, wanted = hidden.flatten(0, -2), labels.flatten()
-    if skips_unlabelled(rows):
-        positions = (wanted != IGNORED).nonzero().squeeze(1)
-        rows, wanted = rows.index_select(0, positions), wanted.index_select(0, positions)
-    if isinstance(head, TakesLabels):
-        loss_sum: Tensor = head(rows, wanted, chunk, terms)
-        return loss_sum
-    return head_cross_entropy(head, rows, wanted, chunk, terms)
