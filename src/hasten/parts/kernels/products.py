@@ -224,7 +224,9 @@ def attention_backward(
 def _attention(
     direction: str, query: Tensor, value: Tensor, starts: Sequence[int], *arguments: Any
 ) -> None:
-    threads, way = _threads(_flops(query, value, starts)), unit(query.dtype)
+    pairs = sum((b - a) ** 2 for a, b in itertools.pairwise(starts))
+    flops = pairs * int(query.shape[1]) * int(query.shape[2] + value.shape[2])
+    threads, way = _threads(flops), unit(query.dtype)
     if way == "tiles":
         tile_library().function(f"amx_attention_{direction}")(*arguments, threads)
         return
@@ -244,11 +246,6 @@ def _layout(
             "don't belong together"
         )
     return _int64(strides), _int64((tokens, heads, groups, dk, dv, documents))
-
-
-def _flops(query: Tensor, value: Tensor, starts: Sequence[int]) -> int:
-    pairs = sum((b - a) ** 2 for a, b in itertools.pairwise(starts))
-    return pairs * int(query.shape[1]) * int(query.shape[2] + value.shape[2])
 
 
 def _int64(numbers: Sequence[int]) -> Any:

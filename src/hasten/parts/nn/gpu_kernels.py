@@ -356,10 +356,6 @@ def _from(capability: tuple[int, int]) -> Callable[[str], str]:
     return why_not
 
 
-def _no_varlen(device: str) -> str:
-    return _from(LEAST_CAPABILITY)(device) or ("" if attention._varlen() else "torch has none")
-
-
 def _times(factor: float, *formats: torch.dtype) -> dict[torch.dtype, float]:
     return {dtype: factor * ROUNDING[dtype] for dtype in formats or ROUNDING}
 
@@ -412,7 +408,9 @@ registry.register(
         _varlen,
         _times(6, *HALF),
         "torch's attention runs once for each document of a row",
-        _no_varlen,
+        lambda device: (
+            _from(LEAST_CAPABILITY)(device) or ("" if attention._varlen() else "torch has none")
+        ),
     ),
     GpuKernel(
         quantised.SCALED_MM,

@@ -193,6 +193,8 @@ def minimise_too(loss_of: nn.Module, ahead: MultiToken) -> None:
     if not ahead.weight:
         return
     hidden_states: list[Tensor] = []
+    by_label = isinstance(loss, LabelOnlyLoss)
+    chunk = loss.chunk if by_label else chunk_rows("auto", causal_lm(model).config.vocab_size)
 
     def hear(module: nn.Module, args: Any, output: Any) -> None:
         hidden_states[:] = [output.last_hidden_state] if loss.training else []
@@ -203,7 +205,7 @@ def minimise_too(loss_of: nn.Module, ahead: MultiToken) -> None:
         if not loss.training:
             return None
         total, count = output
-        more = ahead(model, hidden_states.pop(), chunk=_chunk(loss), terms=loss.terms, **named)
+        more = ahead(model, hidden_states.pop(), chunk=chunk, terms=loss.terms, **named)
         return total + more, count
 
     trunk(model).register_forward_hook(hear)
@@ -235,9 +237,3 @@ def check(depth: int, weight: float) -> None:
         raise ValueError(f"depth is {depth!r}; give how many tokens ahead, 1 or more")
     if not 0 <= weight < float("inf"):
         raise ValueError(f"weight is {weight}; give 0 or a small number such as 0.3")
-
-
-def _chunk(loss_of: Any) -> int:
-    if isinstance(loss_of, LabelOnlyLoss):
-        return loss_of.chunk
-    return chunk_rows("auto", causal_lm(loss_of.model).config.vocab_size)

@@ -52,8 +52,11 @@ _launch = functools.partial(launch, "few_bits_triton")
 
 def may_round(x: Tensor) -> bool:
     """Returns True if the float8 operators take a matrix."""
-    fits = x.dtype in fused_gpu.DTYPES and x.numel() > 0 and _tiles_fit(x)
-    return _runs(FLOAT8, x) and fits
+    if not _runs(FLOAT8, x) or x.dtype not in fused_gpu.DTYPES or not x.numel():
+        return False
+    tiles = LARGEST_TILE, COLUMNS_TILE, BOTH_TILE
+    sides: tuple[int, ...] = tuple(x.shape)
+    return all(side <= MOST * min(tile[axis] for tile in tiles) for axis, side in enumerate(sides))
 
 
 def may_widen(codes: Tensor, dtype: torch.dtype) -> bool:
@@ -143,13 +146,6 @@ def _tiles(
     together = min(GROUP, down)
     shape = {"HIGH": high, "WIDE": wide, "num_warps": warps}
     return (together, -(-n // wide), -(-down // together)), shape
-
-
-def _tiles_fit(x: Tensor) -> bool:
-    """Returns True if a launch takes as many tiles."""
-    tiles = LARGEST_TILE, COLUMNS_TILE, BOTH_TILE
-    sides: tuple[int, ...] = tuple(x.shape)
-    return all(side <= MOST * min(tile[axis] for tile in tiles) for axis, side in enumerate(sides))
 
 
 @gpu_operator(
