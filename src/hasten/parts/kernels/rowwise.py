@@ -8,8 +8,7 @@ torch under ``hasten::`` with the shapes of their results, so that compiled grap
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from ctypes import c_double, c_float, c_int, c_int64
+from ctypes import c_float, c_int, c_int64
 from typing import Any
 
 import torch
@@ -24,10 +23,7 @@ WORTH_THREADS = 32_768  # numbers below which one thread is done before a second
 
 def library() -> LoadedLibrary:
     """The compiled loops, or why there are none."""
-    loaded = build_library("rows", "experts")
-    if loaded.library is not None:
-        loaded.library.rows_squares.restype = c_double
-    return loaded
+    return build_library("rows", "experts")
 
 
 def fits(*tensors: Tensor) -> bool:
@@ -167,16 +163,6 @@ def cross_entropy_(logits: Tensor, labels: Tensor) -> Tensor:
     tensors = (address(t) for t in (logits, labels, losses))
     call("rows_cross_entropy", logits.numel(), *tensors, *sizes)
     return losses
-
-
-def squares(tensors: Sequence[Tensor]) -> float:
-    """The sum of the squares of all numbers of tensors without gaps."""
-    for t in tensors:
-        _check_dense(t)
-    return sum(
-        float(call("rows_squares", t.numel(), address(t), c_int64(t.numel()), _half(t)))
-        for t in tensors
-    )
 
 
 def adamw_(
