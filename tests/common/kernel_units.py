@@ -1,4 +1,4 @@
-"""The ways to multiply of the processor's kernels, each of which a test can take."""
+"""The ways to multiply of the processor's kernels, each of which a test can take; its numbers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from hasten.machine.processor import processor_flags
 from hasten.parts.kernels import products
@@ -46,3 +47,8 @@ def take(way: str, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
         assert library.library, library.reason
         monkeypatch.setattr(products, "library", lambda: library)
     return FORMATS[way]
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    draw = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=draw).to(dtype)

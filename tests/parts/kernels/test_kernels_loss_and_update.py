@@ -10,15 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hasten.parts.kernels import rowwise
+from kernel_units import numbers
 
 pytestmark = pytest.mark.skipif(not rowwise.library().library, reason=rowwise.library().reason)
 formats = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 sizes = st.integers(1, 70)
-
-
-def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    draw = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(shape, generator=draw).to(dtype)
 
 
 def check_entropy(logits: Tensor, labels: Tensor) -> None:

@@ -19,16 +19,12 @@ from torch import Tensor
 
 from hasten.parts.kernels import rowwise
 from hasten.parts.nn import fused_functions
+from kernel_units import numbers
 
 pytestmark = pytest.mark.skipif(not rowwise.library().library, reason=rowwise.library().reason)
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 2**-8 + 2e-6}
 formats = pytest.mark.parametrize("dtype", list(BOUND), ids=str)
 sizes = st.integers(1, 70)
-
-
-def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    draw = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(shape, generator=draw).to(dtype)
 
 
 def near(found: Tensor, expected: Tensor, of: Tensor | None = None) -> bool:
