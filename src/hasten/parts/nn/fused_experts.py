@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from hasten.parts.kernels import experts, rowwise
 from hasten.parts.nn import experts_gpu, rebind
+from hasten.parts.nn.fused_functions import in_autocast
 
 CLASSES = ("DeepseekV2Experts", "DeepseekV3Experts", "DeepseekV32Experts")
 
@@ -66,11 +67,7 @@ def fused(model: nn.Module) -> int:
 def _forward(
     self: Any, usual: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    weights = (self.gate_up_proj, self.down_proj)
-    x = hidden_states
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weights = x.to(dtype), (weights[0].to(dtype), weights[1].to(dtype))
+    x, *weights = in_autocast(hidden_states, self.gate_up_proj, self.down_proj)
     silu = type(self.act_fn).__name__.startswith("SiLU")
     fits = experts_gpu.fits(x, *weights) if on_gpu(x) else rowwise.fits(x, *weights)
     # Transformers' own expert parallelism marks pairs of other ranks by numbers beyond the experts.

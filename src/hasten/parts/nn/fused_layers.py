@@ -24,8 +24,10 @@ from hasten.parts.nn import attention, fused_gpu, rebind
 from hasten.parts.nn.causal_lm import holds_cache
 from hasten.parts.nn.fused_functions import (
     add_adapter,
+    autocast_dtype,
     backend,
     fits,
+    in_autocast,
     joinable,
     joined,
     linear,
@@ -179,13 +181,9 @@ def _normed(norm: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _linear(self: Any, usual: Usual, input: Tensor) -> Tensor:
-    x, weight, bias = input, self.weight, self.bias
     if is_cut(self):
         return usual(input)
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight = x.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+    x, weight, bias = in_autocast(input, self.weight, self.bias)
     if not products.fits(x, weight) or _few_rows(x):
         return usual(input)
     return linear(x, weight, bias)
@@ -340,9 +338,7 @@ def _indexed(
 
 def _takes(hidden: Tensor) -> bool:
     """Returns True if projections of ``hidden`` will have a supported format."""
-    kind = hidden.device.type
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    return autocast in backend(hidden).DTYPES and fits("rotate", hidden)
+    return autocast_dtype(hidden) in backend(hidden).DTYPES and fits("rotate", hidden)
 
 
 def _latent_tables(positions: Any, batch: int) -> tuple[Tensor, Tensor, bool]:

@@ -41,7 +41,7 @@ from hasten.parts.kernels import rowwise as row_kernels
 from hasten.parts.kernels.registry import is_refused
 from hasten.parts.nn import fused_gpu
 from hasten.parts.nn.causal_lm import causal_lm, trunk
-from hasten.parts.nn.fused_functions import matmul
+from hasten.parts.nn.fused_functions import in_autocast, matmul
 from hasten.parts.nn.head_form import (
     HeadForm,
     asks_router_loss,
@@ -184,10 +184,7 @@ def label_only_cross_entropy(
         ValueError: ``chunk`` is below 1.
     """
     rows = chunk_rows(chunk, weight.shape[0], chunk_bytes_on(hidden.device))
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+    hidden, weight, bias = in_autocast(hidden, weight, bias)
     hidden, labels = labelled_rows(hidden, labels, skip)
     loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, rows, terms)
     return loss
