@@ -110,12 +110,10 @@ def joinable(layer: Any, bound: Callable[..., Any]) -> bool:
     It must have no bias, no hooks, and no forward of its own except ``bound``, which does
     the same. A layer with an added wrapper (a number format, a probe) must be called.
     """
-    ahead = (layer._forward_hooks, layer._forward_pre_hooks)
-    back = (layer._backward_hooks, layer._backward_pre_hooks)
     return (
         rebind.plain_class(layer) is nn.Linear
         and layer.bias is None
-        and not any((*ahead, *back))
+        and not rebind.has_hooks(layer)
         and "forward" not in vars(layer)
         and rebind.bound(layer) in ((), (bound,))
     )
