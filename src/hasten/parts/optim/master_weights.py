@@ -135,11 +135,7 @@ class MasterWeights:
             if master.grad is None:
                 master.grad = working.grad if self._half_gradients else working.grad.float()
             else:
-                total, more = master.grad, working.grad
-                by_kernel = gradient_sum.fits(total, more)
-                master.grad = (
-                    gradient_sum.float32_sum(total, more) if by_kernel else total.float().add_(more)
-                )
+                master.grad = _sum(master.grad, working.grad)
             working.grad = None
 
     def parameters(self) -> list[Tensor]:
@@ -190,6 +186,13 @@ class MasterWeights:
         if isinstance(value, dict):
             return {key: self._cast(item) for key, item in value.items()}
         return value
+
+
+def _sum(total: Tensor, more: Tensor) -> Tensor:
+    """In float32, and in place where the first is in that format."""
+    if gradient_sum.fits(total, more):
+        return gradient_sum.float32_sum(total, more)
+    return total.float().add_(more)
 
 
 def _widen(module: nn.Module, args: Any, output: Any) -> Any:
