@@ -30,6 +30,7 @@ from hasten.parts.nn import fused_functions, fused_gpu, fused_layers, losses
 from hasten.parts.nn.causal_lm import causal_lm
 from hasten.parts.nn.fused_layers import ARCHITECTURES, fuse_layers
 from hasten.parts.nn.quantised import Kind
+from kernel_units import turned
 from triton_marks import DEVICE, draw, far, needs_triton, on_gpu
 
 pytestmark = on_gpu
@@ -107,16 +108,6 @@ def test_a_gate_is_silu_times_up(dtype: torch.dtype, count: int) -> None:
     check(fused_functions.swiglu, lambda a, b: F.silu(a) * b, tensors, 2 * ROUNDING[dtype])
 
 
-def plain_rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool) -> Tensor:
-    m = cos.shape[-1]
-    plain, turned = x.split([x.shape[-1] - 2 * m, 2 * m], dim=-1)
-    a, b = (turned[..., 0::2], turned[..., 1::2]) if pairs_in else turned.chunk(2, -1)
-    cos, sin = cos.double().unsqueeze(1), sin.double().unsqueeze(1)
-    both = a * cos - b * sin, b * cos + a * sin
-    joined = torch.stack(both, -1).flatten(-2) if pairs_out else torch.cat(both, -1)
-    return torch.cat((plain, joined), -1)
-
-
 @needs_triton
 @dtypes
 @few
@@ -142,7 +133,7 @@ def test_some_columns_are_turned_and_the_others_copied(
         return fused_functions.rotate(x[..., gap:], cos, sin, *layout)
 
     def slow(x: Tensor) -> Tensor:
-        return plain_rotate(x[..., gap:], cos, sin, *layout)
+        return turned(x[..., gap:], cos.double(), sin.double(), *layout)
 
     check(fused, slow, [whole], 2 * ROUNDING[dtype])
 
