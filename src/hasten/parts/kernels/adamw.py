@@ -14,6 +14,7 @@ torch's operators run.
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -29,7 +30,6 @@ from hasten.parts.kernels.operators import (
     launch,
     no_results,
     operator,
-    triton_module,
     why_no_triton,
 )
 from hasten.parts.kernels.registry import is_refused
@@ -198,7 +198,7 @@ def _launch(
     step: int,
     divisor: Tensor | None,
 ) -> None:
-    kernels = triton_module("adamw_triton")
+    kernels = importlib.import_module("hasten.parts.kernels.adamw_triton")
     device = weight.device
     programs = [-(-size // kernels.CHUNK) for size in table[0]]
     starts = list(accumulate(programs, initial=0))
@@ -208,7 +208,7 @@ def _launch(
     table_tensor, rules = _sent(table_tensor, device), _sent(rules, device)
     moments = {torch.float32: kernels.FLOAT32, torch.bfloat16: kernels.BF16}
     launch(
-        "adamw_triton",
+        kernels.__name__,
         "adamw_kernel",
         (starts[-1],),
         table_tensor,

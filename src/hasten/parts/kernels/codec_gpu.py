@@ -38,7 +38,7 @@ def encode(
     # Triton gives a number its narrowest format: as a signed one it is always an int32.
     signed = key - (key >> 31 << 32)
     launch(
-        "codec_triton",
+        "hasten.parts.kernels.codec_triton",
         "encode_kernel",
         (len(scales),),
         flat,
@@ -71,7 +71,7 @@ def decode(
         codec_reference.decode(codes, scales, out, block, bits, factor, add)
         return
     launch(
-        "codec_triton",
+        "hasten.parts.kernels.codec_triton",
         "decode_kernel",
         (scales.shape[1],),
         codes.view(torch.int8),

@@ -55,5 +55,5 @@ def float32_sum(total: Tensor, more: Tensor) -> Tensor:
 def sum_(out: Tensor, total: Tensor, more: Tensor) -> None:
     """Writes ``total + more`` to ``out``, which may be ``total``; all without gaps."""
     if count := out.numel():
-        programs = (-(-count // BLOCK),)
-        launch("rowwise_triton", "sum_kernel", programs, total, more, out, count, BLOCK=BLOCK)
+        kernels, programs = "hasten.parts.kernels.rowwise_triton", (-(-count // BLOCK),)
+        launch(kernels, "sum_kernel", programs, total, more, out, count, BLOCK=BLOCK)

@@ -12,7 +12,6 @@ gradients of its own. They are called in the forward and backward pass of a
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -110,17 +109,14 @@ def why_no_triton(device: torch.device, what: str, homes: str = "NVIDIA GPUs") -
     return ""
 
 
-@functools.cache
-def triton_module(name: str) -> Any:
-    """A module of kernels in Triton, imported when it is first used: Triton may be missing."""
-    return importlib.import_module(f"hasten.parts.kernels.{name}")
-
-
 def launch(
     module: str, kernel: str, programs: tuple[int, ...], x: Tensor, *others: Any, **fixed: Any
 ) -> None:
-    """Runs a kernel of a module on the GPU of ``x``; Triton would take the current one."""
-    run = getattr(triton_module(module), kernel)[programs]
+    """Runs a kernel on the GPU of ``x``; Triton would take the current one.
+
+    Its module is imported when a kernel runs: Triton may be missing where none does.
+    """
+    run = getattr(importlib.import_module(module), kernel)[programs]
     device = x.get_device()  # below 0: a processor's tensor, for the interpreter
     if device < 0 or device == torch.cuda.current_device():
         run(x, *others, **fixed)

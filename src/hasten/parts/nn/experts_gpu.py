@@ -128,7 +128,7 @@ def _product(one: Tensor, other: Tensor, ends: Tensor) -> Tensor:
 
 # Passes over rows.
 
-_launch = partial(launch, "experts_triton")
+_launch = partial(launch, "hasten.parts.kernels.experts_triton")
 
 
 def _shape(n: int) -> dict[str, int]:

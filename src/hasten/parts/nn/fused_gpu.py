@@ -30,7 +30,7 @@ PROGRAMS = 1024  # at most, of a backward norm: each writes a row of partial sum
 ON_A_TILE = 4096  # numbers of a program that turns heads
 CROSS_ENTROPY = "cross_entropy"  # the kernel's name where it is checked
 LOGITS_BLOCK = 8192  # numbers of a row of logits that a program reads at once
-_launch = functools.partial(launch, "rowwise_triton")
+_launch = functools.partial(launch, "hasten.parts.kernels.rowwise_triton")
 
 
 def why_not(device: str) -> str:

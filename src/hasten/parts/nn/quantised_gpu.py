@@ -47,7 +47,7 @@ MOST: Final = 65_535  # programs of a launch along its second and third dimensio
 WARPS: Final = 8  # of a program that widens
 WIDEN_BLOCK: Final = 2048  # numbers of a program that widens
 LEAST: Final = torch.finfo(torch.float32).tiny  # of a scale
-_launch = functools.partial(launch, "few_bits_triton")
+_launch = functools.partial(launch, "hasten.parts.kernels.few_bits_triton")
 
 
 def may_round(x: Tensor) -> bool:
