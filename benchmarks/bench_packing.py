@@ -5,8 +5,7 @@
 
 Prints tables. Packing: CPU seconds for all lengths (one thread, median of interleaved rounds), how
 full the rows are, and how full micro-batches of 16 examples are when examples are grouped by
-length; then sets of few different lengths, and sets that have a perfect packing. Dealing: straggler
-loss
+length; then sets of few different lengths. Dealing: straggler loss
 (1 - mean / maximum of the ranks' costs) of a step of random rows dealt at random, of the same step
 dealt by cost, and of the steps that PackedOrder makes (stratified by cost).
 
@@ -37,7 +36,6 @@ from hasten.parts.data.packing import choose_method, pack_lengths, plan_rows
 RANKS, HIDDEN = 8, 4096
 TRL_RECORDS = 100_000  # one list of tokens for each of a million examples would not fit
 FEW = 20_000  # examples of few different lengths
-PLANTED = (100, 1000, 4096, 32768)  # rows of perfect packings
 DEALT = 200_000  # lengths whose rows are dealt, the first hundred steps of them
 
 
@@ -120,26 +118,6 @@ def few_values(row: int, sets: int) -> None:
         print(f"| {values} | {low}-{high} | {figures} |", flush=True)
 
 
-def planted(sets: int) -> None:
-    """Sets that fill rows to the last token, because full rows were cut to make them."""
-    print(f"\nperfect packings: sets solved of {sets} with 5, 10, 20, 50, 100 and 200 rows each")
-    print("| rows of | up to 7 examples | up to 4 examples | CPU seconds, worst |")
-    print("|---|---|---|---|")
-    for row in PLANTED:
-        solved, worst = {7: 0, 4: 0}, 0.0
-        for pieces, rows, seed in itertools.product(solved, (5, 10, 20, 50, 100, 200), range(sets)):
-            draw = np.random.default_rng(seed)
-            cuts = [
-                np.sort(draw.choice(np.arange(1, row), draw.integers(0, pieces), replace=False))
-                for _ in range(rows)
-            ]
-            sizes = np.concatenate([np.diff([0, *c, row]) for c in cuts])
-            began = time.process_time()
-            solved[pieces] += plan_rows(draw.permutation(sizes), row).efficiency.rows == rows
-            worst = max(worst, time.process_time() - began)
-        print(f"| {row} | {solved[7]}/{6 * sets} | {solved[4]}/{6 * sets} | {worst:.2f} |")
-
-
 def dealing(count: int, row: int, per_rank: int) -> None:
     size = RANKS * per_rank
     print(f"\ndealing: {RANKS} ranks, {per_rank} rows of {row} each, hidden size {HIDDEN}")
@@ -177,10 +155,9 @@ def main() -> None:
     parser.add_argument("--sets", type=int, default=8, help="random sets a line")
     parser.add_argument("--trl", action="store_true")
     small = {"count": 2000, "row": 512, "dealt": 4000, "rounds": 1, "sets": 1}
-    chosen = arguments(parser, **small, TRL_RECORDS=1000, FEW=500, PLANTED=(100,))
+    chosen = arguments(parser, **small, TRL_RECORDS=1000, FEW=500)
     packing(chosen.count, chosen.row, chosen.rounds, chosen.trl)
     few_values(chosen.row, chosen.sets)
-    planted(chosen.sets)
     dealing(chosen.dealt, chosen.row, 8)
     dealing(chosen.dealt, chosen.row, 2)
     dealing(chosen.dealt, 8 * chosen.row, 16)

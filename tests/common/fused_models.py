@@ -14,9 +14,10 @@ import transformers as hf
 from torch import Tensor
 
 from hasten.parts.data.collate import packed, padded
+from hasten.parts.nn import fused_experts
 from hasten.parts.nn.fused_layers import fuse_layers
 from hasten.parts.nn.losses import WholeLogitsLoss
-from tiny import COMMON, examples, tiny_config
+from tiny import COMMON, examples, tiny_config, tiny_model
 
 EXAMPLES = examples(6, seed=4)
 BATCHES = {"padded": padded(EXAMPLES), "packed": packed(EXAMPLES)}
@@ -47,6 +48,17 @@ def model_of(
         model.set_experts_implementation("eager")
     # The weights of every format are those of bf16, so that formats can be compared.
     return model.to(torch.bfloat16).to(dtype)
+
+
+def experts_layer(architecture: str) -> Any:
+    """One layer of experts with weights large enough to tell them apart."""
+    model = tiny_model(architecture)
+    layer = next(m for m in model.modules() if type(m).__name__ in fused_experts.CLASSES)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(0, 0.2)
+    return layer
 
 
 def pair(architecture: str, dtype: torch.dtype = torch.float32, **more: Any) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""The ways to multiply of the processor's kernels, each of which a test can take."""
+"""The ways to multiply of the processor's kernels, each of which a test can take; its numbers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from hasten.machine.processor import processor_flags
 from hasten.parts.kernels import products
@@ -46,3 +47,19 @@ def take(way: str, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
         assert library.library, library.reason
         monkeypatch.setattr(products, "library", lambda: library)
     return FORMATS[way]
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    draw = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=draw).to(dtype)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool) -> Tensor:
+    """Rotary embedding of the last columns by complex numbers, in whatever layout."""
+    m = cos.shape[-1]
+    plain, moving = x.split([x.shape[-1] - 2 * m, 2 * m], dim=-1)
+    pairs = moving.unflatten(-1, (m, 2) if pairs_in else (2, m))
+    a, b = pairs.unbind(-1 if pairs_in else -2)
+    z = torch.complex(a, b) * torch.complex(cos, sin).unsqueeze(1)
+    both = torch.stack((z.real, z.imag), dim=-1 if pairs_out else -2)
+    return torch.cat((plain, both.flatten(-2)), dim=-1)

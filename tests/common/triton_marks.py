@@ -1,4 +1,4 @@
-"""Marks of tests that run Triton's kernels: on a GPU, or in the interpreter where none is."""
+"""Marks and numbers of tests that run Triton's kernels: on a GPU, or in the interpreter."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 
 import pytest
 import torch
+from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -21,3 +22,18 @@ def _why_no_triton() -> str:
 
 needs_triton = pytest.mark.skipif(bool(_why_no_triton()), reason=_why_no_triton())
 on_gpu = [pytest.mark.gpu] if DEVICE == "cuda" else []
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+def far(found: Tensor, expected: Tensor) -> float:
+    """The largest difference, as a part of the largest number.
+
+    A sum that comes out near 0 is judged by its terms, which are of the order of 1.
+    """
+    assert found.shape == expected.shape
+    largest = expected.abs().max().clamp_min(0.5)
+    return ((found.double() - expected).abs().max() / largest).item()

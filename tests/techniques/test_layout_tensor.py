@@ -18,10 +18,10 @@ from hasten.core.context import JobContext
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
-from hasten.parts.data.collate import TokenizedExample, tokenized_example
+from hasten.parts.data.collate import IGNORED, TokenizedExample, tokenized_example
 from hasten.parts.distributed.vocabulary_parallel import VocabularyParallelHead
 from hasten.parts.nn import losses
-from hasten.parts.nn.losses import IGNORED, LossTerms, whole_cross_entropy
+from hasten.parts.nn.losses import LossTerms, whole_cross_entropy
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.attention import DocumentAttention

@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -123,36 +124,33 @@ def test_every_flipped_byte_is_found_and_the_older_checkpoint_used(
         assert falls_back(folder), f"byte {position} of {name}: {bytes(data)!r}"
 
 
-def test_a_newline_of_another_system_is_damage(tmp_path: Path) -> None:
-    """Text mode would translate it and hide that the file isn't the one that was written."""
-    manifest = two(tmp_path) / "step-00000002" / MANIFEST
-    manifest.write_bytes(manifest.read_bytes().replace(b"\n", b"\r", 1))
-    assert falls_back(tmp_path)
+def written(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    """Writes what ``change`` makes of a file of the checkpoint."""
+    return lambda path: (path / name).write_bytes(change((path / name).read_bytes()))
 
 
-@pytest.mark.parametrize("name", [STATE, MANIFEST])
-def test_a_missing_or_cut_file_is_damage(name: str, tmp_path: Path) -> None:
-    for left in (None, 0, 100):
-        folder = two(tmp_path / str(left))
-        file = folder / "step-00000002" / name
-        data = file.read_bytes()
-        file.unlink()
-        if left is not None:
-            file.write_bytes(data[:left])
-        assert falls_back(folder)
+def replaced_by_a_file(path: Path) -> None:
+    shutil.rmtree(path)
+    path.write_text("")
 
 
-@pytest.mark.parametrize("text", ["not json", "[]", "3", "null", "{}", '{"seal": 1}', "\xff\xfe"])
-def test_a_manifest_of_another_kind_is_damage(text: str, tmp_path: Path) -> None:
-    two(tmp_path)
-    (tmp_path / "step-00000002" / MANIFEST).write_text(text, encoding="latin-1")
-    assert falls_back(tmp_path)
+OTHER_KINDS = (b"not json", b"[]", b"3", b"null", b"{}", b'{"seal": 1}', b"\xff\xfe")
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    # Text mode would translate it and hide that the file isn't the one that was written.
+    "newline of another system": written(MANIFEST, lambda data: data.replace(b"\n", b"\r", 1)),
+    "a file in its place": replaced_by_a_file,
+    **{f"{name} missing": lambda path, n=name: (path / n).unlink() for name in (STATE, MANIFEST)},
+    **{f"{name} empty": written(name, lambda data: b"") for name in (STATE, MANIFEST)},
+    **{f"{name} cut": written(name, lambda data: data[:100]) for name in (STATE, MANIFEST)},
+    **{str(text): written(MANIFEST, lambda data, t=text: t) for text in OTHER_KINDS},
+}
 
 
-def test_a_file_in_the_place_of_a_checkpoint_is_damage(tmp_path: Path) -> None:
-    two(tmp_path)
-    shutil.rmtree(tmp_path / "step-00000002")
-    (tmp_path / "step-00000002").write_text("")
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_what_is_not_as_it_was_written_is_damage(
+    damage: Callable[[Path], object], tmp_path: Path
+) -> None:
+    damage(two(tmp_path) / "step-00000002")
     assert falls_back(tmp_path)
 
 

@@ -73,9 +73,8 @@ def strided(step: int, count: int = COUNT) -> list[int]:
         (range(100, 0, -1), Pattern(AccessOrder.STRIDED, -1)),
         (blocks(32, 256), Pattern(AccessOrder.BLOCKS, 32)),
         (blocks(32, 256, of_blocks=False)[13:], Pattern(AccessOrder.BLOCKS, 32)),
-        (shuffled(70) * 3, Pattern(AccessOrder.REPEATED, 70)),
         (shuffled(300), Pattern(AccessOrder.RANDOM)),
-        ([5] * 40, Pattern(AccessOrder.REPEATED, 1)),
+        ([5] * 40, Pattern(AccessOrder.RANDOM)),
         (range(FEWEST - 1), Pattern(AccessOrder.RANDOM)),
     ],
 )

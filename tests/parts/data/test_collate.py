@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from hasten.parts.data.collate import (
     IGNORED,
     TokenizedExample,
-    aligned_labels,
     by_count,
     by_positions,
     by_tokens,
@@ -70,23 +69,7 @@ def test_padded_and_packed_ask_what_the_records_ask(given_records: list[Tokenize
     expected = asked(given_records)
     assert asked_by_padded(given_records) == expected
     assert asked_by_packed(given_records) == expected
-
-
-@given(given_records=EXAMPLES)
-def test_labels_number_the_trained_tokens(given_records: list[TokenizedExample]) -> None:
-    expected = sum(r.trained_tokens for r in given_records)
-    for batch in (padded(given_records, PAD), packed(given_records)):
-        assert int((batch["labels"] != IGNORED).sum()) == expected
-
-
-@given(given_records=EXAMPLES)
-def test_the_last_token_of_a_record_predicts_nothing(given_records: list[TokenizedExample]) -> None:
-    batch = packed(given_records)
-    last = batch["boundaries"][1:].long() - 1
-    assert (batch["labels"][0, last] == IGNORED).all()
-    filled = padded(given_records, PAD)
-    ends = torch.tensor([r.length - 1 for r in given_records])
-    assert (filled["labels"][torch.arange(len(ends)), ends] == IGNORED).all()
+    assert sum(r.trained_tokens for r in given_records) == expected.total()
 
 
 @given(given_records=EXAMPLES)
@@ -136,15 +119,6 @@ def test_records_are_left_as_they_were() -> None:
         assert np.array_equal(example.trained, trained)
 
 
-def test_a_record_of_one_token_asks_nothing() -> None:
-    assert aligned_labels(tokenized_example([4])).tolist() == [IGNORED]
-
-
-def test_labels_are_what_the_next_position_holds() -> None:
-    example = tokenized_example([10, 11, 12, 13], [True, False, True, True])
-    assert aligned_labels(example).tolist() == [IGNORED, 12, 13, IGNORED]
-
-
 def test_the_articles_records_are_padded_behind_each() -> None:
     rows = [(torch.tensor([1, 2, 3]), torch.tensor([4])), (torch.tensor([5]), torch.tensor([6, 7]))]
     named = [{"input": one, "target": two} for one, two in rows]
@@ -163,15 +137,6 @@ def test_every_token_carries_loss_unless_told_otherwise() -> None:
     example = tokenized_example([5, 6, 7])
     assert example.trained.tolist() == [True, True, True]
     assert (example.input_ids.dtype, example.trained.dtype) == (np.int32, np.bool_)
-
-
-def test_the_first_token_is_never_counted_as_trained() -> None:
-    assert tokenized_example([5, 6, 7], [1, 0, 1]).trained_tokens == 1
-    assert tokenized_example([5], [1]).trained_tokens == 0
-
-
-def test_length_counts_every_token() -> None:
-    assert tokenized_example(range(11), [0] * 11).length == 11
 
 
 @pytest.mark.parametrize(
@@ -196,28 +161,13 @@ def test_by_count_keeps_every_record_in_its_order(examples: list[int], size: int
 
 
 @given(lengths=LENGTHS, limit=st.integers(1, 80))
-def test_by_tokens_keeps_every_record_once(lengths: list[int], limit: int) -> None:
+def test_by_tokens_makes_few_pieces_of_every_record_once(lengths: list[int], limit: int) -> None:
     pieces = by_tokens(range(len(lengths)), lengths, limit)
     assert sorted(r for piece in pieces for r in piece) == list(range(len(lengths)))
-    assert all(pieces)
-
-
-@given(lengths=LENGTHS, limit=st.integers(1, 80))
-def test_only_a_single_record_exceeds_the_limit(lengths: list[int], limit: int) -> None:
-    for piece in by_tokens(range(len(lengths)), lengths, limit):
-        assert sum(lengths[i] for i in piece) <= limit or len(piece) == 1
-
-
-@given(lengths=LENGTHS, limit=st.integers(1, 80))
-def test_by_tokens_is_deterministic(lengths: list[int], limit: int) -> None:
-    names = [f"example {i}" for i in range(len(lengths))]
-    assert by_tokens(names, lengths, limit) == by_tokens(tuple(names), tuple(lengths), limit)
-
-
-@given(lengths=LENGTHS, limit=st.integers(1, 80))
-def test_no_two_pieces_could_have_been_one(lengths: list[int], limit: int) -> None:
-    sums = [sum(lengths[i] for i in p) for p in by_tokens(range(len(lengths)), lengths, limit)]
+    sums = [sum(lengths[i] for i in piece) for piece in pieces]
+    assert all(s <= limit or len(piece) == 1 for s, piece in zip(sums, pieces, strict=True))
     assert all(left + right > limit for left, right in combinations(sums, 2))
+    assert pieces == by_tokens(tuple(range(len(lengths))), tuple(lengths), limit)
 
 
 def test_a_record_goes_into_the_fullest_piece_that_holds_it() -> None:

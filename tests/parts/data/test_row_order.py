@@ -25,6 +25,27 @@ from hasten.parts.data.packing import pack_lengths
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=60)
 
 
+RANKS, PER_RANK, ROW = 8, 8, 4096
+COSTS = st.lists(st.floats(0.1, 100), max_size=40)
+
+
+def two_modes(draw: np.random.Generator, count: int, share: float = 0.5) -> NDArray[np.float64]:
+    """Lengths of nearly a row, a share of all, and of somewhat more than half a row."""
+    high = draw.random(count) < share
+    return np.where(high, draw.normal(3900, 20, count), draw.normal(2250, 20, count))
+
+
+def lengths_of(shape: str, count: int = 20_000) -> NDArray[np.int64]:
+    draw = np.random.default_rng(1)
+    lengths = {
+        "skewed": lambda: draw.lognormal(5.8, 1.0, count),
+        "uniform": lambda: draw.integers(1, ROW + 1, count),
+        "two modes": lambda: two_modes(draw, count),
+        "constant": lambda: draw.normal(500, 8, count),
+    }[shape]()
+    return np.clip(lengths, 8, ROW).astype(np.int64)
+
+
 def order(kind: str, lengths: Any, seed: int = 0) -> PackedOrder | GroupedOrder:
     if kind == "packed":
         return PackedOrder(lengths, 64, 5, seed, quadratic=0.01)
@@ -102,9 +123,7 @@ def test_a_stratified_order_has_every_row_once(costs: list[float], of_step: int,
 def test_ranks_wait_less_than_three_in_a_thousand_where_lengths_have_two_modes(
     ranks: int, per_rank: int, share: float
 ) -> None:
-    draw = np.random.default_rng(0)
-    high = draw.random(8000) < share
-    lengths = np.where(high, draw.normal(3900, 20, 8000), draw.normal(2250, 20, 8000)).astype(int)
+    lengths = two_modes(np.random.default_rng(0), 8000, share).astype(int)
     quadratic = quadratic_share(4096)
     made = PackedOrder(np.minimum(lengths, 4096), 4096, ranks * per_rank, 0, quadratic)
     losses = []
@@ -118,15 +137,7 @@ def test_ranks_wait_less_than_three_in_a_thousand_where_lengths_have_two_modes(
 @pytest.mark.parametrize("shape", ["skewed", "uniform", "two modes", "constant"])
 def test_no_step_of_two_rows_a_rank_waits_more_than_three_in_a_thousand(shape: str) -> None:
     """The first hundred steps, as in the benchmark; rows that have no like may wait longer."""
-    draw = np.random.default_rng(1)
-    high = draw.random(60_000) < 0.5
-    lengths = {
-        "skewed": draw.lognormal(5.8, 1.0, 100_000),
-        "uniform": draw.integers(1, 4097, 60_000),
-        "two modes": np.where(high, draw.normal(3900, 20, 60_000), draw.normal(2250, 20, 60_000)),
-        "constant": draw.normal(500, 8, 60_000),
-    }[shape]
-    made = PackedOrder(np.clip(lengths, 8, 4096).astype(int), 4096, 16, 0, quadratic_share(4096))
+    made = PackedOrder(lengths_of(shape, 100_000), ROW, 16, 0, quadratic_share(4096))
     rows = made.rows(0)[: 100 * 16]
     costs = row_costs(rows, made.lengths, made.quadratic).reshape(100, 16)
     losses = [straggler_loss(step, deal_rows(step, 8)) for step in costs]
@@ -194,19 +205,6 @@ def test_an_impossible_packing_is_refused() -> None:
         PackedOrder([3], 10, 0)
     with pytest.raises(ValueError, match="example 1 has 12 tokens"):
         PackedOrder([3, 12], 10, 1)
-
-
-RANKS, PER_RANK, ROW = 8, 8, 4096
-COSTS = st.lists(st.floats(0.1, 100), max_size=40)
-
-
-def lengths_of(shape: str, count: int = 20_000) -> NDArray[np.int64]:
-    draw = np.random.default_rng(1)
-    return {
-        "skewed": np.clip(draw.lognormal(5.8, 1.0, count), 8, ROW).astype(np.int64),
-        "uniform": draw.integers(1, ROW + 1, count),
-        "constant": draw.normal(500, 8, count).astype(np.int64),
-    }[shape]
 
 
 @given(COSTS, st.integers(1, 9))

@@ -19,16 +19,12 @@ from torch import Tensor
 
 from hasten.parts.kernels import rowwise
 from hasten.parts.nn import fused_functions
+from kernel_units import numbers, turned
 
 pytestmark = pytest.mark.skipif(not rowwise.library().library, reason=rowwise.library().reason)
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 2**-8 + 2e-6}
 formats = pytest.mark.parametrize("dtype", list(BOUND), ids=str)
 sizes = st.integers(1, 70)
-
-
-def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    draw = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(shape, generator=draw).to(dtype)
 
 
 def near(found: Tensor, expected: Tensor, of: Tensor | None = None) -> bool:
@@ -141,17 +137,6 @@ def test_the_inverse_root_is_kept_in_float32(dtype: torch.dtype) -> None:
     _, inverse = rowwise.rms_norm(x, x[0], 1e-5)
     assert inverse.dtype == torch.float32
     assert near(inverse, (x.double().square().mean(-1) + 1e-5).rsqrt())
-
-
-def turned(x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool) -> Tensor:
-    """The same rotation by complex numbers, in whatever layout."""
-    m = cos.shape[-1]
-    plain, moving = x.split([x.shape[-1] - 2 * m, 2 * m], dim=-1)
-    pairs = moving.unflatten(-1, (m, 2) if pairs_in else (2, m))
-    a, b = pairs.unbind(-1 if pairs_in else -2)
-    z = torch.complex(a, b) * torch.complex(cos, sin).unsqueeze(1)
-    both = torch.stack((z.real, z.imag), dim=-1 if pairs_out else -2)
-    return torch.cat((plain, both.flatten(-2)), dim=-1)
 
 
 def tables(count: int, m: int) -> tuple[Tensor, Tensor]:

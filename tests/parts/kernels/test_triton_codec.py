@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from codec_cases import cases, same_bits
-from hasten.parts.kernels import codec_reference
+from hasten.parts.kernels import codec_gpu, codec_reference
 from triton_marks import DEVICE, needs_triton, on_gpu
 
 pytestmark = [needs_triton, *on_gpu]
@@ -26,12 +26,10 @@ pytestmark = [needs_triton, *on_gpu]
 def test_triton_codes_have_the_bits_of_torchs(
     flat: Tensor, block: int, bits: int, seed: int | None, on_bf16: bool, with_rest: bool
 ) -> None:
-    from hasten.parts.kernels import codec_triton
-
     flat = (flat.bfloat16() if on_bf16 else flat).to(DEVICE)
     rest = torch.full((len(flat),), 0.01, device=DEVICE) if with_rest else None
     found = []
-    for way in (codec_triton, codec_reference):
+    for way in (codec_gpu, codec_reference):
         blocks, n = -(-len(flat) // block), len(flat)
         codes = torch.zeros(blocks * block * bits // 8, dtype=torch.uint8, device=DEVICE)
         scales = torch.zeros(blocks, dtype=torch.int16, device=DEVICE)

@@ -298,14 +298,20 @@ def test_documents_of_one_length_are_rows_of_a_batch(monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(out, _reference(*tensors, lengths), rtol=1e-12, atol=1e-14)
 
 
+class OnGpu:
+    """What is asked of a tensor on a GPU: a row of nine tokens."""
+
+    is_cuda, dtype, device = True, torch.bfloat16, torch.device("cuda:0")
+
+    def __init__(self, width: int = 8) -> None:
+        self.shape = (1, 4, 9, width)
+
+    def __len__(self) -> int:
+        return 1
+
+
 @pytest.mark.parametrize("lengths", [(4, 5), (3, 3), (9,) * 2])
 def test_other_documents_are_no_rows(lengths: tuple[int, ...]) -> None:
-    class OnGpu:
-        shape, is_cuda = (1, 4, 9, 8), True
-
-        def __len__(self) -> int:
-            return 1
-
     one: Any = OnGpu()
     assert not document_attention._may_be_rows((one, one, one), lengths, 0.0)
     assert document_attention._may_be_rows((one, one, one), (3, 3, 3), 0.0)
@@ -327,12 +333,6 @@ def test_long_documents_go_one_by_one_where_cudnn_is_faster(
     takes: bool,
     expected: bool,
 ) -> None:
-    class OnGpu:
-        is_cuda, device = True, "cuda:0"
-
-        def __len__(self) -> int:
-            return 1
-
     one: Any = OnGpu()
     monkeypatch.setattr(document_attention, "_is_hopper", lambda device: hopper)
     monkeypatch.setattr(document_attention, "_cudnn_takes", lambda *given: takes)
@@ -436,17 +436,10 @@ def test_the_kernel_of_a_gpu_agrees_with_float64(widths: tuple[int, int]) -> Non
 
 def test_heads_too_wide_or_with_dropout_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(document_attention, "_has_varlen", lambda device: True)
-
-    class OnGPU:
-        is_cuda, dtype, device = True, torch.bfloat16, torch.device("cuda:0")
-
-        def __init__(self, width: int) -> None:
-            self.shape = (1, 2, 9, width)
-
     fits: Any = document_attention._fits_varlen
-    assert fits(OnGPU(192), OnGPU(128), 0.0)
-    assert not fits(OnGPU(192), OnGPU(128), 0.1)
-    assert not fits(OnGPU(264), OnGPU(128), 0.0)
+    assert fits(OnGpu(192), OnGpu(128), 0.0)
+    assert not fits(OnGpu(192), OnGpu(128), 0.1)
+    assert not fits(OnGpu(264), OnGpu(128), 0.0)
 
 
 def _always(monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., Tensor]) -> None:

@@ -17,13 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from fused_models import EXAMPLES, check_half, experts_layer, model_of, outcome
+from hasten.parts.data.collate import packed
 from hasten.parts.kernels import registry
 from hasten.parts.nn import experts_gpu, fused_experts
 from hasten.techniques.experts import ExpertsImplementation
 from host_waits import HostWaits
 from interpreted_triton import round_as_a_gpu
 from tiny import COMMON, MLA, examples, job_context, language_job, run, session_of, tiny_model
-from triton_marks import DEVICE, needs_triton, on_gpu
+from triton_marks import DEVICE, far, needs_triton, on_gpu
+from triton_marks import draw as drawn
 
 pytestmark = [*on_gpu, needs_triton]
 BF16 = torch.bfloat16
@@ -45,9 +48,7 @@ def _on_gpu_code(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(experts_gpu, "fits", experts_gpu.takes)
 
 
-def draw(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> Tensor:
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+draw = partial(drawn, dtype=BF16)
 
 
 def loops(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -158,13 +159,6 @@ def positions_of(tokens: int, each: int, seed: int = 0) -> Tensor:
 sizes = given(tokens=st.integers(1, 9), each=st.integers(1, 4), n=st.integers(1, 70))
 
 
-def off(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, as a part of the largest number."""
-    assert found.shape == expected.shape
-    largest = expected.abs().max().clamp_min(0.5)
-    return ((found.double() - expected).abs().max() / largest).item()
-
-
 @dtypes
 @few
 @sizes
@@ -176,8 +170,8 @@ def test_a_combined_row_is_the_weighted_sum_of_its_pairs(
     wide = x.double()[positions]
     bound = 2 * ROUNDING[dtype]
     found = experts_gpu.combine(x, positions, weights)
-    assert off(found, (wide * weights.double().unsqueeze(2)).sum(1)) <= bound
-    assert off(experts_gpu.combine(x, positions, None), wide.sum(1)) <= bound
+    assert far(found, (wide * weights.double().unsqueeze(2)).sum(1)) <= bound
+    assert far(experts_gpu.combine(x, positions, None), wide.sum(1)) <= bound
 
 
 @dtypes
@@ -213,13 +207,13 @@ def test_a_gate_and_its_gradients(
     wide, shares = x.double().requires_grad_(), weights.double().requires_grad_()
     weighted = plain_gate(wide, positions, shares)
     ones = torch.ones_like(weights)
-    assert off(experts_gpu.gate(x), plain_gate(x.double(), positions, ones.double())) <= bound
+    assert far(experts_gpu.gate(x), plain_gate(x.double(), positions, ones.double())) <= bound
     dx, dweights, h = experts_gpu.gate_backward(grad, x, positions, weights, inner)
     expected = torch.autograd.grad(weighted, (wide, shares), grad.double())
-    assert off(dx, expected[0]) <= bound
-    assert off(dweights, expected[1]) <= 1e-5  # a sum in float32, which is never rounded to less
+    assert far(dx, expected[0]) <= bound
+    assert far(dweights, expected[1]) <= 1e-5  # a sum in float32, which is never rounded to less
     if inner:
-        assert off(h, weighted.detach()) <= bound
+        assert far(h, weighted.detach()) <= bound
     else:
         assert not h.numel()
 
@@ -256,14 +250,7 @@ def test_operators_pass_torchs_own_checks() -> None:
 
 
 def layer(dtype: torch.dtype = BF16) -> Any:
-    """One layer of experts with weights large enough to tell them apart."""
-    model = tiny_model("deepseek_v3")
-    found = next(m for m in model.modules() if type(m).__name__ in fused_experts.CLASSES)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in found.parameters():
-            parameter.normal_(0, 0.2)
-    return found.to(DEVICE, dtype)
+    return experts_layer("deepseek_v3").to(DEVICE, dtype)
 
 
 @pytest.fixture
@@ -401,9 +388,6 @@ def test_the_technique_is_for_gpus_too_and_says_what_ran(bound: Any) -> None:
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_a_whole_model_trains_by_them(bound: Any) -> None:
     """No further from float64 than the model that computes its experts one by one, in bf16."""
-    from fused_models import EXAMPLES, check_half, model_of, outcome
-    from hasten.parts.data.collate import packed
-
     plain, fused = (model_of("deepseek_v2", BF16).to(DEVICE) for _ in range(2))
     wide = model_of("deepseek_v2", torch.float64).to(DEVICE)
     assert COMMON["hidden_size"] % 8 == 0

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from fused_models import experts_layer
 from hasten.parts.kernels import experts, rowwise
 from hasten.parts.nn import fused_experts
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
@@ -26,17 +27,6 @@ formats = pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 architectures = pytest.mark.parametrize("architecture", ["deepseek_v2", "deepseek_v3"])
 
 
-def layer(architecture: str) -> Any:
-    """One layer of experts with weights large enough to tell them apart."""
-    model = tiny_model(architecture)
-    found = next(m for m in model.modules() if type(m).__name__ in fused_experts.CLASSES)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in found.parameters():
-            parameter.normal_(0, 0.2)
-    return found
-
-
 def passed(module: Any, x: Tensor, index: Tensor, weights: Tensor, grad: Tensor) -> list[Tensor]:
     """Output and gradients of tokens, weights of the choice, and both matrices."""
     module.zero_grad()
@@ -48,7 +38,7 @@ def passed(module: Any, x: Tensor, index: Tensor, weights: Tensor, grad: Tensor)
 
 def both(architecture: str, dtype: torch.dtype, index: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """What the fused layer and the float64 one give for the same numbers."""
-    fused = layer(architecture).to(dtype)
+    fused = experts_layer(architecture).to(dtype)
     exact = copy.deepcopy(fused).double()
     exact.config._experts_implementation = "eager"  # the grouped product has no float64
     assert fused_experts.fuse_experts(nn.ModuleList([fused])) == 1
@@ -92,7 +82,7 @@ def test_any_number_of_tokens_and_any_load(tokens: int, used: int, seed: int) ->
 
 
 def test_frozen_experts_make_no_weight_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = layer("deepseek_v3").requires_grad_(False)
+    module = experts_layer("deepseek_v3").requires_grad_(False)
     fused_experts.fuse_experts(nn.ModuleList([module]))
     monkeypatch.setattr(experts, "gradients_", lambda *a: pytest.fail("a gradient nobody wants"))
     x = torch.randn(20, module.gate_up_proj.shape[2], requires_grad=True)
@@ -102,7 +92,7 @@ def test_frozen_experts_make_no_weight_gradient(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_numbers_the_kernels_do_not_take_go_through_the_layers_own_code() -> None:
-    module = layer("deepseek_v3").double()
+    module = experts_layer("deepseek_v3").double()
     module.config._experts_implementation = "eager"
     index, weights = choices(9, 4), torch.rand(9, 2).double()
     x = torch.randn(9, module.gate_up_proj.shape[2]).double()

@@ -19,15 +19,19 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
+from fused_models import EXAMPLES, TOKENS, distance, model_of, outcome
+from hasten.models.adapters import add_lora
 from hasten.parts.data.collate import IGNORED, packed
 from hasten.parts.kernels import registry, rowwise
 from hasten.parts.nn import fused_functions, fused_gpu, fused_layers, losses
 from hasten.parts.nn.causal_lm import causal_lm
 from hasten.parts.nn.fused_layers import ARCHITECTURES, fuse_layers
 from hasten.parts.nn.quantised import Kind
-from triton_marks import DEVICE, needs_triton, on_gpu
+from kernel_units import turned
+from triton_marks import DEVICE, draw, far, needs_triton, on_gpu
 
 pytestmark = on_gpu
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -45,21 +49,6 @@ def _on_gpu_code(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
         monkeypatch.setattr(fused_functions, "backend", lambda x: fused_gpu)
         monkeypatch.setattr(fused_gpu, "fits", rowwise.fits)
-
-
-def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
-
-
-def far(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, as a part of the largest number.
-
-    A sum that comes out near 0 is judged by its terms, which are of the order of 1.
-    """
-    assert found.shape == expected.shape
-    largest = expected.abs().max().clamp_min(0.5)
-    return ((found.double() - expected).abs().max() / largest).item()
 
 
 def gradients(out: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
@@ -119,16 +108,6 @@ def test_a_gate_is_silu_times_up(dtype: torch.dtype, count: int) -> None:
     check(fused_functions.swiglu, lambda a, b: F.silu(a) * b, tensors, 2 * ROUNDING[dtype])
 
 
-def plain_rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool) -> Tensor:
-    m = cos.shape[-1]
-    plain, turned = x.split([x.shape[-1] - 2 * m, 2 * m], dim=-1)
-    a, b = (turned[..., 0::2], turned[..., 1::2]) if pairs_in else turned.chunk(2, -1)
-    cos, sin = cos.double().unsqueeze(1), sin.double().unsqueeze(1)
-    both = a * cos - b * sin, b * cos + a * sin
-    joined = torch.stack(both, -1).flatten(-2) if pairs_out else torch.cat(both, -1)
-    return torch.cat((plain, joined), -1)
-
-
 @needs_triton
 @dtypes
 @few
@@ -154,7 +133,7 @@ def test_some_columns_are_turned_and_the_others_copied(
         return fused_functions.rotate(x[..., gap:], cos, sin, *layout)
 
     def slow(x: Tensor) -> Tensor:
-        return plain_rotate(x[..., gap:], cos, sin, *layout)
+        return turned(x[..., gap:], cos.double(), sin.double(), *layout)
 
     check(fused, slow, [whole], 2 * ROUNDING[dtype])
 
@@ -212,17 +191,20 @@ def test_tables_of_another_length_are_refused() -> None:
 )
 def test_a_whole_model_trains_by_them(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bound as for a GPU, every layer: loss, logits and all gradients of the plain model."""
-    from fused_models import EXAMPLES, distance, model_of, outcome
-
     plain, other = (model_of(architecture).to(DEVICE) for _ in range(2))
     monkeypatch.setattr(fused_gpu, "why_not", lambda device: "")
     bound = fuse_layers(other, "cuda")
     assert bound["layer"] == 2
     assert "linear" not in bound
-    few_records = packed(sorted(EXAMPLES, key=lambda r: r.length)[:2])
-    batch = {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in few_records.items()}
+    batch = shortest(2)
     found = distance(outcome(other, batch), outcome(plain, batch))
     assert {n: e for n, e in found.items() if e > 2e-5} == {}
+
+
+def shortest(count: int) -> dict[str, Any]:
+    """A packed row of so many short examples, on the device."""
+    row = packed(sorted(EXAMPLES, key=lambda r: r.length)[:count])
+    return {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in row.items()}
 
 
 OPERATORS: dict[str, Any] = {
@@ -239,13 +221,10 @@ OPERATORS: dict[str, Any] = {
 def test_a_model_trains_the_same_without_a_refused_kernel(
     kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fused_models import EXAMPLES, distance, model_of, outcome
-
     plain, other = (model_of("qwen3", num_hidden_layers=1).to(DEVICE) for _ in range(2))
     monkeypatch.setattr(fused_gpu, "why_not", lambda device: "")
     fuse_layers(other, "cuda")
-    few_records = packed(sorted(EXAMPLES, key=lambda r: r.length)[:1])
-    batch = {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in few_records.items()}
+    batch = shortest(1)
     expected = outcome(plain, batch)
     module, *names = OPERATORS[kernel]
     for name in names:
@@ -261,8 +240,6 @@ def test_a_model_trains_the_same_without_a_refused_kernel(
 @needs_triton
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_a_compiled_model_keeps_them_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fused_models import TOKENS, model_of
-
     model = model_of("llama", num_hidden_layers=1).to(DEVICE)
     monkeypatch.setattr(fused_gpu, "why_not", lambda device: "")
     fuse_layers(model, "cuda")
@@ -335,10 +312,6 @@ def test_an_adapter_is_added_to_the_layers_output(rows: int, rank: int, view: bo
 
 def _with_lora(**changed: Any) -> tuple[Any, Any]:
     """The same small model with a LoRA twice, the second bound as for a GPU."""
-    from peft import LoraConfig, get_peft_model
-
-    from fused_models import model_of
-
     models = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -380,9 +353,6 @@ def test_a_model_with_adapters_trains_the_same_and_adds_in_place(
 @needs_triton
 @pytest.mark.parametrize("base", ["int8", "nf4"])
 def test_adapters_on_a_quantised_base_are_added_in_place_too(base: Kind) -> None:
-    from fused_models import model_of
-    from hasten.models.adapters import add_lora
-
     models = []
     for _ in range(2):
         torch.manual_seed(0)

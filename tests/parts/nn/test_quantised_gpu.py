@@ -32,7 +32,7 @@ from hasten.parts.nn.quantised import (
 )
 from hasten.parts.nn.recompute import BlockRecompute, _mark_first_pass
 from interpreted_triton import round_as_a_gpu
-from triton_marks import DEVICE, needs_triton, on_gpu
+from triton_marks import DEVICE, draw, needs_triton, on_gpu
 
 E5M2 = torch.float8_e5m2
 FORMATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -77,11 +77,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     for name in ("float8_rows", "float8_columns", "float8_both", "widen_nf4", "widen_int8"):
         monkeypatch.setattr(quantised_gpu, name, counted(name, getattr(quantised_gpu, name)))
     return found
-
-
-def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
 
 
 def same(found: Tensor, expected: Tensor) -> None:

@@ -26,6 +26,7 @@ from triton.compiler import ASTSource
 from hasten.parts.kernels import (
     adamw,
     adamw_triton,
+    codec_reference,
     codec_triton,
     experts_triton,
     few_bits_triton,
@@ -108,7 +109,7 @@ def variants(number: str, every: bool) -> Iterator[Variant]:  # noqa: C901  # a 
     yield from updates(number, every)
     for bits in (8, 4) if every else (8,):
         fixed = {"BITS": bits, "HALF": 128, "REST": True, "KEEP": True, "DICE": True}
-        fixed |= {"INFINITY": codec.INFINITE}
+        fixed |= {"INFINITY": codec_reference.INFINITE}
         yield Variant(f"encode int{bits}", codec.encode_kernel, number, 1, fixed)
         add = {"BITS": bits, "HALF": 128, "ADD": True}
         yield Variant(f"decode int{bits}", codec.decode_kernel, number, 1, add)

@@ -240,13 +240,8 @@ def test_compact_adamw_follows_its_own_way_without_a_kernel(
 
 
 @formats
-@pytest.mark.parametrize("kernel", [True, False])
 @pytest.mark.parametrize("dtype", FORMATS)
-def test_a_resumed_run_keeps_its_bits(
-    moments: str, kernel: bool, dtype: torch.dtype, by_kernel: pytest.MonkeyPatch
-) -> None:
-    if not kernel:
-        by_kernel.setattr(compact_adamw, "_by_kernel", lambda parameter: False)
+def test_a_resumed_run_keeps_its_bits(moments: str, dtype: torch.dtype) -> None:
     whole = some_weights(dtype)
     expected = steps(CompactAdamW(whole, moments=moments, **SETTINGS), whole, 4)
     first = some_weights(dtype)

@@ -68,7 +68,10 @@ def save(
     final = folder / f"step-{step:08d}"
     if not 0 <= step <= LAST_STEP:
         raise ValueError(f"step is {step}; it must lie between 0 and {LAST_STEP}")
-    _make_durably(folder, disk)
+    new = [directory for directory in (folder, *folder.parents) if not directory.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for directory in new:  # a new name is durable once the folder above it is forced
+        disk.sync(directory.parent)
     if os.path.lexists(final) and _is_whole(final):
         disk.sync(folder)  # whoever renamed it may have been killed before this
         return final  # the same step again, after a resume: the older one is as good
@@ -118,14 +121,6 @@ def force_names(folder: Path, disk: Disk) -> None:
         with contextlib.suppress(OSError):  # not ours to open, or a disk that is full
             if parent.stat().st_dev == device:
                 disk.sync(parent)
-
-
-def _make_durably(folder: Path, disk: Disk) -> None:
-    """The folder with its parents; a new name is durable once the folder above it is forced."""
-    new = [directory for directory in (folder, *folder.parents) if not directory.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for directory in new:
-        disk.sync(directory.parent)
 
 
 class FolderInUseError(ValueError):

@@ -183,25 +183,6 @@ DTYPES: dict[torch.dtype, str] = {
 NAMES = {name: dtype for dtype, name in DTYPES.items()}
 
 
-class Digest:
-    """Size and two hashes of what passes: a fast one for every read, sha256 for the example."""
-
-    def __init__(self) -> None:
-        self._bytes, self._fast, self._slow = 0, xxhash.xxh3_128(), hashlib.sha256()
-
-    def update(self, block: memoryview) -> None:
-        self._bytes += len(block)
-        self._fast.update(block)
-        self._slow.update(block)
-
-    def size_and_hashes(self) -> dict[str, Any]:
-        return {
-            "bytes": self._bytes,
-            "xxh3_128": self._fast.hexdigest(),
-            "sha256": self._slow.hexdigest(),
-        }
-
-
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], disk: Disk) -> dict[str, Any]:
     """Write the tensors into a new file, durably; its size and hashes.
 
@@ -216,17 +197,22 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], disk: Disk) -> dict
 
 
 def write_blocks(path: Path, blocks: Iterator[memoryview], disk: Disk) -> dict[str, Any]:
-    """A new file out of blocks, durable when this returns; its size and hashes."""
-    digest = Digest()
+    """A new file out of blocks, durable when this returns; its size and two hashes.
+
+    The fast one is for every read, sha256 for a thorough one.
+    """
+    size, fast, slow = 0, xxhash.xxh3_128(), hashlib.sha256()
     descriptor = disk.open_new(path)
     try:
         for block in blocks:
-            digest.update(block)
+            size += len(block)
+            fast.update(block)
+            slow.update(block)
             disk.write(descriptor, block)
     finally:
         os.close(descriptor)
     disk.sync(path)
-    return digest.size_and_hashes()
+    return {"bytes": size, "xxh3_128": fast.hexdigest(), "sha256": slow.hexdigest()}
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -35,8 +35,7 @@ class CheckpointedState:
             if lacks:
                 raise ValueError(
                     f"{name} is a {type(stateful).__name__} without {lacks[0]}; protect objects "
-                    f"with "
-                    "state_dict and load_state_dict"
+                    "with state_dict and load_state_dict"
                 )
             if isinstance(stateful, nn.Module) and any(
                 isinstance(tensor, DTensor)
@@ -129,8 +128,7 @@ def _check_same(name: str, stateful: Any, state: Any, path: Path) -> None:
             difference = f"groups of {theirs} weights, not {ours}" if theirs else "no optimizer's"
             raise ValueError(
                 f"{path} is of another {name}: {difference}; restore the one that was saved, or "
-                f"use "
-                "another folder"
+                "use another folder"
             )
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         our_weights = [weight for group in stateful.param_groups for weight in group["params"]]

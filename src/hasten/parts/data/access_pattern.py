@@ -29,18 +29,17 @@ WIDEST_STRIDE = 8  # beyond it a range is mostly examples that nobody wants
 
 
 class AccessOrder(Enum):
-    """The orders that can be detected; REPEATED is any other order, read a second time."""
+    """The orders that can be detected; RANDOM is any other."""
 
     SEQUENTIAL = "sequential"
     STRIDED = "strided"
     BLOCKS = "shuffled within blocks"
-    REPEATED = "repeated"
     RANDOM = "random"
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """An order with its one number: the stride, the examples of a block, the length of a round."""
+    """An order with its one number: the stride, or the examples of a block."""
 
     order: AccessOrder
     size: int = 1
@@ -76,11 +75,8 @@ def classify(indices: Sequence[int]) -> Pattern:
     if (steps == steps[0]).all() and steps[0]:
         step = int(steps[0])
         return Pattern(AccessOrder.SEQUENTIAL) if step == 1 else Pattern(AccessOrder.STRIDED, step)
-    if block := _block(order):
-        return Pattern(AccessOrder.BLOCKS, block)
-    if period := _period(order):
-        return Pattern(AccessOrder.REPEATED, period)
-    return Pattern(AccessOrder.RANDOM)
+    block = _block(order)
+    return Pattern(AccessOrder.BLOCKS, block) if block else Pattern(AccessOrder.RANDOM)
 
 
 @runtime_checkable
@@ -190,12 +186,4 @@ def _block(order: NDArray[np.int64]) -> int:
             continue
         if all(len(set(run)) == len(run) for run in np.split(order, starts)):
             return size
-    return 0
-
-
-def _period(order: NDArray[np.int64]) -> int:
-    """The shortest round after which the sequence repeats, at least once as a whole; else 0."""
-    for again in np.flatnonzero(order[1 : len(order) // 2 + 1] == order[0]) + 1:
-        if (order[again:] == order[:-again]).all():
-            return int(again)
     return 0

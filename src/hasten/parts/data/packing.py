@@ -13,21 +13,17 @@ The histogram form is from Krell et al., Efficient Sequence Packing without
 Cross-contamination (arXiv:2107.02027). Best fit decreasing over whole examples is from
 Ding et al., Fewer Truncations Improve Language Modeling (arXiv:2404.10830).
 
-If best fit stays above the lower bound, three other methods are tried, and the fewest
-rows are used:
+If best fit stays above the lower bound, two other methods of
+:mod:`hasten.parts.data.row_search` are tried, and the fewest rows are used:
 
 - rows filled exactly, one at a time
 - patterns, if lengths have few different values
-- a cover by full rows, if every row would have to be full
-
-:mod:`hasten.parts.data.row_search` contains their search functions.
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -36,166 +32,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hasten.parts.data.row_search import (
-    MOST_IN_A_ROW,
     MOST_VALUES,
     Classes,
     Pattern,
-    RowSearch,
     exact_fit,
-    full_rows,
-    of_fewest,
     whole_patterns,
 )
-
-# Perfect packings: where every row has to be full, examples are covered by rows that are.
-#
-# Where the tokens are a whole number of rows and not one row more will do, each row is full to the
-# last token. Long rows of few examples leave so little choice that filling one row after the other
-# ends badly however often it is tried. But then there are few full rows, and they are listed:
-#
-#     (1) pairs: two examples that fill a row share one in some best packing, since whatever else
-#         lies beside the one fits into the room of the other (Martello and Toth, Knapsack
-#         Problems, 1990)
-#     (2) beginning: where many rows are left, the longest example is put with the fewest that fill
-#         its row, until twenty rows are left; in some order drawn anew for each attempt
-#     (3) cover: of all full rows of what is left, some that hold every example once; the length
-# that
-#         the fewest rows could still hold comes first, and of these first the row that takes the
-#         least from the others (:mod:`hasten.parts.data.row_search`)
-#
-# The search ends after a fixed amount of work, counted and not clocked: its result is the same on
-# any machine.
-
-MOST_RECORDS = 700  # that no pair takes; many more leave so much choice that filling in turn works
-WORK = 200_000_000  # some 2 ns each
-WORK_OF_A_ROW = 20_000  # to begin one
-LAST_ROWS, LAST_RECORDS = 20, 5  # that are covered after a beginning, and in a row at most
-FEW_RECORDS = 60  # of which rows of more are listed too
-ATTEMPTS = (8, 4000)  # beginnings before and after all rows are covered at once
-# Rows that are chosen before a search begins anew: in many short searches, then some longer ones.
-DIVES = ((300,) * 50, tuple(300 << n for n in range(1, 10)))
-LAST_DIVES = (300,) * 4
-
-Lengths = NDArray[np.int64]  # how many examples there are of each length
-
-
-def perfect_rows(counts: NDArray[np.int64], row_tokens: int) -> Classes | None:
-    """Full rows of all ``counts[length]`` examples; None where none are found within the work."""
-    remaining = np.zeros(row_tokens + 1, np.int64)
-    remaining[: len(counts)] = counts
-    if int(remaining @ np.arange(row_tokens + 1)) % row_tokens:
-        return None
-    done = _pairs(remaining)
-    if remaining.sum() > MOST_RECORDS:
-        return None
-    patterns = _Search(row_tokens).rows(remaining) if remaining.any() else []
-    return None if patterns is None else done + [(1, pattern) for pattern in patterns]
-
-
-def _pairs(remaining: Lengths) -> Classes:
-    """Takes rows of one and of two examples out of ``remaining``."""
-    row = len(remaining) - 1
-    done: Classes = [(int(remaining[row]), (row,))] if remaining[row] else []
-    remaining[row] = 0
-    for size in np.flatnonzero(remaining).tolist():
-        other = row - size
-        if size > other:
-            break
-        times = int(
-            remaining[size] // 2 if size == other else min(remaining[size], remaining[other])
-        )
-        if times:
-            remaining[size] -= times
-            remaining[other] -= times
-            done.append((times, (other, size)))
-    return done
-
-
-class _Search:
-    """One search for full rows, and the work that is left for it."""
-
-    def __init__(self, row_tokens: int) -> None:
-        self.row_tokens, self.work = row_tokens, WORK
-
-    def rows(self, remaining: Lengths) -> list[Pattern] | None:
-        number = int(remaining @ np.arange(len(remaining))) // self.row_tokens
-        attempts = itertools.count()
-        if number > LAST_ROWS and (
-            patterns := self._begun(remaining, number, attempts, ATTEMPTS[0])
-        ):
-            return patterns
-        if number <= 3 * LAST_ROWS:
-            most = MOST_IN_A_ROW if remaining.sum() <= FEW_RECORDS else LAST_RECORDS
-            for dives, examples in itertools.product(DIVES, range(4, most + 1)):
-                if (patterns := self._covered(remaining, examples, dives)) is not None:
-                    return patterns
-        if number > LAST_ROWS:
-            return self._begun(remaining, number, attempts, ATTEMPTS[1])
-        return None
-
-    def _begun(
-        self, remaining: Lengths, number: int, attempts: itertools.count[int], most: int
-    ) -> list[Pattern] | None:
-        """Rows begun one by one and covered at the end."""
-        for attempt in itertools.islice(attempts, most):
-            trial_counts = remaining.copy()
-            begun = self._beginning(trial_counts, number - LAST_ROWS, attempt)
-            last = begun and self._covered(trial_counts, LAST_RECORDS, LAST_DIVES)
-            if begun and last:
-                return begun + last
-            if self.work <= 0:
-                return None
-        return None
-
-    def _beginning(self, remaining: Lengths, number: int, attempt: int) -> list[Pattern] | None:
-        """So many rows, taken out of ``remaining``; None where an example fills none."""
-        draw = random.Random(attempt) if attempt else None
-        sizes = np.flatnonzero(remaining).tolist()
-        counts = {size: int(remaining[size]) for size in sizes}
-        rows: list[Pattern] = []
-        while len(rows) < number:
-            self.work -= WORK_OF_A_ROW
-            row = of_fewest(sizes, counts, self.row_tokens, draw)
-            if row is None:
-                return None
-            for size in row:
-                remaining[size] -= 1
-                counts[size] -= 1
-                if not counts[size]:
-                    del counts[size]
-                    sizes.remove(size)
-            rows.append(row)
-        return rows
-
-    def _covered(
-        self, remaining: Lengths, examples: int, dives: Sequence[int]
-    ) -> list[Pattern] | None:
-        """All that is left in rows of at most so many examples."""
-        sizes = np.flatnonzero(remaining)[::-1]
-        listed, work = full_rows(sizes, remaining[sizes], self.row_tokens, examples)
-        self.work -= work
-        cover = RowSearch(listed, remaining[sizes])
-        for number, looks in enumerate(dives):
-            if self.work <= 0:
-                return None
-            before = cover.work
-            solution = cover.choose_rows(looks, random.Random(number))
-            self.work -= cover.work - before
-            if solution is not None:
-                return [tuple(sizes[row].tolist()) for row in solution]
-            if cover.exhausted:
-                return None
-        return None
-
-
-# Packing, and its bound.
 
 LengthCounts = Sequence[int] | NDArray[Any]
 
 GOOD_ENOUGH = 1.001  # rows over the lower bound at which many examples get no second attempt
 MANY = 50_000  # examples from which one attempt has to be worth it
 FIT_ATTEMPTS, FEW = 60, 1_000  # so many attempts up to so many examples, fewer for more
-QUICK = 10  # attempts before a search for rows that are all full, where they would have to be
 PATTERN_WORK = MOST_VALUES**2 * 4096  # values squared times row_tokens: what patterns cost
 CLOSE = 0.005  # fullness within which packing and grouping count as equal
 
@@ -289,10 +137,6 @@ def _fewest(counts: NDArray[np.int64], row_tokens: int, examples: int) -> tuple[
     for attempt in range(attempts if examples <= MANY else 1):
         if _rows(classes) <= bound * slack:
             break
-        if attempt == QUICK and int(counts @ np.arange(len(counts))) == bound * row_tokens:
-            classes = perfect_rows(counts, row_tokens) or classes
-            if _rows(classes) == bound:
-                break
         tried = exact_fit(counts, row_tokens, attempt // 2, fewest=attempt % 2 == 1)
         classes = min(classes, tried, key=_rows)
     return bound, classes

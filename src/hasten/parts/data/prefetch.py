@@ -303,7 +303,7 @@ class DeviceCopies:
     def __init__(self, device: str | torch.device) -> None:
         self.device = torch.device(device)
         # Streams belong to one index, and the current one differs between threads: settle it here.
-        if self.device.type != "cpu" and self.device.index is None and _is_accelerator(self.device):
+        if self.device.index is None and _is_accelerator(self.device):
             index = torch.accelerator.current_device_index()
             self.device = torch.device(self.device.type, index)
         self.stream = _stream(self.device)
@@ -369,15 +369,13 @@ def tensor_bytes(value: Any) -> int:
 
 
 def _is_accelerator(device: torch.device) -> bool:
-    accelerator = (
-        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    )
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator is not None and accelerator.type == device.type
 
 
 def _stream(device: torch.device) -> Any:
     """Returns a second stream next to the computing one, or None if the device has none."""
-    if device.type == "cpu" or not _is_accelerator(device):
+    if not _is_accelerator(device):
         return None
     try:
         return torch.Stream(device=device)

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from hasten.parts.data.collate import IGNORED
 from hasten.parts.nn.losses import (
-    IGNORED,
     PLAIN,
     LossTerms,
     at_least_float32,

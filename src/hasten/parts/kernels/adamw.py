@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -23,12 +22,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hasten.parts.kernels.codec_reference import key_of
-from hasten.parts.kernels.gpu_operators import launch, why_no_triton
 from hasten.parts.kernels.low_bit import tables
+from hasten.parts.kernels.operators import (
+    launch,
+    no_results,
+    operator,
+    why_no_triton,
+)
 from hasten.parts.kernels.registry import is_refused
 from hasten.parts.kernels.rowwise import check_alike, is_alike
 
@@ -150,7 +153,11 @@ def update(updates: Iterable[TensorUpdate], divisor: Tensor | None = None) -> No
         )
 
 
-@custom_op("hasten_gpu::adamw_", mutates_args=("weights", "firsts", "seconds", "scales", "copies"))
+@operator(
+    "hasten_gpu::adamw_",
+    no_results,
+    mutates=("weights", "firsts", "seconds", "scales", "copies"),
+)
 def adamw_(
     weights: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -182,11 +189,6 @@ def adamw_(
             _launch(table, numbers, weights[0], formats, bool(copies), step, divisor)
 
 
-@adamw_.register_fake
-def _(*args: Any) -> None:
-    return None
-
-
 def _launch(
     table: list[list[int]],
     numbers: list[float],
@@ -206,7 +208,8 @@ def _launch(
     table_tensor, rules = _sent(table_tensor, device), _sent(rules, device)
     moments = {torch.float32: kernels.FLOAT32, torch.bfloat16: kernels.BF16}
     launch(
-        kernels.adamw_kernel,
+        kernels.__name__,
+        "adamw_kernel",
         (starts[-1],),
         table_tensor,
         rules,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hasten.parts.kernels.build import LoadedLibrary, build_library
 from hasten.parts.kernels.codec_reference import key_of, rule_of
+from hasten.parts.kernels.operators import address
 
 WORTH_THREADS = 32_768  # numbers below which one thread is done before a second is awake
 
@@ -48,13 +49,9 @@ def _call(name: str, count: int, *arguments: Any, of: LoadedLibrary | None = Non
     return (of or library()).function(name)(*arguments, c_int(threads))
 
 
-def _at(tensor: Tensor | None) -> c_void_p:
-    return c_void_p(None if tensor is None else tensor.data_ptr())
-
-
 def _rows(tensor: Tensor) -> tuple[c_void_p, c_int64]:
     """Where the first rank's row begins, and how many bytes further the next."""
-    return _at(tensor), c_int64(tensor.stride(0) * tensor.itemsize)
+    return address(tensor), c_int64(tensor.stride(0) * tensor.itemsize)
 
 
 def _half(tensor: Tensor) -> c_int:
@@ -65,7 +62,7 @@ def finite(flat: Tensor, residual: Tensor | None, limit: int) -> bool:
     """Returns True if all of ``flat + residual`` are below ``limit`` in magnitude."""
     n = len(flat)
     arguments = (c_int64(n), ctypes.c_int32(limit), _half(flat))
-    return bool(_call("codec_finite", n, _at(flat), _at(residual), *arguments))
+    return bool(_call("codec_finite", n, address(flat), address(residual), *arguments))
 
 
 def encode(
@@ -82,7 +79,7 @@ def encode(
     pass.
     """
     n = len(flat)
-    tensors = (_at(t) for t in (flat, residual, residual_out, codes, scales))
+    tensors = (address(t) for t in (flat, residual, residual_out, codes, scales))
     sizes = (
         c_int64(n),
         c_int64(block),
@@ -99,7 +96,7 @@ def decode(
     """The messages (ranks, ...) summed in their order, times ``factor``, put into or added to."""
     n, ranks = len(out), len(codes)
     sizes = (c_int64(ranks), c_int64(n), c_int64(block), c_int(bits))
-    where = (c_float(factor), c_int(add), _at(out))
+    where = (c_float(factor), c_int(add), address(out))
     _call("codec_decode", n * ranks, *_rows(codes), *_rows(scales), *sizes, *where)
 
 
@@ -115,7 +112,7 @@ def topk_encode(
     ``residual_out``.
     """
     n = len(flat)
-    tensors = (_at(t) for t in (flat, residual, residual_out, places, sent))
+    tensors = (address(t) for t in (flat, residual, residual_out, places, sent))
     _call("codec_topk_encode", n, *tensors, c_int64(n), c_int(k), _half(flat))
 
 
@@ -125,7 +122,7 @@ def topk_decode(
     """The messages (ranks, ...) summed in their order, times ``factor``, put into or added to."""
     n, ranks = len(out), len(places)
     sizes = (c_int64(ranks), c_int64(n), c_int(k))
-    where = (c_float(factor), c_int(add), _at(out))
+    where = (c_float(factor), c_int(add), address(out))
     _call("codec_topk_decode", n * ranks, *_rows(places), *_rows(sent), *sizes, *where)
 
 
@@ -154,7 +151,7 @@ class FlatWeights:
         """``weights - anchor`` into codes and scales; whether all of it is finite."""
         sizes = (c_int64(self.numbers), c_int64(block), c_int(bits))
         rule = ctypes.byref(rule_for(bits, None))
-        tensors = (c_void_p(t.data_ptr()) for t in (anchor, codes, scales))
+        tensors = (address(t) for t in (anchor, codes, scales))
         arguments = (*self._given, *tensors, *sizes, rule)
         return bool(_call("drift_encode", self.numbers, *arguments, of=drift()))
 
@@ -183,10 +180,10 @@ class FlatWeights:
             "drift_take",
             ranks * self.numbers,
             *self._given,
-            c_void_p(anchor.data_ptr()),
-            c_void_p(codes.data_ptr()),
+            address(anchor),
+            address(codes),
             c_int64(codes.stride(0)),
-            c_void_p(scales.data_ptr()),
+            address(scales),
             (c_float * ranks)(*shares),
             *sizes,
             of=drift(),

@@ -3,6 +3,7 @@
 Imported only if Triton is installed. One program has one block. A product is never
 fused with the sum that rounds it to a whole number. A fused one would round differently
 if two codes are equally near. So the kernels are compiled without fusion.
+:mod:`hasten.parts.kernels.codec_gpu` calls them.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -10,14 +11,8 @@ if two codes are equally near. So the kernels are compiled without fusion.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from hasten.parts.kernels import codec_reference
-from hasten.parts.kernels.codec_reference import INFINITE, key_of, rule_of
-from hasten.parts.kernels.gpu_operators import launch
 
 
 @triton.jit
@@ -155,77 +150,3 @@ def decode_kernel(
         w *= factor
     tl.store(out + first, v, mask=first < numbers)
     tl.store(out + second, w, mask=second < numbers)
-
-
-def encode(
-    flat: Tensor,
-    residual: Tensor | None,
-    residual_out: Tensor | None,
-    codes: Tensor,
-    scales: Tensor,
-    block: int,
-    bits: int,
-    seed: int | None,
-) -> None:
-    """Same as :func:`hasten.parts.kernels.codec_reference.encode`, in Triton.
-
-    The reference runs if a block is no power of two. It also runs for signs, because a
-    program here can't reproduce the order of their sum.
-    """
-    if block & (block - 1) or bits == 1:
-        codec_reference.encode(flat, residual, residual_out, codes, scales, block, bits, seed)
-        return
-    rule = rule_of(bits)
-    unused = flat.new_empty(0, dtype=torch.float32)
-    residuals = [unused if t is None else t for t in (residual, residual_out)]
-    key = 0 if seed is None else key_of(seed)
-    # Triton gives a number its narrowest format: as a signed one it is always an int32.
-    signed = key - (key >> 31 << 32)
-    launch(
-        encode_kernel,
-        (len(scales),),
-        flat,
-        *residuals,
-        codes.view(torch.int8),
-        scales,
-        len(flat),
-        rule.share,
-        rule.low,
-        rule.cap,
-        rule.most,
-        signed,
-        BITS=bits,
-        HALF=block // 2,
-        REST=residual is not None,
-        KEEP=residual_out is not None,
-        DICE=seed is not None,
-        INFINITY=INFINITE,
-        num_warps=1,
-        enable_fp_fusion=False,
-    )
-
-
-def decode(
-    codes: Tensor, scales: Tensor, out: Tensor, block: int, bits: int, factor: float, add: bool
-) -> None:
-    """Same as :func:`hasten.parts.kernels.codec_reference.decode`, in Triton."""
-    if block & (block - 1) or bits == 1:
-        codec_reference.decode(codes, scales, out, block, bits, factor, add)
-        return
-    launch(
-        decode_kernel,
-        (scales.shape[1],),
-        codes.view(torch.int8),
-        scales,
-        out,
-        len(out),
-        len(codes),
-        codes.stride(0),
-        scales.stride(0),
-        factor,
-        BITS=bits,
-        HALF=block // 2,
-        ADD=add,
-        num_warps=1,
-        enable_fp_fusion=False,
-    )

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from ctypes import c_int, c_int64, c_void_p
+from ctypes import c_int, c_int64
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from hasten.parts.kernels import rowwise
+from hasten.parts.kernels.operators import address, no_results, operator
 from hasten.parts.kernels.products import fits, run_products
 
 
-@custom_op("hasten::expert_products", mutates_args=())
+@operator(
+    "hasten::expert_products",
+    lambda x, weights, starts, turned: x.new_empty(x.shape[0], weights.shape[1 if turned else 2]),
+)
 def products(x: Tensor, weights: Tensor, starts: Sequence[int], turned: bool) -> Tensor:
     """Each row of ``x`` (S, k) times its expert's matrix of ``weights``: (S, n).
 
@@ -43,12 +46,7 @@ def products(x: Tensor, weights: Tensor, starts: Sequence[int], turned: bool) ->
     return out
 
 
-@products.register_fake
-def _(x: Tensor, weights: Tensor, starts: Sequence[int], turned: bool) -> Tensor:
-    return x.new_empty(x.shape[0], weights.shape[1 if turned else 2])
-
-
-@custom_op("hasten::expert_gradients_", mutates_args=("out",))
+@operator("hasten::expert_gradients_", no_results, mutates=("out",))
 def gradients_(out: Tensor, grad: Tensor, x: Tensor, starts: Sequence[int]) -> None:
     """``out[e] = grad_e.T @ x_e`` (n, k) for every expert; an expert without rows gets zeros."""
     _check(x, starts, out.shape[2], len(out))
@@ -65,12 +63,10 @@ def gradients_(out: Tensor, grad: Tensor, x: Tensor, starts: Sequence[int]) -> N
     run_products(out, grad, x, groups, 1)
 
 
-@gradients_.register_fake
-def _(out: Tensor, grad: Tensor, x: Tensor, starts: Sequence[int]) -> None:
-    return None
-
-
-@custom_op("hasten::combine", mutates_args=())
+@operator(
+    "hasten::combine",
+    lambda x, places, weights: x.new_empty(places.shape[0], x.shape[1]),
+)
 def combine(x: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
     """Row ``t`` (T, n) is the sum over ``j`` of ``weights[t, j] * x[places[t, j]]``.
 
@@ -80,18 +76,16 @@ def combine(x: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
     weights = None if weights is None else weights.contiguous()
     out = x.new_empty(places.shape[0], x.shape[1])
     sizes = (c_int64(places.shape[0]), c_int64(places.shape[1]), c_int64(x.shape[1]))
-    tensors = (_at(t) for t in (x, places, weights, out))
+    tensors = (address(t) for t in (x, places, weights, out))
     half = c_int(x.dtype == torch.bfloat16)
     rowwise.call("rows_combine", places.numel() * x.shape[1], *tensors, *sizes, half)
     return out
 
 
-@combine.register_fake
-def _(x: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
-    return x.new_empty(places.shape[0], x.shape[1])
-
-
-@custom_op("hasten::combine_backward", mutates_args=())
+@operator(
+    "hasten::combine_backward",
+    lambda grad, x, sources, weights: (x.new_empty(x.shape), weights.new_empty(weights.shape)),
+)
 def combine_backward(
     grad: Tensor, x: Tensor, sources: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -101,19 +95,10 @@ def combine_backward(
     """
     grad, x, sources, weights = (t.contiguous() for t in (grad, x, sources, weights))
     dx, dw = torch.empty_like(x), torch.empty_like(weights)
-    tensors = (_at(t) for t in (grad, x, sources, weights, dx, dw))
+    tensors = (address(t) for t in (grad, x, sources, weights, dx, dw))
     sizes = (c_int64(x.shape[0]), c_int64(x.shape[1]), c_int(x.dtype == torch.bfloat16))
     rowwise.call("rows_combine_backward", x.numel(), *tensors, *sizes)
     return dx, dw
-
-
-@combine_backward.register_fake
-def _(grad: Tensor, x: Tensor, sources: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), weights.new_empty(weights.shape)
-
-
-def _at(tensor: Tensor | None) -> c_void_p:
-    return c_void_p(None if tensor is None else tensor.data_ptr())
 
 
 def _check(x: Tensor, starts: Sequence[int], width: int, experts: int) -> None:

@@ -9,14 +9,12 @@ runs, as it does for small tensors, where the call on the host takes longer than
 from __future__ import annotations
 
 import functools
-import importlib
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hasten.parts.kernels.gpu_operators import launch, why_no_triton
+from hasten.parts.kernels.operators import launch, no_results, operator, why_no_triton
 from hasten.parts.kernels.registry import is_refused
 
 NAME = "gradient_sum"  # by which it is refused
@@ -53,14 +51,9 @@ def float32_sum(total: Tensor, more: Tensor) -> Tensor:
     return out
 
 
-@custom_op("hasten_gpu::sum_", mutates_args=("out",))
+@operator("hasten_gpu::sum_", no_results, mutates=("out",))
 def sum_(out: Tensor, total: Tensor, more: Tensor) -> None:
     """Writes ``total + more`` to ``out``, which may be ``total``; all without gaps."""
-    kernels = importlib.import_module("hasten.parts.kernels.rowwise_triton")
     if count := out.numel():
-        launch(kernels.sum_kernel, (-(-count // BLOCK),), total, more, out, count, BLOCK=BLOCK)
-
-
-@sum_.register_fake
-def _(out: Tensor, total: Tensor, more: Tensor) -> None:
-    return None
+        kernels, programs = "hasten.parts.kernels.rowwise_triton", (-(-count // BLOCK),)
+        launch(kernels, "sum_kernel", programs, total, more, out, count, BLOCK=BLOCK)

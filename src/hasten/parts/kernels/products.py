@@ -17,16 +17,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from ctypes import c_float, c_int, c_int64, c_void_p
+from ctypes import c_float, c_int, c_int64
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from hasten.machine.environment import isa_variable
 from hasten.machine.processor import doubles_bf16, processor_flags
 from hasten.parts.kernels.build import LoadedLibrary, build_library
+from hasten.parts.kernels.operators import address, no_results, operator
 
 WORTH_THREADS = 10_000_000  # FLOPs below which one thread is done before a second is awake
 TILES = ("amx_tile", "amx_bf16", "avx512bw", "avx512_bf16")
@@ -91,11 +91,7 @@ def _threads(flops: int) -> c_int:
     return c_int(torch.get_num_threads() if flops >= WORTH_THREADS else 1)
 
 
-def _at(tensor: Tensor) -> c_void_p:
-    return c_void_p(tensor.data_ptr())
-
-
-@custom_op("hasten::product", mutates_args=())
+@operator("hasten::product", lambda a, *others: a.new_empty(_product_shape(a, *others)))
 def product(a: Tensor, b: Tensor, a_turned: bool, b_turned: bool) -> Tensor:
     """``a @ b`` (m, n), either of them given transposed; the result has their format."""
     out = a.new_empty(_product_shape(a, b, a_turned, b_turned))
@@ -103,20 +99,10 @@ def product(a: Tensor, b: Tensor, a_turned: bool, b_turned: bool) -> Tensor:
     return out
 
 
-@product.register_fake
-def _(a: Tensor, b: Tensor, a_turned: bool, b_turned: bool) -> Tensor:
-    return a.new_empty(_product_shape(a, b, a_turned, b_turned))
-
-
-@custom_op("hasten::add_product_", mutates_args=("out",))
+@operator("hasten::add_product_", no_results, mutates=("out",))
 def add_product_(out: Tensor, a: Tensor, b: Tensor, a_turned: bool, b_turned: bool) -> None:
     """``out += a @ b``, in float32 or bf16, either of the factors given transposed."""
     product_into(out, a, b, a_turned, b_turned, add=True)
-
-
-@add_product_.register_fake
-def _(out: Tensor, a: Tensor, b: Tensor, a_turned: bool, b_turned: bool) -> None:
-    return None
 
 
 def product_into(
@@ -151,7 +137,7 @@ def run_products(
 
     Nothing is checked: tensors have rows in one piece, and groups lie within them.
     """
-    arguments = [x for t in (a, b, out) for x in (_at(t), c_int64(t.stride(-2)))]
+    arguments = [x for t in (a, b, out) for x in (address(t), c_int64(t.stride(-2)))]
     threads = _threads(sum(2 * m * n * k for *_, m, n, k in groups))
     table = _int64([number for group in groups for number in group])
     way, count = unit(a.dtype), c_int64(len(groups))
@@ -175,7 +161,13 @@ def _rows(matrix: Tensor) -> Tensor:
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 
-@custom_op("hasten::document_attention", mutates_args=())
+@operator(
+    "hasten::document_attention",
+    lambda query, key, value, starts, scale: (
+        query.new_empty(*query.shape[:2], value.shape[-1]),
+        query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32),
+    ),
+)
 def attention(
     query: Tensor, key: Tensor, value: Tensor, starts: Sequence[int], scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -191,22 +183,16 @@ def attention(
     out = query.new_empty(tokens, heads, value.shape[-1])
     lse = query.new_empty(heads, tokens, dtype=torch.float32)
     strides, shape = _layout(query, key, value, len(starts) - 1)
-    tensors = [_at(t) for t in (query, key, value)]
-    arguments = (strides, shape, c_float(scale), _int64(starts), _at(out), _at(lse))
+    tensors = [address(t) for t in (query, key, value)]
+    arguments = (strides, shape, c_float(scale), _int64(starts), address(out), address(lse))
     _attention("forward", query, value, starts, *tensors, *arguments)
     return out, lse
 
 
-@attention.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, starts: Sequence[int], scale: float
-) -> tuple[Tensor, Tensor]:
-    tokens, heads, _ = query.shape
-    out = query.new_empty(tokens, heads, value.shape[-1])
-    return out, query.new_empty(heads, tokens, dtype=torch.float32)
-
-
-@custom_op("hasten::document_attention_backward", mutates_args=())
+@operator(
+    "hasten::document_attention_backward",
+    lambda grad, query, key, value, *_: tuple(t.new_empty(t.shape) for t in (query, key, value)),
+)
 def attention_backward(
     grad: Tensor,
     query: Tensor,
@@ -223,36 +209,24 @@ def attention_backward(
     )
     gradients = tuple(t.new_empty(t.shape) for t in (query, key, value))
     strides, shape = _layout(query, key, value, len(starts) - 1, grad)
-    tensors = [_at(t) for t in (query, key, value, out, grad)]
+    tensors = [address(t) for t in (query, key, value, out, grad)]
     arguments = (
         strides,
         shape,
         c_float(scale),
         _int64(starts),
-        *(_at(t) for t in (lse, *gradients)),
+        *(address(t) for t in (lse, *gradients)),
     )
     _attention("backward", query, value, starts, *tensors, *arguments)
     return gradients[0], gradients[1], gradients[2]
 
 
-@attention_backward.register_fake
-def _(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    starts: Sequence[int],
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
-
-
 def _attention(
     direction: str, query: Tensor, value: Tensor, starts: Sequence[int], *arguments: Any
 ) -> None:
-    threads, way = _threads(_flops(query, value, starts)), unit(query.dtype)
+    pairs = sum((b - a) ** 2 for a, b in itertools.pairwise(starts))
+    flops = pairs * int(query.shape[1]) * int(query.shape[2] + value.shape[2])
+    threads, way = _threads(flops), unit(query.dtype)
     if way == "tiles":
         tile_library().function(f"amx_attention_{direction}")(*arguments, threads)
         return
@@ -272,11 +246,6 @@ def _layout(
             "don't belong together"
         )
     return _int64(strides), _int64((tokens, heads, groups, dk, dv, documents))
-
-
-def _flops(query: Tensor, value: Tensor, starts: Sequence[int]) -> int:
-    pairs = sum((b - a) ** 2 for a, b in itertools.pairwise(starts))
-    return pairs * int(query.shape[1]) * int(query.shape[2] + value.shape[2])
 
 
 def _int64(numbers: Sequence[int]) -> Any:

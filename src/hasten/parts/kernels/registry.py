@@ -123,10 +123,6 @@ class Operation:
         return self.inputs(replace(TIMED, lengths=lengths), generator)
 
 
-def _runs(device: str) -> str:
-    return ""
-
-
 @dataclass(frozen=True)
 class KernelVariant:
     """One way to compute an operation, and how far its results may lie from float64's.
@@ -145,7 +141,7 @@ class KernelVariant:
     run: Callable[..., tuple[Tensor, ...]]
     bound: float
     by_hasten: bool = True
-    why_not: Callable[[str], str] = _runs
+    why_not: Callable[[str], str] = lambda device: ""
 
     @property
     def key(self) -> str:

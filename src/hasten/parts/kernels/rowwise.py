@@ -8,15 +8,14 @@ torch under ``hasten::`` with the shapes of their results, so that compiled grap
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from ctypes import c_double, c_float, c_int, c_int64, c_void_p
+from ctypes import c_float, c_int, c_int64
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from hasten.parts.kernels.build import LoadedLibrary, build_library
+from hasten.parts.kernels.operators import address, operator
 
 DTYPES = (torch.float32, torch.bfloat16)
 WORTH_THREADS = 32_768  # numbers below which one thread is done before a second is awake
@@ -24,10 +23,7 @@ WORTH_THREADS = 32_768  # numbers below which one thread is done before a second
 
 def library() -> LoadedLibrary:
     """The compiled loops, or why there are none."""
-    loaded = build_library("rows", "experts")
-    if loaded.library is not None:
-        loaded.library.rows_squares.restype = c_double
-    return loaded
+    return build_library("rows", "experts")
 
 
 def fits(*tensors: Tensor) -> bool:
@@ -42,17 +38,16 @@ def call(name: str, count: int, *arguments: Any) -> Any:
     return library().function(name)(*arguments, c_int(threads))
 
 
-def _at(tensor: Tensor | None) -> c_void_p:
-    return c_void_p(None if tensor is None else tensor.data_ptr())
-
-
 def _half(tensor: Tensor) -> c_int:
     if tensor.dtype not in DTYPES:
         raise ValueError(f"the kernels take float32 and bfloat16, not {tensor.dtype}")
     return c_int(tensor.dtype == torch.bfloat16)
 
 
-@custom_op("hasten::rms_norm", mutates_args=())
+@operator(
+    "hasten::rms_norm",
+    lambda x, weight, eps: (x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)),
+)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """``x`` (..., n) over its root mean square, times ``weight`` (n,); also 1 / that root."""
     if weight.shape != x.shape[-1:] or weight.dtype != x.dtype:
@@ -61,16 +56,25 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     y, inverse = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
     n = x.shape[-1]
     sizes = (c_int64(inverse.numel()), c_int64(n), c_float(eps), _half(x))
-    call("rows_rms_norm", x.numel(), _at(x), _at(weight), _at(y), _at(inverse), *sizes)
+    call(
+        "rows_rms_norm",
+        x.numel(),
+        address(x),
+        address(weight),
+        address(y),
+        address(inverse),
+        *sizes,
+    )
     return y, inverse
 
 
-@rms_norm.register_fake
-def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
-
-
-@custom_op("hasten::rms_norm_backward", mutates_args=())
+@operator(
+    "hasten::rms_norm_backward",
+    lambda grad, x, weight, inverse, past: (
+        x.new_empty(x.shape),
+        weight.new_empty(weight.shape, dtype=torch.float32),
+    ),
+)
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, past: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -79,52 +83,38 @@ def rms_norm_backward(
     past = None if past is None else past.contiguous()
     n = x.shape[-1]
     dx, dw = torch.empty_like(x), x.new_zeros((torch.get_num_threads(), n), dtype=torch.float32)
-    tensors = (_at(t) for t in (grad, x, weight, inverse, past, dx, dw))
+    tensors = (address(t) for t in (grad, x, weight, inverse, past, dx, dw))
     sizes = (c_int64(inverse.numel()), c_int64(n), _half(x))
     call("rows_rms_norm_backward", x.numel(), *tensors, *sizes)
     return dx, dw.sum(0)
 
 
-@rms_norm_backward.register_fake
-def _(
-    grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, past: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape, dtype=torch.float32)
-
-
-@custom_op("hasten::swiglu", mutates_args=())
+@operator("hasten::swiglu", lambda gate, up: gate.new_empty(gate.shape))
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up``, all of one shape (Shazeer, arXiv:2002.05202)."""
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(f"a gate {_told(gate)} is none for {_told(up)}")
     gate, up = gate.contiguous(), up.contiguous()
     y = torch.empty_like(gate)
-    tensors = (_at(t) for t in (gate, up, y))
+    tensors = (address(t) for t in (gate, up, y))
     call("rows_swiglu", y.numel(), *tensors, c_int64(y.numel()), _half(gate))
     return y
 
 
-@swiglu.register_fake
-def _(gate: Tensor, up: Tensor) -> Tensor:
-    return gate.new_empty(gate.shape)
-
-
-@custom_op("hasten::swiglu_backward", mutates_args=())
+@operator(
+    "hasten::swiglu_backward",
+    lambda grad, gate, up: (gate.new_empty(gate.shape), up.new_empty(up.shape)),
+)
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of ``gate`` and ``up``."""
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
     dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-    tensors = (_at(t) for t in (grad, gate, up, dgate, dup))
+    tensors = (address(t) for t in (grad, gate, up, dgate, dup))
     call("rows_swiglu_backward", gate.numel(), *tensors, c_int64(gate.numel()), _half(gate))
     return dgate, dup
 
 
-@swiglu_backward.register_fake
-def _(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    return gate.new_empty(gate.shape), up.new_empty(up.shape)
-
-
-@custom_op("hasten::rotate", mutates_args=())
+@operator("hasten::rotate", lambda x, *_: x.new_empty(x.shape))
 def rotate(
     x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool, back: bool
 ) -> Tensor:
@@ -146,17 +136,18 @@ def rotate(
     strides = (c_int64(x.stride(0)), c_int64(x.stride(1)))
     sizes = (rows, heads, width, width - 2 * cos.shape[-1])
     way = (c_float(-1 if back else 1), c_int(pairs_in + 2 * pairs_out), _half(x), _half(cos))
-    tables = (_at(cos), _at(sin), _at(y))
-    call("rows_rotate", x.numel(), _at(x), *strides, *tables, *(c_int64(s) for s in sizes), *way)
+    tables = (address(cos), address(sin), address(y))
+    call(
+        "rows_rotate", x.numel(), address(x), *strides, *tables, *(c_int64(s) for s in sizes), *way
+    )
     return y
 
 
-@rotate.register_fake
-def _(x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool, back: bool) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@custom_op("hasten::cross_entropy_", mutates_args=("logits",))
+@operator(
+    "hasten::cross_entropy_",
+    lambda logits, labels: logits.new_empty(labels.shape, dtype=torch.float32),
+    mutates=("logits",),
+)
 def cross_entropy_(logits: Tensor, labels: Tensor) -> Tensor:
     """The loss of each row, (rows,) float32; ``logits`` (rows, n) become the sum's gradient."""
     if not logits.is_contiguous():
@@ -169,24 +160,9 @@ def cross_entropy_(logits: Tensor, labels: Tensor) -> Tensor:
     losses = logits.new_empty(len(labels), dtype=torch.float32)
     sizes = (c_int64(len(labels)), c_int64(n), _half(logits))
     labels = labels.contiguous()
-    tensors = (_at(t) for t in (logits, labels, losses))
+    tensors = (address(t) for t in (logits, labels, losses))
     call("rows_cross_entropy", logits.numel(), *tensors, *sizes)
     return losses
-
-
-@cross_entropy_.register_fake
-def _(logits: Tensor, labels: Tensor) -> Tensor:
-    return logits.new_empty(labels.shape, dtype=torch.float32)
-
-
-def squares(tensors: Sequence[Tensor]) -> float:
-    """The sum of the squares of all numbers of tensors without gaps."""
-    for t in tensors:
-        _check_dense(t)
-    return sum(
-        float(call("rows_squares", t.numel(), _at(t), c_int64(t.numel()), _half(t)))
-        for t in tensors
-    )
 
 
 def adamw_(
@@ -198,7 +174,7 @@ def adamw_(
     """
     check_alike(weight, *(t for t in (grad, first, second, copy) if t is not None))
     numbers = (ctypes.c_float * 7)(*rule)
-    tensors = (_at(t) for t in (grad, weight, first, second, copy))
+    tensors = (address(t) for t in (grad, weight, first, second, copy))
     call("rows_adamw", weight.numel(), *tensors, c_int64(weight.numel()), numbers, _half(grad))
 
 

@@ -270,14 +270,15 @@ def _found_documents(decoder: Any, states: Tensor, inputs: Mapping[str, Any]) ->
         return {}
     batch, length = states.shape[:2]
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+    is_traced = torch.compiler.is_compiling()  # to a graph, which can't read tensor values
     if mask is not None:
-        if not isinstance(mask, Tensor) or mask.shape != (batch, length) or _is_traced():
+        if not isinstance(mask, Tensor) or mask.shape != (batch, length) or is_traced:
             return {}
         return {"document_lengths": (length,)} if bool(mask.all()) else {}
     use_cache = inputs.get("use_cache")
     if positions is None or (config.use_cache if use_cache is None else use_cache):
         return {"document_lengths": (length,)}
-    if positions.ndim != 2 or _is_traced():
+    if positions.ndim != 2 or is_traced:
         return {}
     begins = positions.diff(prepend=positions[:, :1] - 1) != 1
     begins[:, 0] = True
@@ -287,11 +288,6 @@ def _found_documents(decoder: Any, states: Tensor, inputs: Mapping[str, Any]) ->
     if lengths == (length,) * batch:
         return {"document_lengths": (length,)}
     return {"document_lengths": lengths, "boundaries": ends}
-
-
-def _is_traced() -> bool:
-    """Returns True if the pass is traced to a graph: then tensor values can't be read."""
-    return bool(torch.compiler.is_compiling())
 
 
 def _later(

@@ -30,11 +30,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hasten.parts.data.collate import IGNORED
 from hasten.parts.nn import attention, rebind
 from hasten.parts.nn.causal_lm import is_cache
 from hasten.parts.nn.recompute import decoder_blocks
 
-IGNORED = -100
 _TIMES = ("_compile.compile_inner", "compile_fx.<locals>.bw_compiler")  # backward compiles later
 
 Forward = Callable[..., Any]

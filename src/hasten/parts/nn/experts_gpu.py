@@ -23,14 +23,14 @@ less than with ``custom_op``. The kernels are
 
 from __future__ import annotations
 
-import importlib
+from functools import partial
 from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hasten.parts.kernels.gpu_operators import gpu_operator, launch, why_no_triton
+from hasten.parts.kernels.operators import gpu_operator, launch, why_no_triton
 from hasten.parts.kernels.registry import is_refused
 from hasten.parts.nn import fused_gpu
 
@@ -128,10 +128,7 @@ def _product(one: Tensor, other: Tensor, ends: Tensor) -> Tensor:
 
 # Passes over rows.
 
-
-def _launch(name: str, *args: Any, **fixed: Any) -> None:
-    kernels = importlib.import_module("hasten.parts.kernels.experts_triton")
-    launch(getattr(kernels, name), *args, **fixed)
+_launch = partial(launch, "hasten.parts.kernels.experts_triton")
 
 
 def _shape(n: int) -> dict[str, int]:
@@ -185,14 +182,14 @@ def gate(x: Tensor) -> Tensor:
     return y
 
 
-def _fake_gate_backward(
-    grad: Tensor, x: Tensor, positions: Tensor, weights: Tensor, inner: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    weighted = grad.new_empty(grad.shape if inner else (0,))
-    return x.new_empty(x.shape), weights.new_empty(weights.shape), weighted
-
-
-@gpu_operator(_fake_gate_backward, "expert_gate_backward")
+@gpu_operator(
+    lambda grad, x, positions, weights, inner: (
+        x.new_empty(x.shape),
+        weights.new_empty(weights.shape),
+        grad.new_empty(grad.shape if inner else (0,)),
+    ),
+    "expert_gate_backward",
+)
 def gate_backward(
     grad: Tensor, x: Tensor, positions: Tensor, weights: Tensor, inner: bool
 ) -> tuple[Tensor, Tensor, Tensor]:

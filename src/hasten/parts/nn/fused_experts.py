@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from hasten.parts.kernels import experts, rowwise
 from hasten.parts.nn import experts_gpu, rebind
+from hasten.parts.nn.fused_functions import in_autocast
 
 CLASSES = ("DeepseekV2Experts", "DeepseekV3Experts", "DeepseekV32Experts")
 
@@ -66,23 +67,14 @@ def fused(model: nn.Module) -> int:
 def _forward(
     self: Any, usual: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    weights = (self.gate_up_proj, self.down_proj)
-    x = hidden_states
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weights = x.to(dtype), (weights[0].to(dtype), weights[1].to(dtype))
+    x, *weights = in_autocast(hidden_states, self.gate_up_proj, self.down_proj)
     silu = type(self.act_fn).__name__.startswith("SiLU")
+    fits = experts_gpu.fits(x, *weights) if on_gpu(x) else rowwise.fits(x, *weights)
     # Transformers' own expert parallelism marks pairs of other ranks by numbers beyond the experts.
-    if not silu or getattr(self, "_is_expert_parallel", False) or not _fits(x, *weights):
+    if not silu or getattr(self, "_is_expert_parallel", False) or not fits:
         output: Tensor = usual(hidden_states, top_k_index, top_k_weights)
         return output
     return run(x, top_k_index, top_k_weights, *weights).to(hidden_states.dtype)
-
-
-def _fits(x: Tensor, gate_up: Tensor, down: Tensor) -> bool:
-    if on_gpu(x):
-        return experts_gpu.fits(x, gate_up, down)
-    return rowwise.fits(x, gate_up, down)
 
 
 def on_gpu(x: Tensor) -> bool:
@@ -137,20 +129,12 @@ class _Experts(torch.autograd.Function):
             ddown = torch.empty_like(down)
             experts.gradients_(ddown, grad, rowwise.swiglu(gate, up), starts)
         if ctx.needs_input_grad[3]:
-            dgate_up = _gate_up_gradient(gate_up, x.index_select(0, sources), dgate, dup, starts)
+            dgate_up, rows = torch.empty_like(gate_up), x.index_select(0, sources)
+            experts.gradients_(dgate_up[:, :inner], dgate, rows, starts)
+            experts.gradients_(dgate_up[:, inner:], dup, rows, starts)
         if ctx.needs_input_grad[0]:
             row_gradients = experts.products(dgate, gate_up[:, :inner], starts, False)
             row_gradients += experts.products(dup, gate_up[:, inner:], starts, False)
             dx = experts.combine(row_gradients, places, None)
         dweights = torch.empty_like(flat).scatter_(0, order, dw).view_as(weights)
         return dx, None, dweights.to(weights.dtype), dgate_up, ddown
-
-
-def _gate_up_gradient(
-    gate_up: Tensor, rows: Tensor, dgate: Tensor, dup: Tensor, starts: tuple[int, ...]
-) -> Tensor:
-    """The gradient of the joined weight of gate and up."""
-    gradient, inner = torch.empty_like(gate_up), dgate.shape[1]
-    experts.gradients_(gradient[:, :inner], dgate, rows, starts)
-    experts.gradients_(gradient[:, inner:], dup, rows, starts)
-    return gradient

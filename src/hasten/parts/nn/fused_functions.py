@@ -23,6 +23,19 @@ from hasten.parts.nn import fused_gpu, rebind
 ROUND = 64  # rows that a piece is a multiple of
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The format in which a product of ``x`` is: autocast's where it is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def in_autocast(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+    """All tensors in autocast's format where it is on, as torch's own products take them."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return x, *others
+    return tuple(None if t is None else t.to(autocast_dtype(x)) for t in (x, *others))
+
+
 def backend(x: Tensor) -> Any:
     """Returns the module with the passes for the device of ``x``; the only such decision."""
     return rowwise if x.device.type == "cpu" else fused_gpu
@@ -97,12 +110,10 @@ def joinable(layer: Any, bound: Callable[..., Any]) -> bool:
     It must have no bias, no hooks, and no forward of its own except ``bound``, which does
     the same. A layer with an added wrapper (a number format, a probe) must be called.
     """
-    ahead = (layer._forward_hooks, layer._forward_pre_hooks)
-    back = (layer._backward_hooks, layer._backward_pre_hooks)
     return (
         rebind.plain_class(layer) is nn.Linear
         and layer.bias is None
-        and not any((*ahead, *back))
+        and not rebind.has_hooks(layer)
         and "forward" not in vars(layer)
         and rebind.bound(layer) in ((), (bound,))
     )
@@ -316,11 +327,7 @@ def fused_linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
             f"an input of {tuple(x.shape)} and a weight of {tuple(weight.shape)} have no side in "
             "common; the weight is (out, in)"
         )
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight = x.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    output: Tensor = _LinearReLU.apply(x, weight, bias)
+    output: Tensor = _LinearReLU.apply(*in_autocast(x, weight, bias))
     return output
 
 

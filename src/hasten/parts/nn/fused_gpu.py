@@ -16,15 +16,11 @@ graphs keep them whole, and one autograd function serves processor and GPU.
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
-from hasten.parts.kernels.gpu_operators import gpu_operator, launch, why_no_triton
+from hasten.parts.kernels.operators import gpu_operator, launch, operator, why_no_triton
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 16_384  # numbers of a row that one program of a norm holds; more would leave registers
@@ -34,15 +30,7 @@ PROGRAMS = 1024  # at most, of a backward norm: each writes a row of partial sum
 ON_A_TILE = 4096  # numbers of a program that turns heads
 CROSS_ENTROPY = "cross_entropy"  # the kernel's name where it is checked
 LOGITS_BLOCK = 8192  # numbers of a row of logits that a program reads at once
-
-
-@functools.cache
-def _kernels() -> Any:
-    return importlib.import_module("hasten.parts.kernels.rowwise_triton")
-
-
-def _launch(name: str, *args: Any, **fixed: Any) -> None:
-    launch(getattr(_kernels(), name), *args, **fixed)
+_launch = functools.partial(launch, "hasten.parts.kernels.rowwise_triton")
 
 
 def why_not(device: str) -> str:
@@ -72,11 +60,9 @@ def fits(*tensors: Tensor) -> bool:
     return alike and narrow and one.dtype in DTYPES and one.device.type == "cuda"
 
 
-def _rms_norm_results(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
-
-
-@gpu_operator(_rms_norm_results)
+@gpu_operator(
+    lambda x, weight, eps: (x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32))
+)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """``x`` (..., n) over its root mean square, times ``weight`` (n,); also 1 / that root."""
     x, weight = x.contiguous(), weight.contiguous()
@@ -89,13 +75,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return y, inverse
 
 
-def _rms_norm_backward_results(
-    grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, past: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape, dtype=torch.float32)
-
-
-@gpu_operator(_rms_norm_backward_results)
+@gpu_operator(
+    lambda grad, x, weight, inverse, past: (
+        x.new_empty(x.shape),
+        weight.new_empty(weight.shape, dtype=torch.float32),
+    )
+)
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, past: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -114,11 +99,7 @@ def rms_norm_backward(
     return dx, dw.sum(0)
 
 
-def _swiglu_results(gate: Tensor, up: Tensor) -> Tensor:
-    return gate.new_empty(gate.shape)
-
-
-@gpu_operator(_swiglu_results)
+@gpu_operator(lambda gate, up: gate.new_empty(gate.shape))
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up``, all of one shape."""
     gate, up = gate.contiguous(), up.contiguous()
@@ -129,11 +110,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return y
 
 
-def _swiglu_backward_results(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    return gate.new_empty(gate.shape), up.new_empty(up.shape)
-
-
-@gpu_operator(_swiglu_backward_results)
+@gpu_operator(lambda grad, gate, up: (gate.new_empty(gate.shape), up.new_empty(up.shape)))
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of ``gate`` and ``up``."""
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
@@ -145,13 +122,7 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     return dgate, dup
 
 
-def _rotate_results(
-    x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool, back: bool
-) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@gpu_operator(_rotate_results)
+@gpu_operator(lambda x, *_: x.new_empty(x.shape))
 def rotate(
     x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool, back: bool
 ) -> Tensor:
@@ -182,7 +153,11 @@ def rotate(
     return y
 
 
-@custom_op("hasten_gpu::cross_entropy_", mutates_args=("logits",))
+@operator(
+    "hasten_gpu::cross_entropy_",
+    lambda logits, labels, ignored: logits.new_empty(labels.shape, dtype=torch.float32),
+    mutates=("logits",),
+)
 def cross_entropy_(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
     """The loss of each row, (rows,) float32; ``logits`` (rows, n) become the sum's gradient.
 
@@ -198,22 +173,9 @@ def cross_entropy_(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
     if logits.numel():
         block = min(power(n), LOGITS_BLOCK)
         shape = {"BLOCK": block, "num_warps": warps(block)}
-        _launch(
-            "cross_entropy_kernel",
-            (rows,),
-            logits,
-            labels.contiguous(),
-            losses,
-            n,
-            ignored,
-            **shape,
-        )
+        tensors = logits, labels.contiguous(), losses
+        _launch("cross_entropy_kernel", (rows,), *tensors, n, ignored, **shape)
     return losses
-
-
-@cross_entropy_.register_fake
-def _(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
-    return logits.new_empty(labels.shape, dtype=torch.float32)
 
 
 def _row(x: Tensor) -> tuple[int, int]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +24,10 @@ from hasten.parts.nn import attention, fused_gpu, rebind
 from hasten.parts.nn.causal_lm import holds_cache
 from hasten.parts.nn.fused_functions import (
     add_adapter,
+    autocast_dtype,
     backend,
     fits,
+    in_autocast,
     joinable,
     joined,
     linear,
@@ -44,8 +45,9 @@ from hasten.parts.nn.quantised import QuantisedLinear
 # computes its own; the weight's gradient is a sum over ranks, which ``Partial`` says and the engine
 # adds up. Linear layers that are cut are left to torch, whose hooks know what travels.
 
-Norm = Callable[[Tensor, Tensor, float], Tensor]
-Usual = Callable[..., Any]  # the layer's own forward
+Usual = Callable[..., Tensor]  # the layer's own forward
+Attended = tuple[Tensor, Tensor | None]
+UsualAttention = Callable[..., Attended]
 
 
 def is_cut(*layers: nn.Module) -> bool:
@@ -60,19 +62,16 @@ def own_weight(weight: Tensor) -> Tensor:
     return weight.to_local(grad_placements=[Partial() for _ in weight.placements])
 
 
-def norm_of_piece(
-    norm: Norm, fits: Callable[..., bool], x: DTensor, weight: Tensor, eps: float
-) -> DTensor | None:
+def norm_of_piece(x: DTensor, weight: Tensor, eps: float) -> DTensor | None:
     """The norm of a piece, laid out as ``x`` is; None where the kernel doesn't take it."""
     replicated = isinstance(weight, DTensor) and all(p.is_replicate() for p in weight.placements)
     if not replicated or x.placements == (Replicate(),):
         return None
     rows, local_weight = x.to_local(), own_weight(weight)
-    if not fits(rows, local_weight):
+    if not fits("plain_norm", rows, local_weight):
         return None
-    return DTensor.from_local(
-        norm(rows, local_weight, eps), x.device_mesh, x.placements, run_check=False
-    )
+    normed = rms_norm(rows, local_weight, eps)
+    return DTensor.from_local(normed, x.device_mesh, x.placements, run_check=False)
 
 
 # The layers of one model.
@@ -145,9 +144,7 @@ def _kind(module: nn.Module, own_products: bool) -> str:
         return "attention"
     if name in LAYERS:
         return "layer"
-    if name in tuple(f"{model}Attention" for model in LATENT):
-        return "latent attention"
-    return ""
+    return "latent attention" if name.removesuffix("Attention") in LATENT else ""
 
 
 def _is_adapted(module: nn.Module) -> bool:
@@ -158,13 +155,10 @@ def _is_adapted(module: nn.Module) -> bool:
 
 def _norm(self: Any, usual: Usual, hidden_states: Tensor) -> Tensor:
     if isinstance(hidden_states, DTensor):
-        takes = partial(fits, "plain_norm")
-        normed = norm_of_piece(rms_norm, takes, hidden_states, self.weight, self.variance_epsilon)
-        if normed is not None:
-            return normed
-    if isinstance(hidden_states, DTensor) or not fits("plain_norm", hidden_states, self.weight):
-        output: Tensor = usual(hidden_states)
-        return output
+        normed = norm_of_piece(hidden_states, self.weight, self.variance_epsilon)
+        return usual(hidden_states) if normed is None else normed
+    if not fits("plain_norm", hidden_states, self.weight):
+        return usual(hidden_states)
     return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
@@ -187,17 +181,11 @@ def _normed(norm: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _linear(self: Any, usual: Usual, input: Tensor) -> Tensor:
-    x, weight, bias = input, self.weight, self.bias
     if is_cut(self):
-        cut: Tensor = usual(input)
-        return cut
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight = x.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+        return usual(input)
+    x, weight, bias = in_autocast(input, self.weight, self.bias)
     if not products.fits(x, weight) or _few_rows(x):
-        output: Tensor = usual(input)
-        return output
+        return usual(input)
     return linear(x, weight, bias)
 
 
@@ -205,8 +193,7 @@ def _adapted(self: Any, usual: Usual, x: Tensor, *args: Any, **named: Any) -> Te
     """A linear layer with one LoRA: the LoRA's part is added to the layer's output in place."""
     part = None if args or named else _plain_adapter(self, x)
     if part is None:
-        output: Tensor = usual(x, *args, **named)
-        return output
+        return usual(x, *args, **named)
     down, up, scale = part
     base: Tensor = self.base_layer(x)
     if base.dtype != x.dtype:
@@ -226,7 +213,7 @@ def _plain_adapter(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, float] | None
         name not in layer.lora_variant
         and isinstance(scale, float | int)
         and (isinstance(dropout, nn.Identity) or not layer.training)
-        and all(_is_bare(one) for one in (down, up))
+        and all(joinable(one, _linear) for one in (down, up))
         and _may_be_overwritten(base)
         and not is_cut(*(one for one in (base, down, up) if hasattr(one, "weight")))
         and down.weight.dtype == up.weight.dtype == x.dtype
@@ -241,10 +228,6 @@ def _may_be_overwritten(layer: Any) -> bool:
     hooks = (layer._forward_hooks, layer._backward_hooks, layer._backward_pre_hooks)
     usual_class = rebind.plain_class(layer) in (nn.Linear, QuantisedLinear)
     return usual_class and "forward" not in vars(layer) and not any(hooks)
-
-
-def _is_bare(layer: Any) -> bool:
-    return joinable(layer, _linear)
 
 
 def _few_rows(x: Tensor) -> bool:
@@ -276,22 +259,21 @@ def _mlp(self: Any, usual: Usual, x: Tensor) -> Tensor:
 
 def _attention(
     self: Any,
-    usual: Usual,
+    usual: UsualAttention,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
     **other: Any,
-) -> tuple[Tensor, Tensor | None]:
+) -> Attended:
     """Attention of Llama and Qwen: rotary embedding of whole heads, halves apart."""
     batch, length, _ = hidden_states.shape
     if holds_cache(other) or not _takes(hidden_states):
-        output: tuple[Tensor, Tensor | None] = usual(
+        return usual(
             hidden_states=hidden_states,
             position_embeddings=position_embeddings,
             attention_mask=attention_mask,
             **other,
         )
-        return output
     projected = _projected(hidden_states, self.q_proj, self.k_proj, self.v_proj)
     query, key, value = (t.view(batch, length, -1, self.head_dim) for t in projected)
     if "q_norm" in self._modules:
@@ -303,22 +285,21 @@ def _attention(
 
 def _latent_attention(
     self: Any,
-    usual: Usual,
+    usual: UsualAttention,
     hidden_states: Tensor,
     position_embeddings: Any,
     attention_mask: Tensor | None = None,
     **other: Any,
-) -> tuple[Tensor, Tensor | None]:
+) -> Attended:
     """Multi-head latent attention of DeepSeek: the last columns of a head are rotary."""
     batch, length, _ = hidden_states.shape
     if holds_cache(other) or not _takes(hidden_states):
-        output: tuple[Tensor, Tensor | None] = usual(
+        return usual(
             hidden_states=hidden_states,
             position_embeddings=position_embeddings,
             attention_mask=attention_mask,
             **other,
         )
-        return output
     if self.q_lora_rank is None:
         query = self.q_proj(hidden_states)
     else:
@@ -357,9 +338,7 @@ def _indexed(
 
 def _takes(hidden: Tensor) -> bool:
     """Returns True if projections of ``hidden`` will have a supported format."""
-    kind = hidden.device.type
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    return autocast in backend(hidden).DTYPES and fits("rotate", hidden)
+    return autocast_dtype(hidden) in backend(hidden).DTYPES and fits("rotate", hidden)
 
 
 def _latent_tables(positions: Any, batch: int) -> tuple[Tensor, Tensor, bool]:
@@ -382,7 +361,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: boo
 
 def _attended(
     self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **other: Any
-) -> tuple[Tensor, Tensor | None]:
+) -> Attended:
     """The attention that the model selected, on (B, T, heads, width), then the output layer."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -21,6 +21,7 @@ from hasten.parts.data.collate import IGNORED
 from hasten.parts.kernels import (
     adamw,
     adamw_reference,
+    codec_gpu,
     codec_reference,
     gradient_sum,
     low_bit,
@@ -141,14 +142,12 @@ def _cross_entropy(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pa
 
 def _codec(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
     """Codes and what they leave out, rounded to the nearest and by chance; and back."""
-    from hasten.parts.kernels import codec_triton
-
     block, count = 256, 5 * 256 - 3  # the last block isn't full
     flat = _draw(0, count, dtype=dtype).to(device) * 10
     for bits in (8, 4):
         for seed in (None, 7):
             outputs = []
-            for way, x in ((codec_triton, flat), (codec_reference, flat.cpu())):
+            for way, x in ((codec_gpu, flat), (codec_reference, flat.cpu())):
                 codes = torch.zeros(5 * block * bits // 8, dtype=torch.uint8, device=x.device)
                 scales = torch.zeros(5, dtype=torch.int16, device=x.device)
                 residual = torch.full((count,), 0.01, device=x.device)
@@ -357,10 +356,6 @@ def _from(capability: tuple[int, int]) -> Callable[[str], str]:
     return why_not
 
 
-def _no_varlen(device: str) -> str:
-    return _from(LEAST_CAPABILITY)(device) or ("" if attention._varlen() else "torch has none")
-
-
 def _times(factor: float, *formats: torch.dtype) -> dict[torch.dtype, float]:
     return {dtype: factor * ROUNDING[dtype] for dtype in formats or ROUNDING}
 
@@ -413,7 +408,9 @@ registry.register(
         _varlen,
         _times(6, *HALF),
         "torch's attention runs once for each document of a row",
-        _no_varlen,
+        lambda device: (
+            _from(LEAST_CAPABILITY)(device) or ("" if attention._varlen() else "torch has none")
+        ),
     ),
     GpuKernel(
         quantised.SCALED_MM,

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hasten.parts.nn import rebind
 from hasten.parts.nn.causal_lm import causal_lm, routed_experts, trunk
 
 ROWS, TOKENS = 2, 3  # of the probe
@@ -40,7 +41,6 @@ CLOSE = 1e-5  # relative; the forward may round to float32
 UNNAMED_EXPERTS = 4  # where a config doesn't say how many there are
 PEFT = ("PeftModel", "PeftModelForCausalLM")  # wrappers that only pass inputs on
 ROUTER_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _recognised(model: nn.Module, inner: Any) -> HeadForm:
         name = type(module).__name__
         if "forward" in vars(module):
             raise ValueError(f"the forward of this {name} instance was replaced")
-        if any(getattr(module, hooks, None) for hooks in HOOKS):
+        if rebind.has_hooks(module):
             raise ValueError(f"a hook is registered on {name}, which would no longer be called")
     _check_library(model, inner)
     with _probing(model, inner) as probe:
@@ -322,7 +322,7 @@ def _probing(model: nn.Module, inner: Any) -> Iterator[_Probe]:
 
 
 def _hooks_in(module: nn.Module) -> int:
-    return sum(len(getattr(m, name, None) or ()) for m in module.modules() for name in HOOKS)
+    return sum(len(getattr(m, name, None) or ()) for m in module.modules() for name in rebind.HOOKS)
 
 
 def _shape_of(head: Any) -> tuple[int, int]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.parts.nn.fused_functions import fused_linear_relu
+from hasten.parts.nn.rebind import has_hooks
 
 
 class LinearReLU(nn.Linear):
@@ -73,8 +74,7 @@ def _fused(model: nn.Module) -> nn.Module:
             layer = inner[index]
             if type(layer) is not nn.Linear or type(inner[index + 1]) is not nn.ReLU:
                 continue
-            hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks)
-            if not any(hooks) and "weight" in layer._parameters:  # its weight is its own
+            if not has_hooks(layer) and "weight" in layer._parameters:  # its weight is its own
                 inner[index], inner[index + 1] = LinearReLU(layer), nn.Identity()
                 count += 1
     print(

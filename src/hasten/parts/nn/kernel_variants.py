@@ -158,14 +158,10 @@ add(
 )
 
 
-def _gate_inputs(sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, ...]:
-    return tuple(_draw(generator, sizes.rows, sizes.between) for _ in range(3))
-
-
 GATES = Operation(
     "gated SiLU",
     "byte",
-    _gate_inputs,
+    lambda sizes, generator: tuple(_draw(generator, sizes.rows, sizes.between) for _ in range(3)),
     gradients(lambda gate, up: F.silu(gate) * up),
     lambda gate, *_: 32.0 * gate.numel(),
     lengths=(1024,),
@@ -446,10 +442,6 @@ def _pass_inputs(sizes: Sizes, generator: torch.Generator) -> tuple[Any, ...]:
     return x, norms, *weights, angles.cos(), angles.sin(), sizes.lengths, grad
 
 
-def _pass_work(x: Tensor, norms: Tensor, *others: Any) -> float:
-    return float(sum(6 * x.shape[0] * weight.numel() for weight in others[:4]))
-
-
 def _layers(
     norm: Callable[..., Tensor],
     gate: Callable[..., Tensor],
@@ -489,7 +481,7 @@ PASS = Operation(
     "FLOP",
     _pass_inputs,
     _layers(norm, _gate, turned, _by_definition),
-    _pass_work,
+    lambda x, norms, *others: float(sum(6 * x.shape[0] * w.numel() for w in others[:4])),
     DOCUMENTS,
     seconds=1.1,
 )

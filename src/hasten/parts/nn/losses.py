@@ -35,13 +35,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hasten.machine.memory import device_bytes
-from hasten.parts.data.collate import TokenizedExample, padded
+from hasten.parts.data.collate import IGNORED, TokenizedExample, padded
 from hasten.parts.kernels import products
 from hasten.parts.kernels import rowwise as row_kernels
 from hasten.parts.kernels.registry import is_refused
 from hasten.parts.nn import fused_gpu
 from hasten.parts.nn.causal_lm import causal_lm, trunk
-from hasten.parts.nn.fused_functions import matmul
+from hasten.parts.nn.fused_functions import in_autocast, matmul
 from hasten.parts.nn.head_form import (
     HeadForm,
     asks_router_loss,
@@ -65,7 +65,6 @@ from hasten.parts.nn.rebind import plain_class
 #
 # so that a chunk of logits can be turned into gradients while it is at hand, and dropped.
 
-IGNORED = -100
 # Of one chunk of logits in float32, where nobody says how many rows. On a GPU, rows by the hundred
 # are many small kernels and a pass over the weight's whole gradient for each chunk.
 CHUNK_BYTES = 64 * 2**20
@@ -185,16 +184,26 @@ def label_only_cross_entropy(
         ValueError: ``chunk`` is below 1.
     """
     rows = chunk_rows(chunk, weight.shape[0], chunk_bytes_on(hidden.device))
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    if skips_unlabelled(hidden) if skip is None else skip:
-        positions = (labels != IGNORED).nonzero().squeeze(1)
-        if len(positions) < len(labels):
-            hidden, labels = hidden.index_select(0, positions), labels[positions]
+    hidden, weight, bias = in_autocast(hidden, weight, bias)
+    hidden, labels = labelled_rows(hidden, labels, skip)
     loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, rows, terms)
     return loss
+
+
+def labelled_rows(
+    hidden: Tensor, labels: Tensor, skip: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """Rows of ``hidden`` (..., width) that have a label, and their labels.
+
+    Args:
+        skip: as :func:`label_only_cross_entropy` has it; False: all rows.
+    """
+    rows, wanted = hidden.flatten(0, -2), labels.flatten()
+    if skips_unlabelled(rows) if skip is None else skip:
+        positions = (wanted != IGNORED).nonzero().squeeze(1)
+        if len(positions) < len(wanted):
+            return rows.index_select(0, positions), wanted.index_select(0, positions)
+    return rows, wanted
 
 
 def skips_unlabelled(hidden: Tensor) -> bool:
@@ -442,17 +451,11 @@ class LabelOnlyLoss(LanguageModelLoss):
         output = trunk(self.model)(use_cache=False, **inputs)
         hidden = output.last_hidden_state  # (B, T, hidden)
         head = causal_lm(self.model).lm_head
-        rows, wanted = hidden.flatten(0, -2), labels.flatten()
-        if skips_unlabelled(rows):
-            positions = (wanted != IGNORED).nonzero().squeeze(1)
-            rows, wanted = rows.index_select(0, positions), wanted.index_select(0, positions)
+        rows, wanted = labelled_rows(hidden, labels)
         if self.form.state_scale != 1:
             rows = rows * self.form.state_scale
         self.largest_logits = max(self.largest_logits, min(len(wanted), self.chunk))
         self.largest_positions = max(self.largest_positions, labels.numel())
-        if isinstance(head, TakesLabels):
-            loss: Tensor = head(rows, wanted, self.chunk, terms)
-            return loss, output
         return head_cross_entropy(head, rows, wanted, self.chunk, terms), output
 
 
@@ -501,7 +504,13 @@ class LabelOnlyHead(nn.Module):
 def head_cross_entropy(
     head: nn.Module, hidden: Tensor, labels: Tensor, chunk: int, terms: LossTerms = PLAIN
 ) -> Tensor:
-    """The summed loss of any ``head``, a chunk at a time; backward computes each chunk again."""
+    """The summed loss of any ``head``, a chunk at a time.
+
+    Unless the head takes labels itself, backward computes each chunk again.
+    """
+    if isinstance(head, TakesLabels):
+        loss: Tensor = head(hidden, labels, chunk, terms)
+        return loss
 
     def chunk_loss(rows: Tensor, wanted: Tensor) -> Tensor:
         return whole_cross_entropy(head(rows), wanted, terms)

@@ -38,18 +38,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hasten.parts.data.collate import IGNORED
 from hasten.parts.nn import attention, rebind
 from hasten.parts.nn.causal_lm import causal_lm, freeze_indexers, trunk
 from hasten.parts.nn.losses import (
-    IGNORED,
     PLAIN,
     LabelOnlyLoss,
     LossTerms,
-    TakesLabels,
     WholeLogitsLoss,
     chunk_rows,
     head_cross_entropy,
-    skips_unlabelled,
+    labelled_rows,
 )
 
 ARCHITECTURES = (
@@ -112,7 +111,7 @@ class MultiToken(nn.Module):
             wanted = labels.roll(-distance, dims=1).masked_fill(~in_document, IGNORED)
             embedded = embed(tokens) * in_document.unsqueeze(-1).to(hidden.dtype)
             hidden = ahead(embedded, hidden, **inputs)
-            loss = _loss(head, hidden, wanted, chunk, terms)
+            loss = head_cross_entropy(head, *labelled_rows(hidden, wanted), chunk, terms)
             self.last.append((loss.detach(), (wanted != IGNORED).sum()))
             total = total + loss
         return total * (self.weight / len(self.modules_ahead))
@@ -194,6 +193,8 @@ def minimise_too(loss_of: nn.Module, ahead: MultiToken) -> None:
     if not ahead.weight:
         return
     hidden_states: list[Tensor] = []
+    by_label = isinstance(loss, LabelOnlyLoss)
+    chunk = loss.chunk if by_label else chunk_rows("auto", causal_lm(model).config.vocab_size)
 
     def hear(module: nn.Module, args: Any, output: Any) -> None:
         hidden_states[:] = [output.last_hidden_state] if loss.training else []
@@ -204,7 +205,7 @@ def minimise_too(loss_of: nn.Module, ahead: MultiToken) -> None:
         if not loss.training:
             return None
         total, count = output
-        more = ahead(model, hidden_states.pop(), chunk=_chunk(loss), terms=loss.terms, **named)
+        more = ahead(model, hidden_states.pop(), chunk=chunk, terms=loss.terms, **named)
         return total + more, count
 
     trunk(model).register_forward_hook(hear)
@@ -236,21 +237,3 @@ def check(depth: int, weight: float) -> None:
         raise ValueError(f"depth is {depth!r}; give how many tokens ahead, 1 or more")
     if not 0 <= weight < float("inf"):
         raise ValueError(f"weight is {weight}; give 0 or a small number such as 0.3")
-
-
-def _chunk(loss_of: Any) -> int:
-    if isinstance(loss_of, LabelOnlyLoss):
-        return loss_of.chunk
-    return chunk_rows("auto", causal_lm(loss_of.model).config.vocab_size)
-
-
-def _loss(head: Any, hidden: Tensor, labels: Tensor, chunk: int, terms: LossTerms) -> Tensor:
-    """Returns the summed loss of the labelled positions only, through the head."""
-    rows, wanted = hidden.flatten(0, -2), labels.flatten()
-    if skips_unlabelled(rows):
-        positions = (wanted != IGNORED).nonzero().squeeze(1)
-        rows, wanted = rows.index_select(0, positions), wanted.index_select(0, positions)
-    if isinstance(head, TakesLabels):
-        loss_sum: Tensor = head(rows, wanted, chunk, terms)
-        return loss_sum
-    return head_cross_entropy(head, rows, wanted, chunk, terms)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from hasten.parts.kernels.registry import is_refused
 from hasten.parts.nn import quantised_gpu
+from hasten.parts.nn.fused_functions import autocast_dtype
 from hasten.parts.nn.rebind import plain_class
 from hasten.parts.nn.recompute import is_thrown_away
 
@@ -124,8 +125,7 @@ class QuantisedLinear(nn.Module):
         return from_int8(self.codes, self.scale).to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        dtype = autocast_dtype(x)
         y: Tensor = _Product.apply(x.to(dtype), self)
         return y if self.bias is None else y + self.bias.to(dtype)
 
@@ -218,6 +218,11 @@ def dequantise(q: Float8Blocks) -> Tensor:
     return blocks.flatten(2, 3).flatten(0, 1)[:rows, :columns]
 
 
+def _by_row(data: Tensor, scale: Tensor) -> Float8Blocks:
+    """A matrix in float8 with a scale for each row."""
+    return Float8Blocks(data, scale, (1, data.shape[1]))
+
+
 class Rounding(NamedTuple):
     """How products take their inputs: by which recipe, and whether float8 is emulated."""
 
@@ -227,23 +232,20 @@ class Rounding(NamedTuple):
     def by_rows(self, x: Tensor, weight: bool = False) -> Float8Blocks:
         """A matrix for a product that sums along its rows; ``weight``: it is one."""
         if self.in_one_pass(x):
-            data, scale = quantised_gpu.float8_rows(x, E4M3)
-            return Float8Blocks(data, scale, (1, data.shape[1]))
+            return _by_row(*quantised_gpu.float8_rows(x, E4M3))
         return quantise(x, self._block(x.shape[1], weight))
 
     def by_columns(self, x: Tensor, weight: bool = False) -> Float8Blocks:
         """The transposed matrix, for a product that sums along the columns."""
         if self.in_one_pass(x):
-            data, scale = quantised_gpu.float8_columns(x, E4M3)
-            return Float8Blocks(data, scale, (1, data.shape[1]))
+            return _by_row(*quantised_gpu.float8_columns(x, E4M3))
         return quantise(x.t(), self._block(x.shape[0], weight))
 
     def by_both(self, x: Tensor, weight: bool = False) -> tuple[Float8Blocks, Float8Blocks]:
         """``by_rows`` and ``by_columns``, in fewer reads."""
         if self.in_one_pass(x):
             data, scale, turned, turned_scale = quantised_gpu.float8_both(x, E4M3)
-            straight = Float8Blocks(data, scale, (1, data.shape[1]))
-            return straight, Float8Blocks(turned, turned_scale, (1, turned.shape[1]))
+            return _by_row(data, scale), _by_row(turned, turned_scale)
         return self.by_rows(x, weight), self.by_columns(x, weight)
 
     def product(self, a_MK: Float8Blocks, b_NK: Float8Blocks, dtype: torch.dtype) -> Tensor:
@@ -265,9 +267,7 @@ class Rounding(NamedTuple):
 
     def in_one_pass(self, x: Tensor) -> bool:
         """Returns True if the GPU's kernels round a matrix."""
-        if self.emulate or self.recipe != "rowwise":
-            return False
-        return quantised_gpu.may_round(x)
+        return self.recipe == "rowwise" and not self.emulate and quantised_gpu.may_round(x)
 
     def _block(self, length: int, weight: bool) -> tuple[int, int]:
         if self.recipe == "rowwise":
@@ -327,8 +327,7 @@ class Float8Input(NamedTuple):
             return cls(rounding.by_rows(flat), None)
         if is_thrown_away() and rounding.in_one_pass(flat):
             # By columns in shape alone; whoever should use it all the same gets NaN.
-            data, scale = quantised_gpu.empty_columns(flat, E4M3)
-            return cls(rounding.by_rows(flat), Float8Blocks(data, scale, (1, data.shape[1])))
+            return cls(rounding.by_rows(flat), _by_row(*quantised_gpu.empty_columns(flat, E4M3)))
         return cls(*rounding.by_both(flat))
 
 
@@ -392,9 +391,8 @@ def linear(
         rounded: ``x`` in float8, where that is known from another layer of the same input.
         of_weight: rounds the weight.
     """
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    with torch.autocast(kind, enabled=False):
+    dtype = autocast_dtype(x)
+    with torch.autocast(x.device.type, enabled=False):
         rounded = rounded or Float8Input.of(x, rounding, learns(weight))
         of_weight = of_weight or Float8Weight(rounding)
         y: Tensor = _QuantisedLinear.apply(x, weight, rounded, of_weight, rounding, dtype)

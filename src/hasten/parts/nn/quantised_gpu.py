@@ -15,13 +15,12 @@ The kernels are :mod:`hasten.parts.kernels.few_bits_triton`. They give the bits 
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from hasten.parts.kernels.gpu_operators import gpu_operator, launch
+from hasten.parts.kernels.operators import gpu_operator, launch
 from hasten.parts.kernels.registry import is_refused
 from hasten.parts.nn import fused_gpu
 
@@ -48,12 +47,16 @@ MOST: Final = 65_535  # programs of a launch along its second and third dimensio
 WARPS: Final = 8  # of a program that widens
 WIDEN_BLOCK: Final = 2048  # numbers of a program that widens
 LEAST: Final = torch.finfo(torch.float32).tiny  # of a scale
+_launch = functools.partial(launch, "hasten.parts.kernels.few_bits_triton")
 
 
 def may_round(x: Tensor) -> bool:
     """Returns True if the float8 operators take a matrix."""
-    fits = x.dtype in fused_gpu.DTYPES and x.numel() > 0 and _tiles_fit(x)
-    return _runs(FLOAT8, x) and fits
+    if not _runs(FLOAT8, x) or x.dtype not in fused_gpu.DTYPES or not x.numel():
+        return False
+    tiles = LARGEST_TILE, COLUMNS_TILE, BOTH_TILE
+    sides: tuple[int, ...] = tuple(x.shape)
+    return all(side <= MOST * min(tile[axis] for tile in tiles) for axis, side in enumerate(sides))
 
 
 def may_widen(codes: Tensor, dtype: torch.dtype) -> bool:
@@ -66,34 +69,17 @@ def _runs(kernel: str, x: Tensor) -> bool:
     return allowed and fused_gpu.has_kernels(str(x.device))
 
 
-def _launch(name: str, *args: Any, **fixed: Any) -> None:
-    kernels = importlib.import_module("hasten.parts.kernels.few_bits_triton")
-    launch(getattr(kernels, name), *args, **fixed)
-
-
 def row_warps(block: int) -> int:
     """Returns the warps of a program that rounds a row."""
     return fused_gpu.warps(block, ROW_NUMBERS, ROW_WARPS)
 
 
-def _row_shapes(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return _empty(x.shape[0], x.shape[1], x, dtype)
-
-
-def _column_shapes(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return _empty(x.shape[1], _filled(x), x, dtype)
-
-
-def _both_shapes(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (*_row_shapes(x, dtype), *_column_shapes(x, dtype))
-
-
-@gpu_operator(_row_shapes)
+@gpu_operator(lambda x, dtype: _straight(x, dtype))
 def float8_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """``x`` (T, n) in float8 and its scales (T, 1): a row's largest / the format's largest."""
     x = _rows_contiguous(x)
     rows, n = x.shape
-    data, scale = _empty(rows, n, x, dtype)
+    data, scale = _straight(x, dtype)
     block = fused_gpu.power(n) if n <= WIDEST else LOOP_BLOCK
     shape = {"BLOCK": block, "WHOLE": n <= WIDEST}
     shape |= {"num_warps": row_warps(block), "maxnreg": REGISTERS}
@@ -102,21 +88,18 @@ def float8_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return data, scale
 
 
-@gpu_operator(_column_shapes)
+@gpu_operator(lambda x, dtype: _turned(x, dtype))
 def float8_columns(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """``x.T`` in float8, (n, T filled up with zeros), and its scales (n, 1)."""
-    turned = _empty(x.shape[1], _filled(x), x, dtype)
+    turned = _turned(x, dtype)
     _by_tiles(x, turned, turned, dtype, rows=False)
     return turned
 
 
-@gpu_operator(_both_shapes)
+@gpu_operator(lambda x, dtype: (*_straight(x, dtype), *_turned(x, dtype)))
 def float8_both(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the results of ``float8_rows`` and ``float8_columns``."""
-    straight, turned = (
-        _empty(x.shape[0], x.shape[1], x, dtype),
-        _empty(x.shape[1], _filled(x), x, dtype),
-    )
+    straight, turned = _straight(x, dtype), _turned(x, dtype)
     _by_tiles(x, straight, turned, dtype, rows=True)
     return (*straight, *turned)
 
@@ -165,24 +148,9 @@ def _tiles(
     return (together, -(-n // wide), -(-down // together)), shape
 
 
-def _tiles_fit(x: Tensor) -> bool:
-    """Returns True if a launch takes as many tiles."""
-    tiles = LARGEST_TILE, COLUMNS_TILE, BOTH_TILE
-    sides: tuple[int, ...] = tuple(x.shape)
-    return all(side <= MOST * min(tile[axis] for tile in tiles) for axis, side in enumerate(sides))
-
-
-def _nf4_shape(
-    codes: Tensor, scale: Tensor, levels: Tensor, rows: int, columns: int, dtype: torch.dtype
-) -> Tensor:
-    return codes.new_empty((rows, columns), dtype=dtype)
-
-
-def _int8_shape(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return codes.new_empty(codes.shape, dtype=dtype)
-
-
-@gpu_operator(_nf4_shape)
+@gpu_operator(
+    lambda codes, scale, levels, rows, columns, dtype: codes.new_empty((rows, columns), dtype=dtype)
+)
 def widen_nf4(
     codes: Tensor, scale: Tensor, levels: Tensor, rows: int, columns: int, dtype: torch.dtype
 ) -> Tensor:
@@ -195,7 +163,7 @@ def widen_nf4(
     return out
 
 
-@gpu_operator(_int8_shape)
+@gpu_operator(lambda codes, scale, dtype: codes.new_empty(codes.shape, dtype=dtype))
 def widen_int8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Decodes the matrix from int8 codes and a scale for each row."""
     rows, n = codes.shape
@@ -215,5 +183,12 @@ def _filled(x: Tensor) -> int:
     return -(-rows // SIDE) * SIDE
 
 
-def _empty(rows: int, n: int, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return x.new_empty((rows, n), dtype=dtype), x.new_empty((rows, 1), dtype=torch.float32)
+def _straight(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Memory for a matrix in float8, and for the scale of each row."""
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty((x.shape[0], 1), dtype=torch.float32)
+
+
+def _turned(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The same of the transposed matrix, filled up."""
+    n = x.shape[1]
+    return x.new_empty((n, _filled(x)), dtype=dtype), x.new_empty((n, 1), dtype=torch.float32)

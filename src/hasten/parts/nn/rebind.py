@@ -34,6 +34,7 @@ from typing import Any
 from torch import nn
 
 Forward = Callable[..., Any]
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 _STATES = "_hasten_states"  # in a module: what its functions know
 _BELOW = "_hasten_forwards"  # the same: forwards of the instance that a function has replaced
@@ -99,6 +100,11 @@ def bound(module: nn.Module) -> tuple[Forward, ...]:
 def has_own_forward(module: nn.Module) -> bool:
     """Returns True if its forward isn't its class's: bound here, or set by other code."""
     return is_bound(module) or "forward" in vars(module)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Returns True if a hook is registered on the module itself."""
+    return any(getattr(module, name, None) for name in HOOKS)
 
 
 def state_of(module: nn.Module, function: Forward) -> Any:

@@ -38,8 +38,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hasten.parts.data.collate import IGNORED
+
 FILLER = -1  # the sequence of a slot that belongs to none
-IGNORED = -100
 BIASED = ("deepseek_v3", "deepseek_v32", "deepseek_v4")
 UNBIASED = ("deepseek_v2",)
 

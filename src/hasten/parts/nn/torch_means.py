@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hasten.parts.nn.rebind import has_hooks
+
 
 def class_error(output: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
     """Cross-entropy of (..., classes), or of (rows, classes, ...) as torch takes them."""
@@ -125,9 +127,8 @@ def is_torch_mean(loss_fn: Any) -> bool:
     aren't. They may divide by something else.
     """
     if isinstance(loss_fn, nn.Module):
-        hooks = (loss_fn._forward_hooks, loss_fn._forward_pre_hooks, loss_fn._backward_hooks)
         plain = type(loss_fn) in MODULES and "forward" not in vars(loss_fn)
-        return plain and not any(hooks) and _setting(loss_fn, "reduction", "mean") == "mean"
+        return plain and not has_hooks(loss_fn) and _setting(loss_fn, "reduction", "mean") == "mean"
     function = _function(loss_fn)
     if function is None:
         return False

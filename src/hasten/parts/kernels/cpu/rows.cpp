@@ -152,21 +152,6 @@ void cross_entropy(T* logits, const int64_t* labels, float* losses, int64_t rows
   }
 }
 
-template <class T>
-double squares(const T* x, int64_t count, int threads) {
-  double total = 0;
-  int64_t pieces = (count + 4095) / 4096;
-#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : total)
-  for (int64_t p = 0; p < pieces; p++) {
-    int64_t end = (p + 1) * 4096 < count ? (p + 1) * 4096 : count;
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = p * 4096; i < end; i++) sum += get(x[i]) * get(x[i]);
-    total += sum;
-  }
-  return total;
-}
-
 struct Rule {  // of AdamW, with the corrections of this step already in ``rate`` and ``root``
   float rate, keep, beta1, beta2, root, eps, clip;
 };
@@ -228,10 +213,6 @@ void rows_rotate(const void* x, int64_t row, int64_t head, const void* cos, cons
 void rows_cross_entropy(void* logits, const int64_t* labels, float* losses, int64_t rows,
                         int64_t n, int half, int threads) {
   BOTH(cross_entropy((T*)logits, labels, losses, rows, n, threads))
-}
-
-double rows_squares(const void* x, int64_t count, int half, int threads) {
-  BOTH(return squares((const T*)x, count, threads))
 }
 
 void rows_adamw(const void* grad, float* w, float* m, float* v, void* copy, int64_t count,

@@ -1,0 +1,125 @@
+"""Kernels as operators of torch: C++ under ``hasten::``, Triton under ``hasten_gpu::``.
+
+A compiled graph keeps an operator whole. A simulated GPU counts it by the function that makes
+results without numbers.
+
+An operator of ``torch.library.custom_op`` may write its arguments. It runs Python for autograd in
+each call. That takes 25 to 40 us on the host, longer than a small kernel takes. An operator of a
+``torch.library.Library`` goes from torch's dispatcher straight to its function. None of them has
+gradients of its own. They are called in the forward and backward pass of a
+``torch.autograd.Function``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from ctypes import c_void_p
+from typing import Any, Final, ParamSpec, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from hasten.parts.kernels.registry import LEAST_CAPABILITY
+
+P = ParamSpec("P")
+R = TypeVar("R")
+NAMESPACE: Final = "hasten_gpu"
+DEVICES: Final = ("CUDA", "CPU")  # Triton's interpreter runs kernels on a processor's tensors
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+def operator(
+    name: str, results: Callable[..., Any], mutates: Sequence[str] = ()
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Makes the decorated function an operator of the same signature, by ``custom_op``.
+
+    Args:
+        name: with its namespace.
+        results: takes the same arguments, as tensors without memory, and returns results of
+            the right shapes and formats.
+        mutates: names of the arguments that it writes.
+    """
+
+    def define(function: Callable[P, R]) -> Callable[P, R]:
+        made = custom_op(name, function, mutates_args=mutates)
+        made.register_fake(results)
+        return cast("Callable[P, R]", made)
+
+    return define
+
+
+def no_results(*args: Any) -> None:
+    """The results of an operator that only writes its arguments."""
+
+
+def gpu_operator(
+    results: Callable[..., Any],
+    name: str = "",
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Makes the decorated function an operator that writes none of its arguments, by a Library.
+
+    Args:
+        results: as :func:`operator` has it.
+        name: of the operator; the default is the function's.
+
+    Returns:
+        The decorator, which returns the operator (``torch._ops.OpOverload``).
+    """
+
+    def define(function: Callable[P, R]) -> Callable[P, R]:
+        called = name or function.__name__
+        schema = torch.library.infer_schema(function, mutates_args=())
+        _LIBRARY.define(called + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        for device in DEVICES:
+            _LIBRARY.impl(called, function, device)
+        torch.library.register_fake(f"{NAMESPACE}::{called}", results, lib=_LIBRARY)
+        made = getattr(getattr(torch.ops, NAMESPACE), called).default
+        made.__doc__ = function.__doc__
+        return cast("Callable[P, R]", made)
+
+    return define
+
+
+def address(tensor: Tensor | None) -> c_void_p:
+    """Where a tensor's numbers begin, for a kernel in C++; null for None."""
+    return c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def why_no_triton(device: torch.device, what: str, homes: str = "NVIDIA GPUs") -> str:
+    """Why Triton's kernels can't run on a device, in one sentence; empty when they can.
+
+    Args:
+        what: subject and verb of the sentence ("the fused layers are").
+        homes: devices that have this code, in Triton or otherwise.
+    """
+    if device.type != "cuda":
+        return f"{what} for {homes}, not for {device.type}"
+    if torch.version.hip is not None:  # torch calls AMD's GPUs cuda, too
+        return f"{what} for NVIDIA GPUs: their kernels were never tried on ROCm"
+    if importlib.util.find_spec("triton") is None:
+        return f"{what} for GPUs with Triton, which isn't installed: pip install triton"
+    if torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability(device)
+        if capability < LEAST_CAPABILITY:
+            have, need = (".".join(map(str, c)) for c in (capability, LEAST_CAPABILITY))
+            return f"Triton takes compute capability {need} or later, and this GPU has {have}"
+    return ""
+
+
+def launch(
+    module: str, kernel: str, programs: tuple[int, ...], x: Tensor, *others: Any, **fixed: Any
+) -> None:
+    """Runs a kernel on the GPU of ``x``; Triton would take the current one.
+
+    Its module is imported when a kernel runs: Triton may be missing where none does.
+    """
+    run = getattr(importlib.import_module(module), kernel)[programs]
+    device = x.get_device()  # below 0: a processor's tensor, for the interpreter
+    if device < 0 or device == torch.cuda.current_device():
+        run(x, *others, **fixed)
+        return
+    with torch.cuda.device(device):
+        run(x, *others, **fixed)
