@@ -24,7 +24,7 @@ from hasten.errors import InputError
 from hasten.models.architecture import load_json
 from hasten.planner.layout import Layouts
 from hasten.planner.numbers import Calibration, calibrated
-from hasten.planner.predict import Prediction, predict, reason_sentences
+from hasten.planner.predict import Prediction, predict
 
 _G = 1e9
 
@@ -104,7 +104,6 @@ def _predicted(found: Prediction) -> dict[str, Any]:
         "memory_p90_GB": float(found.memory_p90[0] / _G),
         "mfu": float(found.mfu[0]),
         "fits": bool(found.fits[0]),
-        "reasons": reason_sentences(int(found.reasons[0])),
         "step": {part: float(value[0]) for part, value in vars(found.step).items()},
     }
 

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from hasten.planner.layout import PlannedJob
     from hasten.planner.planning import ClusterPlan
     from hasten.recipe.price import Price
-
-if TYPE_CHECKING:
     from hasten.recipe.schema import Recipe  # loads torch, as recipes and techniques do
 
 MOST_RANKS = 8  # that are traced
@@ -211,6 +209,7 @@ def clustered(
 def extras(cluster_plan: ClusterPlan, options: PlanOptions) -> list[str]:
     """The blocks that were asked for by name."""
     from hasten.planner import advice, text
+    from hasten.planner.inputs import predicted_and_measured
 
     blocks = []
     for layout_text in options.why:
@@ -218,28 +217,18 @@ def extras(cluster_plan: ClusterPlan, options: PlanOptions) -> list[str]:
         possible = not advice.impossibilities(
             cluster_plan.model, cluster_plan.cluster, cluster_plan.job, layout
         )
-        one = advice.predicted(cluster_plan, layout) if possible else None
+        one = cluster_plan.simulated(cluster_plan.closed_form(layout)) if possible else None
         blocks.append(text.why_text(layout, advice.why_not(cluster_plan, layout), one))
     for change in options.what_if:
-        blocks.append(
-            text.what_if_text(change, cluster_plan, advice.what_if(cluster_plan, change)[1])
-        )
+        blocks.append(text.what_if_text(change, cluster_plan, advice.what_if(cluster_plan, change)))
     if options.gpus:
         blocks.append(text.devices_table(advice.devices(cluster_plan), cluster_plan.job))
     if options.shapes:
         blocks.append(text.shapes_text(advice.shape_advice(cluster_plan), cluster_plan.model))
-    if options.measured is not None:
-        blocks.append(against(cluster_plan, options.measured))
+    if options.measured is not None:  # a finished run as it ran, next to what it measured
+        model = cluster_plan.calibration, cluster_plan.stack
+        blocks.append(predicted_and_measured(options.measured, cluster_plan.cluster, *model))
     return blocks
-
-
-def against(cluster_plan: ClusterPlan, folder: Path) -> str:
-    """The prediction for a finished run as it ran, next to what it measured."""
-    from hasten.planner.inputs import predicted_and_measured
-
-    return predicted_and_measured(
-        folder, cluster_plan.cluster, cluster_plan.calibration, cluster_plan.stack
-    )
 
 
 def of_a_run(folder: Path, overrides: Sequence[str], options: PlanOptions) -> str:

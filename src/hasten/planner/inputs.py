@@ -1,4 +1,4 @@
-"""Reads the inputs of ``hasten plan``: cluster, job, price, runs to compare with."""
+"""Reads the inputs of ``hasten estimate``: cluster, job, price, runs to compare with."""
 
 from __future__ import annotations
 
@@ -19,13 +19,20 @@ from hasten.launch.cluster import CloudConfig
 from hasten.machine.accelerators import PCIE4, Device, device
 from hasten.models.architecture import Architecture
 from hasten.models.presets import PRESETS
-from hasten.planner import own_runs as actual
 from hasten.planner.advice import count_of
 from hasten.planner.candidate import candidate, layout_text
 from hasten.planner.cluster import Cluster, own_machine
 from hasten.planner.layout import Layouts, LayoutSpace, PlannedJob, PlannedLayout
 from hasten.planner.numbers import Calibration, calibrated
-from hasten.planner.own_runs import OWN_STACK, OwnRun, calibrate_machine, measured_steps
+from hasten.planner.own_runs import (
+    OWN_STACK,
+    CalibratedTerm,
+    OwnRun,
+    calibrate_machine,
+    measured_steps,
+    table,
+    terms_of_run,
+)
 from hasten.planner.predict import predict
 from hasten.recipe.price import Price, price_of
 from hasten.recipe.yaml_reader import read_yaml_file
@@ -93,10 +100,6 @@ def cluster_of(options: PlanOptions) -> Cluster:
             raise InputError(f"{path} has no memory size: give --memory, GB of a device")
         link = number(figures.get("link")) or LINK
         measured_cluster = own_machine(figures, memory_bytes=options.memory * 1e9, link=link)
-        if str(figures.get("device")) == "cpu":  # it takes tiles one by one, so none stand idle
-            measured_cluster = dataclasses.replace(
-                measured_cluster, device=dataclasses.replace(measured_cluster.device, units=1)
-            )
         return dataclasses.replace(
             measured_cluster, nodes=options.nodes, per_node=options.gpus_per_node
         )
@@ -265,7 +268,7 @@ def _device(path: Path, figures: Mapping[str, Any]) -> Device:
 
 # A finished run, predicted as it ran, beside what it measured: for ``plan`` and ``report``.
 
-RATES = ("ceiling.json",)  # files of hasten env --bench that a run may have kept
+RATES = "ceiling.json"  # the file of hasten env --bench that a run may have kept
 UNCALIBRATED = "fitted to published measurements of GPUs; --calibrate RUN fits to this machine"
 
 
@@ -282,8 +285,7 @@ def predicted_and_measured(
 ) -> str:
     """A table of terms: predicted, measured, and if the measurement is in the interval."""
     head, terms = _closing(folder, cluster, calibration, stack)
-    shown = aligned(actual.table(terms))
-    return f"{head}\n{shown}" + ("" if calibration else f"\n{UNCALIBRATED}")
+    return f"{head}\n{aligned(table(terms))}" + ("" if calibration else f"\n{UNCALIBRATED}")
 
 
 def predicted_section(folder: Path) -> dict[str, Any] | None:
@@ -303,13 +305,13 @@ def _closing(
     cluster: Cluster,
     calibration: Calibration | None = None,
     stack: str | None = None,
-) -> tuple[str, list[actual.CalibratedTerm]]:
+) -> tuple[str, list[CalibratedTerm]]:
     run = own_run(folder, cluster)
     rows = Layouts.of([run.layout])
     prediction = predict(run.architecture, run.cluster, run.job, rows, calibration, stack)
     one = candidate(prediction, rows, 0, run.cluster, run.job)
     head = f"{folder}, {layout_text(run.layout)}: predicted as it ran on {run.cluster.device.name}"
-    return head, actual.terms_of_run(one, folder)
+    return head, terms_of_run(one, folder)
 
 
 def machine_of(folder: Path) -> Cluster:
@@ -334,14 +336,10 @@ def machine_of(folder: Path) -> Cluster:
             )
         joined = chip.link if count <= chip.per_node else PCIE4 * 1e9
         return Cluster(chip, 1, count, joined, joined, topology="single_node")
-    for name in RATES:
-        rates = _object(folder / name)
-        if rates.get("kind") == "hasten machine rates":
-            memory = number(hardware.get("memory_limit_bytes")) or 16e9
-            measured_cluster = own_machine(rates, memory_bytes=memory, link=LINK)
-            return dataclasses.replace(
-                measured_cluster, device=dataclasses.replace(measured_cluster.device, units=1)
-            )
+    rates = _object(folder / RATES)
+    if rates.get("kind") == "hasten machine rates":
+        memory = number(hardware.get("memory_limit_bytes")) or 16e9
+        return own_machine(rates, memory_bytes=memory, link=LINK)
     raise InputError(
         f"{folder}: it ran on a processor, and no datasheet has its rates: hasten env --bench -o "
         f"bench.json, then hasten estimate {folder} --gpu bench.json --memory GB"
