@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Protocol
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from hasten.launch import lab, lab_network
+from hasten.machine.processes import end_with_parent
 from netlab.lab import COUNTS
 from netlab.packet_link import DELAY, LOSS, LinkSettings
 
@@ -63,7 +64,7 @@ class UserSpaceSwitch:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             pass_fds=given,
-            preexec_fn=lab_network.die_with_parent,  # the keeper's first thread, which lasts
+            preexec_fn=end_with_parent,  # the keeper's first thread, which lasts
         )
         assert self._switch.stdout is not None
         if not self._switch.stdout.readline():

@@ -56,12 +56,12 @@ from hasten.launch.lab_network import (
     adopt_orphans,
     become_root_of_own_users,
     bits_per_second,
-    die_with_parent,
     error_text,
     mount_own_proc,
     unshare,
 )
 from hasten.machine import environment
+from hasten.machine.processes import end_with_parent
 
 # The folder of a lab: its socket, its logs, and a manifest that says which process keeps it.
 #
@@ -209,7 +209,7 @@ def _keep(
     kind: type[Keeper],
 ) -> None:
     """Runs the keeper: builds the hosts, reports that, and answers until it is ended."""
-    die_with_parent()
+    end_with_parent()
     if spec["mode"] != "loopback":
         unshare(NEW_MOUNTS)  # here, so that the watchdog still sees the owner in /proc
         mount_own_proc()

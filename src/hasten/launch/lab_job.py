@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hasten.launch.lab_network import die_with_parent, inside
+from hasten.launch.lab_network import inside
+from hasten.machine.processes import end_with_parent
 
 SECONDS_TO_LEAVE = 5.0  # between being asked to end and being ended
 PORT = 29500  # torch's usual one; each host has its own ports
@@ -100,7 +101,7 @@ def _start(command: list[str], rank: LabRank, cwd: str) -> subprocess.Popen[byte
             stderr=subprocess.STDOUT,
             start_new_session=True,
             # Without a namespace of process numbers, the keeper's end has to be passed on.
-            preexec_fn=die_with_parent if alone else None,
+            preexec_fn=end_with_parent if alone else None,
         )
 
 

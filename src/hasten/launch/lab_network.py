@@ -11,7 +11,6 @@ import ctypes
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -25,10 +24,9 @@ from hasten.errors import InputError
 # namespace belongs to a thread: what a thread starts while it is ``inside`` one, lives there.
 
 NEW_MOUNTS, NEW_USER, NEW_PIDS, NEW_NET = 0x00020000, 0x10000000, 0x20000000, 0x40000000
-DEATH_SIGNAL, SUBREAPER = 1, 36  # prctl(2)
+SUBREAPER = 36  # prctl(2)
 PRIVATE_AND_BELOW = 0x40000 | 0x4000  # MS_PRIVATE | MS_REC, mount(2)
 NETWORK_OF_THREAD = "/proc/thread-self/ns/net"  # /proc/self is the first thread's
-LINUX = sys.platform == "linux"
 
 
 def _call(name: str, *arguments: object) -> None:
@@ -71,15 +69,9 @@ def mount_own_proc() -> bool:
     return True
 
 
-def die_with_parent() -> None:
-    """Have the kernel end this process when the thread that started it ends."""
-    if LINUX:
-        _call("prctl", ctypes.c_int(DEATH_SIGNAL), ctypes.c_ulong(signal.SIGKILL))
-
-
 def adopt_orphans() -> None:
     """Make this process the parent of descendants that lose their own parent."""
-    if LINUX:
+    if sys.platform == "linux":
         _call("prctl", ctypes.c_int(SUBREAPER), ctypes.c_ulong(1))
 
 

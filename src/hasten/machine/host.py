@@ -60,14 +60,13 @@ class Hardware:
 
 def hardware() -> Hardware:
     """Look at this machine."""
-    memory = psutil.virtual_memory().total
     return Hardware(
         cpu=_cpu_name(),
         physical_cores=psutil.cpu_count(logical=False) or 1,
         usable_cores=usable_cores(),
-        memory_bytes=memory,
-        memory_limit_bytes=min(memory, memory_limit() or memory),
-        instruction_sets=_instruction_sets(),
+        memory_bytes=psutil.virtual_memory().total,
+        memory_limit_bytes=usable_memory(),
+        instruction_sets=tuple(name for name in INSTRUCTION_SETS if name in processor_flags()),
         accelerators=_accelerators(),
         system=f"{platform.system()} {platform.release()}",
     )
@@ -78,6 +77,12 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def usable_memory() -> int:
+    """Bytes that this process may use: the control group's limit, or the machine's memory."""
+    memory = psutil.virtual_memory().total
+    return min(memory, memory_limit() or memory)
 
 
 def default_device() -> str:
@@ -169,18 +174,9 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _instruction_sets() -> tuple[str, ...]:
-    return tuple(name for name in INSTRUCTION_SETS if name in processor_flags())
-
-
 def _accelerators() -> tuple[Accelerator, ...]:
-    if not torch.cuda.is_available():
-        return ()
-    accelerators = []
-    for index in range(torch.cuda.device_count()):
-        gpu = torch.cuda.get_device_properties(index)
-        accelerators.append(Accelerator(gpu.name, gpu.total_memory, f"{gpu.major}.{gpu.minor}"))
-    return tuple(accelerators)
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return tuple(Accelerator(g.name, g.total_memory, f"{g.major}.{g.minor}") for g in gpus)
 
 
 # What a machine has besides its processor's name: NUMA nodes, disks, network cards, limits.
