@@ -1,4 +1,6 @@
-"""A supervisor restarts the ranks of a run from the newest checkpoint after a failure.
+"""A supervisor starts the ranks of a run, one process each, and ends them together.
+
+After a failure it restarts them from the newest checkpoint, where restarts are allowed:
 
     attempt 1 -> a rank dies or hangs -> all ranks are killed -> attempt 2 -> ... ->
     done
@@ -421,13 +423,14 @@ class _Supervisor:
                     return ending.code
                 self._note(ending, number, began)
                 if number > self._supervision.max_restarts:
-                    self._say(f"{_sentence(ending)}; {number - 1} restart(s) are used up")
-                    return WORN_OUT
+                    used = f"; {number - 1} restart(s) are used up" if number > 1 else ""
+                    self._say(f"{self._sentence(ending)}{used}")
+                    return ending.code if number == 1 and ending.code > 0 else WORN_OUT
                 seat = None if ending.rank is None else self._seats[ending.rank]
                 again = self._fewer(seat) if seat is not None and seat == failed_seat else ""
                 failed_seat = seat
                 self._say(
-                    f"{_sentence(ending)}; restart {number} of "
+                    f"{self._sentence(ending)}; restart {number} of "
                     f"{self._supervision.max_restarts}{again}"
                 )
                 self._pause(ending)
@@ -532,7 +535,17 @@ class _Supervisor:
         if ending.is_reported:
             self._say(ending.cause)
         elif ending.rank and ending.cause:  # rank 0 has the user's ear
-            self._say(_sentence(ending))
+            self._say(self._sentence(ending))
+
+    def _sentence(self, ending: AttemptResult) -> str:
+        who = "the ranks" if ending.rank is None else f"rank {ending.rank}"
+        text = f"{who} failed after step {ending.step}: {ending.cause}"
+        log = self._words_of(ending.rank or 0)
+        told = ending.is_reported or ending.hung or ending.code < 0
+        if log is not None and log.exists() and not told:
+            lines = log.read_text(errors="replace").strip().splitlines()
+            text += f" ({lines[-1]})" if lines else ""
+        return f"{ending.traceback.rstrip()}\n{text}" if ending.traceback else text
 
     def _say(self, text: str) -> None:
         print(f"hasten: {text}", file=sys.stderr, flush=True)
@@ -556,9 +569,3 @@ class _Supervisor:
                 ignore_stop_signals()
             if self._spares is not None:
                 self._spares.end()
-
-
-def _sentence(ending: AttemptResult) -> str:
-    who = "the ranks" if ending.rank is None else f"rank {ending.rank}"
-    text = f"{who} failed after step {ending.step}: {ending.cause}"
-    return f"{ending.traceback.rstrip()}\n{text}" if ending.traceback else text

@@ -290,13 +290,13 @@ def write_exit_reason(error: BaseException) -> bool:
 
 
 def _words(error: BaseException) -> dict[str, Any]:
-    first = (str(error).strip().splitlines() or [""])[0]
+    lines = str(error).strip().splitlines() or [""]
     advice = isinstance(error, InputError | StoppedError)
     code = 2 if isinstance(error, InputError) else getattr(error, "code", 1)
     return {
         "time": time.time(),
         "code": code if isinstance(code, int) and advice else 1,
-        "line": first if advice else f"{type(error).__name__}: {first}",
+        "line": " ".join(lines) if advice else f"{type(error).__name__}: {lines[0]}",
         "traceback": "" if advice else "".join(traceback.format_exception(error)),
     }
 
