@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -23,7 +22,6 @@ from hasten.launch import lab_network
 from hasten.launch.lab_network import SEGMENT, bits_per_second, burst_bytes
 from labs import TOOLS, lab_with_links
 from netlab import Lab
-from netlab.lab import alive, labs, manifest, remove
 
 modes = pytest.mark.parametrize("mode", ["user", "root", "loopback"])
 # A rank that has a child of its own, neither of which ends by itself or when asked to.
@@ -123,66 +121,18 @@ def test_killing_the_owner_leaves_no_process_and_no_folder(mode: str, own_room: 
     assert until(lambda: not list(own_room.iterdir()))
 
 
-def test_killing_the_guard_leaves_only_a_folder_that_is_offered_for_removal(own_room: Path) -> None:
+def test_killing_the_watchdog_leaves_only_a_folder(own_room: Path) -> None:
     mark = f"303.{os.getpid()}"
     lab = lab_with_links().start()
     lab.begin([sys.executable, "-c", STUBBORN, mark])
     wait_for(mark, 4)
-    os.kill(manifest(lab.name)["process"], signal.SIGKILL)
+    assert lab._watchdog is not None
+    lab._watchdog.kill()
     assert gone(mark)
     with pytest.raises(InputError, match="has ended"):
         lab.bytes(0)
     lab.close()
-    assert [(noted["name"], lives) for noted, lives in labs()] == [(lab.name, False)]
-    remove(lab.name)
-    assert list(own_room.iterdir()) == []
-
-
-def test_a_lab_that_stays_outlives_its_maker_until_it_is_removed(own_room: Path) -> None:
-    name = Lab(2, 1, mode="loopback").start(stay=True).name
-    lab = Lab.attach(name)
-    assert [r.code for r in lab.run(["true"])] == [0, 0]
-    lab.close()
-    assert alive(manifest(name))
-    remove(name)
-    assert list(own_room.iterdir()) == []
-    with pytest.raises(InputError, match="there is no lab"):
-        remove(name)
-
-
-def test_a_folder_without_a_manifest_of_a_lab_is_never_touched(own_room: Path) -> None:
-    other = own_room / "0123abcd"
-    other.mkdir()
-    with pytest.raises(InputError, match="there is no lab 0123abcd"):
-        remove("0123abcd")
-    (other / "manifest.json").write_text(json.dumps({"kind": "another tool", "name": "0123abcd"}))
-    with pytest.raises(InputError, match="no manifest of the lab"):
-        remove("0123abcd")
-    (other / "manifest.json").write_text("{")
-    with pytest.raises(InputError, match="damaged"):
-        remove("0123abcd")
-    for name in ("../0123abcd", "0123ABCD", ""):
-        with pytest.raises(InputError, match="no lab's name"):
-            remove(name)
-    assert other.exists()
-    assert labs() == []
-
-
-def test_a_process_with_the_keepers_old_number_is_not_ended(own_room: Path) -> None:
-    folder = own_room / "00000001"
-    folder.mkdir()
-    stranger = subprocess.Popen(["sleep", "300"])
-    try:
-        born = own.born(stranger.pid)
-        assert born is not None
-        noted = {"kind": own.KIND, "name": folder.name, "process": stranger.pid}
-        (folder / "manifest.json").write_text(json.dumps({**noted, "born": born - 1}))
-        remove(folder.name)
-        assert stranger.poll() is None
-        assert not folder.exists()
-    finally:
-        stranger.kill()
-        stranger.wait()
+    assert [folder.name for folder in own_room.iterdir()] == [lab.name]
 
 
 def test_ranks_know_their_place_and_share_the_cores() -> None:

@@ -16,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from hasten.errors import InputError
 from hasten.launch.lab import MODES, Mode
 from netlab import Lab, Result, RunningCommand, check
-from netlab.lab import labs, manifest, remove
 
 app = typer.Typer(
     name="netlab",
@@ -34,7 +33,6 @@ Loss = Annotated[float, typer.Option(help="share of packets lost")]
 Mtu = Annotated[int, typer.Option(help="largest packet of a link, in bytes")]
 ModeName = Annotated[str, typer.Option("--mode", help=f"auto, {', '.join(MODES)}")]
 Cores = Annotated[int, typer.Option(min=0, help="cores shared by all ranks; 0: this machine's")]
-Name = Annotated[str, typer.Argument(help="the lab, as the command list shows it")]
 
 
 def _mode(name: str) -> Mode:
@@ -57,28 +55,9 @@ def check_command(
         print(f"{f.mode:<9} {f.offers:<23} {'works' if f.works else f'not here: {f.reason}'}")
 
 
-@app.command("up")
-def up(
-    hosts: Hosts = 2,
-    ranks: Ranks = 1,
-    rate: Rate = "none",
-    delay_ms: Delay = 0.0,
-    loss: Loss = 0.0,
-    mtu: Mtu = 1500,
-    mode: ModeName = "auto",
-    cores: Cores = 0,
-) -> None:
-    """Make a lab that stays until ``down``, and print its name."""
-    lab = Lab(hosts, ranks, rate, delay_ms, loss, mtu, _mode(mode), cores or None).start(stay=True)
-    print(lab.name)
-
-
 @app.command("run")
 def run(
     command: Annotated[list[str], typer.Argument(help="what each rank runs, after --")],
-    name: Annotated[str | None, typer.Option("--lab", help="a lab of up, not one of its own")] = (
-        None
-    ),
     hosts: Hosts = 2,
     ranks: Ranks = 1,
     rate: Rate = "none",
@@ -90,11 +69,7 @@ def run(
     seconds: Annotated[float, typer.Option(min=1, help="the longest it may take")] = 3600.0,
 ) -> None:
     """Run a command on every rank; rank 0 speaks, and who failed is named."""
-    if name is not None:
-        lab = Lab.attach(name)
-    else:
-        lab = Lab(hosts, ranks, rate, delay_ms, loss, mtu, _mode(mode), cores or None).start()
-    with lab:
+    with Lab(hosts, ranks, rate, delay_ms, loss, mtu, _mode(mode), cores or None) as lab:
         running = lab.begin(command, seconds=seconds)
         try:
             _repeat(running)
@@ -104,62 +79,6 @@ def run(
         results = running.wait()
         _conclude(lab, results)
     raise typer.Exit(_code(results))
-
-
-@app.command("list")
-def list_command() -> None:
-    """Show the labs of this user, and which have ended without being cleared away."""
-    found = labs()
-    for noted, alive in found:
-        rate = f"{noted['bits'] / 1e6:g} Mbit/s" if noted["bits"] else "no limit"
-        state = "runs" if alive else "ended; down --stale clears it away"
-        links = f"{noted['hosts']} hosts x {noted['ranks']} ranks, {rate}, {noted['mode']}"
-        print(f"{noted['name']}  {links}, {state}")
-    if not found:
-        print("no labs")
-
-
-@app.command("down")
-def down(
-    names: Annotated[list[str] | None, typer.Argument(help="labs", metavar="[NAME]...")] = None,
-    stale: Annotated[bool, typer.Option("--stale", help="all that have ended")] = False,
-) -> None:
-    """End labs and all that runs in them; only what has a lab's manifest is touched."""
-    chosen = list(names or [])
-    if stale:
-        chosen += [noted["name"] for noted, alive in labs() if not alive]
-    elif not chosen:
-        raise InputError("say which labs: netlab down NAME, or --stale for those that ended")
-    for noted in [manifest(name) for name in chosen]:  # all are looked at before any goes
-        remove(noted["name"])
-        print(f"{noted['name']} removed")
-
-
-@app.command("cut")
-def cut(name: Name, host: Annotated[int, typer.Argument(help="counted from 0")]) -> None:
-    """Cut a host's link."""
-    Lab.attach(name).cut(host)
-
-
-@app.command("heal")
-def heal(name: Name, host: Annotated[int, typer.Argument(help="counted from 0")]) -> None:
-    """Join a host's link again."""
-    Lab.attach(name).heal(host)
-
-
-@app.command("limit")
-def limit(name: Name, rate: Annotated[str, typer.Argument(help="100mbit, 1gbit, none")]) -> None:
-    """Change the rate of all links of a lab."""
-    Lab.attach(name).limit(rate)
-
-
-@app.command("bytes")
-def bytes_command(name: Name) -> None:
-    """Show what each host has sent and received."""
-    lab = Lab.attach(name)
-    for host in range(lab.hosts):
-        sent, received = lab.bytes(host)
-        print(f"host {host}: {sent:,} bytes sent, {received:,} received")
 
 
 def _repeat(running: RunningCommand) -> None:

@@ -1,4 +1,4 @@
-"""A lab as tests and benchmarks use it, and the labs that stay until they are removed.
+"""A lab as tests and benchmarks use it.
 
 with Lab(hosts=2, ranks=2, rate="100mbit") as lab:
     results = lab.run([sys.executable, "job.py"])
@@ -7,24 +7,16 @@ with Lab(hosts=2, ranks=2, rate="100mbit") as lab:
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import re
-import shutil
-import signal
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from hasten.errors import InputError
 from hasten.launch import lab
 from hasten.launch.lab import MODES, Mode, Result
 from hasten.launch.lab_network import bits_per_second
 
-NAME = re.compile(r"[0-9a-f]{8}")
 COUNTS = "HASTEN_NETLAB_COUNTS"  # variable: where ranks without interfaces note what they sent
 
 
@@ -89,16 +81,6 @@ class Lab(lab.Lab):
             "cores": cores or self._spec["cores"],
         }
 
-    @classmethod
-    def attach(cls, name: str) -> Lab:
-        """A lab that the command ``up`` left running; ``close`` leaves it as it is."""
-        noted = manifest(name)
-        if not alive(noted):
-            raise InputError(f"the lab {name} has ended: netlab down {name} clears it away")
-        lab = cls(noted["hosts"], noted["ranks"], mode=noted["mode"])
-        lab.called(lab_folder(name))
-        return lab
-
     def begin(
         self,
         command: Sequence[str],
@@ -121,58 +103,6 @@ class Lab(lab.Lab):
     def limit(self, rate: str | float | None) -> None:
         """Change the rate of all links; None: no limit."""
         self.ask("limit", bits=bits_per_second(rate))
-
-
-# Labs that stay: found by their folder's manifest. A folder without one is never touched.
-
-
-def lab_folder(name: str) -> Path:
-    """The folder of the lab of that name; InputError for what is no lab's name."""
-    if not NAME.fullmatch(name):
-        raise InputError(f"{name!r} is no lab's name: netlab list shows them")
-    return lab.room() / name
-
-
-def manifest(name: str) -> dict[str, Any]:
-    """What is noted of a lab; an error where there is no such lab."""
-    path = lab_folder(name) / "manifest.json"
-    try:
-        noted = json.loads(path.read_text())
-    except OSError:
-        raise InputError(f"there is no lab {name}: netlab list shows which are") from None
-    except ValueError:
-        raise InputError(f"{path} is damaged: remove the folder by hand") from None
-    if not isinstance(noted, dict) or noted.get("kind") != lab.KIND or noted.get("name") != name:
-        raise InputError(f"{path} is no manifest of the lab {name}: nothing was touched")
-    return noted
-
-
-def labs() -> list[tuple[dict[str, Any], bool]]:
-    """Manifests of all labs of this user, each with whether it is alive."""
-    found = []
-    for folder in sorted(lab.room().iterdir()):
-        with contextlib.suppress(InputError):
-            noted = manifest(folder.name)
-            found.append((noted, alive(noted)))
-    return found
-
-
-def alive(noted: Mapping[str, Any]) -> bool:
-    """Whether the keeper lives; the number alone may be another process's by now."""
-    return noted["born"] is not None and lab.born(noted["process"]) == noted["born"]
-
-
-def remove(name: str) -> None:
-    """End a lab, whatever it does, and remove its folder."""
-    noted = manifest(name)
-    if alive(noted):
-        os.kill(noted["process"], signal.SIGTERM)
-        deadline = time.monotonic() + lab.SECONDS_TO_END
-        while alive(noted) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        if alive(noted):
-            os.kill(noted["process"], signal.SIGKILL)
-    shutil.rmtree(lab_folder(name), ignore_errors=True)
 
 
 # Which kinds of lab work on this machine, found by making one of each.

@@ -35,7 +35,6 @@ import socketserver
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,12 +62,11 @@ from hasten.launch.lab_network import (
 from hasten.machine import environment
 from hasten.machine.processes import end_with_parent
 
-# The folder of a lab: its socket, its logs, and a manifest that says which process keeps it.
+# The folder of a lab: its socket and its logs.
 #
 # Namespaces of a lab have no name anywhere: they live as long as the lab's keeper, a process. So
 # all that a lab can leave behind is its folder, whose name is random.
 
-KIND = "hasten netlab"
 SECONDS_TO_END = 10.0
 
 
@@ -233,7 +231,7 @@ def _keep(
         server.serve_forever()
 
 
-def watchdog(folder: Path, kind: type[Keeper] = Keeper) -> None:  # noqa: C901, PLR0915  # in order
+def watchdog(folder: Path, kind: type[Keeper] = Keeper) -> None:  # noqa: C901  # in order
     """Be the watchdog: leave for new namespaces, start the keeper, and clean up after it."""
     spec = json.loads((folder / "spec.json").read_text())
 
@@ -241,11 +239,6 @@ def watchdog(folder: Path, kind: type[Keeper] = Keeper) -> None:  # noqa: C901, 
         with contextlib.suppress(BrokenPipeError):
             os.write(1, json.dumps(message).encode() + b"\n")
 
-    process = os.getpid()
-    noted = {"kind": KIND, "name": folder.name, "process": process, "born": born(process), **spec}
-    temporary_path = folder / "manifest.writing"  # whole or not there at all
-    temporary_path.write_text(json.dumps(noted, indent=1))
-    os.replace(temporary_path, folder / "manifest.json")
     try:
         user, group = os.geteuid(), os.getegid()
         if spec["mode"] == "user":
@@ -269,25 +262,19 @@ def watchdog(folder: Path, kind: type[Keeper] = Keeper) -> None:  # noqa: C901, 
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
 
-    def is_alive(owner: Mapping[str, Any]) -> bool:
-        """Returns True if the owner lives.
-
-        Its pipe can outlive it in a process that it forked.
-        """
-        return owner["born"] is None or born(owner["process"]) == owner["born"]
+    def owner_lives() -> bool:
+        """Returns True if the owner lives; its pipe can outlive it in a process that it forked."""
+        return spec["born"] is None or born(spec["owner"]) == spec["born"]
 
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    owner = spec["owner"]
     while os.waitpid(child, os.WNOHANG) == (0, 0):
-        if owner is None:
-            time.sleep(LOOK_SECONDS)
-        elif select.select([0], [], [], LOOK_SECONDS)[0] or not is_alive(owner):
+        if select.select([0], [], [], LOOK_SECONDS)[0] or not owner_lives():
             end(0, None)
             os.waitpid(child, 0)
             break
     # Without a namespace of process numbers, what the ranks had started falls to this process.
-    children = Path(f"/proc/{process}/task/{process}/children")
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
     for _ in range(100):
         child_ids = children.read_text().split() if children.exists() else []
         if not child_ids:
@@ -362,33 +349,32 @@ class Lab:
             "cores": cores or 1,
         }
 
-    def start(self, stay: bool = False) -> Self:
-        """Build it. With ``stay`` it outlives this process, and ends with its watchdog."""
+    def start(self) -> Self:
+        """Build it."""
         links = self._spec["bits"] or self._spec.get("switch")
         tried = []
         for mode in MODES if self.asked == "auto" else (self.asked,):
             if mode == "loopback" and links:
                 tried.append("loopback: plain processes have no links to limit or delay")
                 continue
-            complaint = self.attempt(mode, stay)
+            complaint = self.attempt(mode)
             if not complaint:
                 return self
             tried.append(f"{mode}: {complaint}")
         raise InputError(f"no lab works here ({'; '.join(tried)}): see tools/netlab/README.md")
 
-    def attempt(self, mode: Mode, stay: bool = False) -> str:
+    def attempt(self, mode: Mode) -> str:
         """Build it in one mode; the complaint if it can't be."""
         if mode != "loopback" and sys.platform != "linux":
             return "network namespaces are Linux's"
         folder = room() / secrets.token_hex(4)
         folder.mkdir(mode=0o700)
-        process = os.getpid()
-        owner = None if stay else {"process": process, "born": born(process)}
-        (folder / "spec.json").write_text(json.dumps({**self._spec, "mode": mode, "owner": owner}))
+        owner = {"owner": os.getpid(), "born": born(os.getpid())}
+        (folder / "spec.json").write_text(json.dumps({**self._spec, "mode": mode, **owner}))
         with (folder / "keeper.log").open("wb") as log:
             watchdog = subprocess.Popen(
                 [sys.executable, *self.KEEPER, str(folder)],
-                stdin=subprocess.DEVNULL if stay else subprocess.PIPE,
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,
@@ -402,12 +388,8 @@ class Lab:
             last = (log_text.strip().splitlines() or ["its keeper ended without a word"])[-1]
             return str(answer.get("error", last))
         self.mode, self._watchdog = mode, watchdog
-        self.called(folder)
-        return ""
-
-    def called(self, folder: Path) -> None:
-        """From now on this is the lab of that folder."""
         self.name, self._folder = folder.name, folder
+        return ""
 
     def __enter__(self) -> Self:
         return self if self.name else self.start()
@@ -416,9 +398,10 @@ class Lab:
         self.close()
 
     def close(self) -> None:
-        """End everything that runs in it and remove it; a lab that stays is left alone."""
-        if self._watchdog is None or self._watchdog.stdin is None:
+        """End everything that runs in it and remove it."""
+        if self._watchdog is None:
             return
+        assert self._watchdog.stdin is not None  # it was started with a pipe
         self._watchdog.stdin.close()
         try:
             self._watchdog.wait(SECONDS_TO_END)
