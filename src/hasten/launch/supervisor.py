@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import psutil
 
@@ -224,7 +224,7 @@ class Attempt:
             codes = [p.poll() for p in self.processes]
             if all(code == 0 for code in codes):
                 return self._with(0)
-            failed = any(codes) or any(self._words(rank) for rank in range(len(codes)))
+            failed = any(codes) or any(read_words(self.folder, r) for r in range(len(codes)))
             if failed:
                 first_failure = first_failure or now
                 patience = GRACE_SECONDS if self._leaving() else SETTLE_SECONDS
@@ -246,20 +246,17 @@ class Attempt:
         """The rank that ended first of all: killed ones before those that complain of it."""
         killed = [r for r, c in enumerate(codes) if c is not None and c < 0 and c != CONSEQUENCE]
         if killed:
-            return self._killed(killed[0], codes[killed[0]] or 0)
-        reports = {r: w for r in range(len(codes)) if (w := self._words(r)) is not None}
+            code = codes[killed[0]] or 0
+            return self._with(code, killed[0], ended_by(code))
+        reports = {r: w for r in range(len(codes)) if (w := read_words(self.folder, r))}
         if reports:
             rank = min(reports, key=lambda r: reports[r]["time"])
             report = reports[rank]
             code, line = report["code"], report["line"]
             return replace(self._with(code, rank, line, report["traceback"]), is_reported=True)
         rank, exit_code = next((r, c) for r, c in enumerate(codes) if c)
-        if exit_code < 0:
-            return self._killed(rank, exit_code)
-        return self._with(exit_code, rank, f"it ended with code {exit_code}")
-
-    def _killed(self, rank: int, code: int) -> AttemptResult:
-        return self._with(code, rank, ended_by(code))
+        cause = ended_by(exit_code) if exit_code < 0 else f"it ended with code {exit_code}"
+        return self._with(exit_code, rank, cause)
 
     def _silent(self, now: float, codes: Sequence[int | None]) -> AttemptResult | None:
         """The ending where a rank shows no heartbeat for too long."""
@@ -284,17 +281,15 @@ class Attempt:
 
     def _stuck(self, late: Sequence[int]) -> tuple[int | None, str]:
         """Returns the rank that the others wait for, if it can be detected, and a reason."""
-        stopped = [rank for rank in late if _is_stopped(self.processes[rank].pid)]
-        if stopped:
-            return stopped[0], "its process is stopped"
+        for rank in late:
+            with contextlib.suppress(psutil.Error):
+                if psutil.Process(self.processes[rank].pid).status() == psutil.STATUS_STOPPED:
+                    return rank, "its process is stopped"
         steps = [self._seen[rank][0].step for rank in late]
         behind = [rank for rank, step in zip(late, steps, strict=True) if step == min(steps)]
         if len(behind) == 1:
             return behind[0], f"it hangs after step {min(steps)}"
         return None, f"ranks {', '.join(map(str, late))} wait after step {min(steps)}"
-
-    def _words(self, rank: int) -> dict[str, Any] | None:
-        return read_words(self.folder, rank)
 
     def _with(
         self,
@@ -310,7 +305,11 @@ class Attempt:
 
     def kill(self) -> None:
         """End all ranks that run, with what they started, at once; wait until they are gone."""
-        family = [child for process in self.processes for child in _children(process)]
+        family: list[psutil.Process] = []
+        for process in self.processes:
+            if process.poll() is None:
+                with contextlib.suppress(psutil.Error):
+                    family += psutil.Process(process.pid).children(recursive=True)
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
@@ -319,21 +318,6 @@ class Attempt:
                 child.kill()
         for process in self.processes:
             process.wait()
-
-
-def _children(process: RankProcess) -> list[psutil.Process]:
-    if process.poll() is not None:
-        return []
-    with contextlib.suppress(psutil.Error):
-        children: list[psutil.Process] = psutil.Process(process.pid).children(recursive=True)
-        return children
-    return []
-
-
-def _is_stopped(pid: int) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
-    return False
 
 
 # The supervisor.
@@ -421,7 +405,9 @@ class _Supervisor:
                 if ending.code in FINAL:
                     self._tell_final(ending)
                     return ending.code
-                self._note(ending, number, began)
+                if self._log is not None:
+                    times = {"attempt": number, "began": began, "ended": time.time()}
+                    append_line(self._log, asdict(ending) | times)
                 if number > self._supervision.max_restarts:
                     used = f"; {number - 1} restart(s) are used up" if number > 1 else ""
                     self._say(f"{self._sentence(ending)}{used}")
@@ -524,11 +510,6 @@ class _Supervisor:
             end = time.monotonic() + min(2.0 ** (self._fruitless - 2), LONGEST_PAUSE)
             while time.monotonic() < end and self._asked is None:
                 time.sleep(0.05)
-
-    def _note(self, ending: AttemptResult, number: int, began: float) -> None:
-        if self._log is not None:
-            entry = asdict(ending) | {"attempt": number, "began": began, "ended": time.time()}
-            append_line(self._log, entry)
 
     def _tell_final(self, ending: AttemptResult) -> None:
         """Prints a rank's final message once for all; the rank doesn't print it itself."""

@@ -60,6 +60,7 @@ class Hardware:
 
 def hardware() -> Hardware:
     """Look at this machine."""
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     return Hardware(
         cpu=_cpu_name(),
         physical_cores=psutil.cpu_count(logical=False) or 1,
@@ -67,7 +68,9 @@ def hardware() -> Hardware:
         memory_bytes=psutil.virtual_memory().total,
         memory_limit_bytes=usable_memory(),
         instruction_sets=tuple(name for name in INSTRUCTION_SETS if name in processor_flags()),
-        accelerators=_accelerators(),
+        accelerators=tuple(
+            Accelerator(g.name, g.total_memory, f"{g.major}.{g.minor}") for g in gpus
+        ),
         system=f"{platform.system()} {platform.release()}",
     )
 
@@ -172,11 +175,6 @@ def _cpu_name() -> str:
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
-
-
-def _accelerators() -> tuple[Accelerator, ...]:
-    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    return tuple(Accelerator(g.name, g.total_memory, f"{g.major}.{g.minor}") for g in gpus)
 
 
 # What a machine has besides its processor's name: NUMA nodes, disks, network cards, limits.
@@ -302,13 +300,22 @@ def cards(root: Path = Path("/")) -> list[NetworkCard]:
 
 def limits(root: Path = Path("/")) -> SystemLimits:
     """Returns the limits of this process."""
+    shared_memory = open_files = None
+    with contextlib.suppress(OSError):
+        size = os.statvfs(root / "dev/shm")
+        shared_memory = size.f_frsize * size.f_blocks
+    with contextlib.suppress(ImportError):  # no Unix
+        import resource
+
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        open_files = None if soft == resource.RLIM_INFINITY else soft
     return SystemLimits(
         cpus=_least([_cpus(group) for group in _groups(root, "cpu")]),
         memory_bytes=memory_limit(root),
         swap_bytes=_strictest(root, "memory", "memory.swap.max"),
         processes=_strictest(root, "pids", "pids.max"),
-        shared_memory_bytes=_shared_memory(root),
-        open_files=_open_files(),
+        shared_memory_bytes=shared_memory,
+        open_files=open_files,
         container=_container(root),
     )
 
@@ -356,23 +363,6 @@ def _cpus(group: Path) -> float | None:
 
 def _least(values: Sequence[Number | None]) -> Number | None:
     return min((value for value in values if value is not None), default=None)
-
-
-def _shared_memory(root: Path) -> int | None:
-    try:
-        size = os.statvfs(root / "dev/shm")
-    except OSError:
-        return None
-    return size.f_frsize * size.f_blocks
-
-
-def _open_files() -> int | None:
-    try:
-        import resource
-    except ImportError:  # no Unix
-        return None
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def _container(root: Path) -> str | None:

@@ -282,23 +282,20 @@ def write_exit_reason(error: BaseException) -> bool:
         return False
     if folder is None:
         return False
-    path = words_file(folder, rank)
-    if not path.exists():
-        with contextlib.suppress(OSError):  # the disk may be why it ends
-            write_atomic(path, json.dumps(_words(error)), durable=False)
-    return True
-
-
-def _words(error: BaseException) -> dict[str, Any]:
     lines = str(error).strip().splitlines() or [""]
     advice = isinstance(error, InputError | StoppedError)
     code = 2 if isinstance(error, InputError) else getattr(error, "code", 1)
-    return {
+    words = {
         "time": time.time(),
         "code": code if isinstance(code, int) and advice else 1,
         "line": " ".join(lines) if advice else f"{type(error).__name__}: {lines[0]}",
         "traceback": "" if advice else "".join(traceback.format_exception(error)),
     }
+    path = words_file(folder, rank)
+    if not path.exists():
+        with contextlib.suppress(OSError):  # the disk may be why it ends
+            write_atomic(path, json.dumps(words), durable=False)
+    return True
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import numpy as np
 
 from hasten.errors import InputError
 from hasten.formatting import did_you_mean
-from hasten.machine.accelerators import DEVICES, Device, device
+from hasten.machine.accelerators import DEVICES, device
 from hasten.models.architecture import Architecture
 from hasten.planner.candidate import PlanCandidate, micro_batches_of
 from hasten.planner.cluster import Cluster
@@ -37,6 +37,10 @@ _SHORT = {
     "gradients": "compression",
     "vpp": "virtual",
     "mbs": "micro_batch",
+}
+_BOOLEANS = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
 }
 CHANGES = ("gpu", "nodes", "gpus_per_node", "network", "link")
 
@@ -70,7 +74,9 @@ def layout_fields(assignments: Sequence[str]) -> dict[str, Any]:
                 f"a layout has no {word!r}{did_you_mean(key, kinds)}: write tp=8,recompute=full"
             )
         if isinstance(kinds[name], bool):
-            settings[name] = _switch(value, name)
+            if value.lower() not in _BOOLEANS:
+                raise InputError(f"{name} is {value!r}; write yes or no")
+            settings[name] = _BOOLEANS[value.lower()]
         elif isinstance(kinds[name], int):
             settings[name] = _whole(value, name)
         else:
@@ -120,14 +126,6 @@ def _whole(value: str, name: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", value) or int(value) < least:
         raise InputError(f"{name} is {value!r}; give a whole number, {least} at least")
     return int(value)
-
-
-def _switch(value: str, name: str) -> bool:
-    booleans = {"1": True, "true": True, "yes": True, "on": True}
-    booleans |= {"0": False, "false": False, "no": False, "off": False}
-    if value.lower() not in booleans:
-        raise InputError(f"{name} is {value!r}; write yes or no")
-    return booleans[value.lower()]
 
 
 # Reasons.
@@ -330,6 +328,8 @@ def sensitivity(cluster_plan: ClusterPlan) -> list[LayoutChange]:
     """The effect on the rate of doubling or halving each property of the machine."""
     planned_cluster = cluster_plan.cluster
     chip = planned_cluster.device
+    names = ("peak16", "peak8", "peak4", "peak32", "reached16", "reached8", "reached32")
+    faster: dict[str, Any] = {name: 2 * getattr(chip, name) for name in names}
     twice = {
         "twice the network": replace(planned_cluster, inter=2 * planned_cluster.inter),
         "half the network": replace(planned_cluster, inter=planned_cluster.inter / 2),
@@ -338,7 +338,7 @@ def sensitivity(cluster_plan: ClusterPlan) -> list[LayoutChange]:
         "twice the memory's rate": replace(
             planned_cluster, device=replace(chip, memory_rate=2 * chip.memory_rate)
         ),
-        "twice the products' rate": replace(planned_cluster, device=_faster(chip, 2.0)),
+        "twice the products' rate": replace(planned_cluster, device=replace(chip, **faster)),
         "twice the memory": replace(
             planned_cluster, device=replace(chip, memory_bytes=2 * chip.memory_bytes)
         ),
@@ -391,12 +391,6 @@ def what_if(cluster_plan: ClusterPlan, change: str) -> ClusterPlan:
         InputError: a change that can't be read, or a cluster on which nothing fits.
     """
     return cluster_plan.best_on(changed_cluster(cluster_plan.cluster, change))
-
-
-def _faster(chip: Device, times: float) -> Device:
-    names = ("peak16", "peak8", "peak4", "peak32", "reached16", "reached8", "reached32")
-    rates: dict[str, Any] = {name: times * getattr(chip, name) for name in names}
-    return replace(chip, **rates)
 
 
 def _changed(cluster_plan: ClusterPlan, name: str, cluster: Cluster) -> LayoutChange:
@@ -463,9 +457,13 @@ def shape_advice(cluster_plan: ClusterPlan, most: int = 5) -> list[Shape]:
         gain = base.step_seconds.middle / one.step_seconds.middle * size - 1
         if gain < WORTH_SHAPING:
             continue
-        shape = Shape(model, description, size, gain, _reason(base, one, size))
+        # The part of the step that shrinks the most.
+        gaps = {name: base.step_parts[name] * size - one.step_parts[name] for name in PARTS}
+        part = max(gaps, key=gaps.__getitem__)
+        step = base.step_seconds.middle
+        reason = f"{PARTS[part]} takes {gaps[part]:.3g} s less of {step:.3g}"
         if kind not in shapes or gain > shapes[kind].gain:
-            shapes[kind] = shape
+            shapes[kind] = Shape(model, description, size, gain, reason)
     return sorted(shapes.values(), key=lambda s: -s.gain)[:most]
 
 
@@ -484,19 +482,12 @@ def _changes(model: Architecture) -> Iterator[tuple[str, str, Architecture]]:
         for ffn in (model.ffn // tile * tile, -(-model.ffn // tile) * tile):
             if ffn:
                 yield "ffn", f"ffn {ffn}", replace(model, ffn=ffn)
-    yield from _heads(model)
-    yield from _depths(model)
-
-
-def _heads(model: Architecture) -> Iterator[tuple[str, str, Architecture]]:
-    """Fewer, wider heads (or the other way round) of the same width in all."""
-    if model.latent:
-        return
-    for width in (64, 128, 256):
+    for width in (64, 128, 256) if not model.latent else ():  # of the same width in all
         heads, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
         if heads % width == 0 and keys % width == 0 and (heads // width) % (keys // width) == 0:
             changed = replace(model, head_dim=width, heads=heads // width, kv_heads=keys // width)
             yield "heads", f"{heads // width} heads of {width}", changed
+    yield from _depths(model)
 
 
 def _depths(model: Architecture) -> Iterator[tuple[str, str, Architecture]]:
@@ -522,10 +513,3 @@ def _wide(model: Architecture, layers: int, width: int) -> Architecture:
     if model.moe is None:
         return replace(model, layers=layers, ffn=width)
     return replace(model, layers=layers, moe=replace(model.moe, width=width))
-
-
-def _reason(base: PlanCandidate, one: PlanCandidate, size: float) -> str:
-    """The part of the step that shrinks the most."""
-    gaps = {name: base.step_parts[name] * size - one.step_parts[name] for name in PARTS}
-    most = max(gaps, key=gaps.__getitem__)
-    return f"{PARTS[most]} takes {gaps[most]:.3g} s less of {base.step_seconds.middle:.3g}"

@@ -113,7 +113,9 @@ def job_of(
 ) -> tuple[PlannedJob, list[str]]:
     """The job, and the values that were assumed because they aren't given."""
     assumed = []
-    task = options.task or _task(recipe)
+    adapts = recipe is not None and recipe.finetuning_type == "lora"
+    from_scratch = recipe is None or recipe.from_scratch
+    task = options.task or ("pretrain" if from_scratch else "lora" if adapts else "full")
     sequence = options.sequence or (recipe.cutoff_len if recipe else None)
     if sequence is None:
         sequence = 4096
@@ -184,7 +186,9 @@ def own_run(folder: Path, cluster: Cluster) -> OwnRun:
     model = Architecture.from_config(str(recipe["model"]))
     if recipe["model"] in PRESETS and recipe.get("vocabulary"):
         model = dataclasses.replace(model, vocabulary=_count_of(folder, recipe, "vocabulary", 0))
-    ranks = _ranks(folder, recipe)
+    ranks = _object(folder / "summary.json").get("world_size")  # a launcher's is only there
+    if not isinstance(ranks, int) or not 0 < ranks <= MOST_RANKS:
+        ranks = _count_of(folder, recipe, "nproc", 1)
     sequence = _count_of(folder, recipe, "cutoff_len", 2048)
     positions = statistics.median(number(row.get("positions")) or 0.0 for row in rows)
     share = max(1, round(positions / sequence / ranks))
@@ -212,14 +216,6 @@ def own_run(folder: Path, cluster: Cluster) -> OwnRun:
     return OwnRun(model, run_cluster, PlannedJob(sequence, share * ranks, task), layout, seconds)
 
 
-def _ranks(folder: Path, recipe: Mapping[str, Any]) -> int:
-    """Number of ranks of a finished run; with a launcher, only the run's summary has it."""
-    size = _object(folder / "summary.json").get("world_size")
-    if isinstance(size, int) and 0 < size <= MOST_RANKS:
-        return int(size)
-    return _count_of(folder, recipe, "nproc", 1)
-
-
 def _count_of(folder: Path, recipe: Mapping[str, Any], key: str, default: int) -> int:
     """A key of a run's recipe, which anybody may have written."""
     count = recipe.get(key) or default
@@ -230,12 +226,6 @@ def _count_of(folder: Path, recipe: Mapping[str, Any], key: str, default: int) -
 
 def _listed(text: str | None) -> tuple[str, ...]:
     return tuple(word.strip() for word in (text or "").split(",") if word.strip())
-
-
-def _task(recipe: Recipe | None) -> str:
-    if recipe is None or recipe.from_scratch:
-        return "pretrain"
-    return "lora" if recipe.finetuning_type == "lora" else "full"
 
 
 def _batch(recipe: Recipe, sequence: int) -> int:

@@ -188,9 +188,15 @@ def records() -> str:
 
 def tiny_recipe(recipe: Recipe, ranks: int, output: Path, dataset: Path) -> Recipe:
     """The same plan on a model of the same family that a processor trains in seconds."""
+    from hasten.models.load import read_config
+
+    preset = PRESETS.get(recipe.model)
+    family = preset.architecture if preset else str(read_config(recipe.model).model_type)
+    if family not in TINY:
+        raise InputError(f"--rehearse: there is no tiny {family}; there is {', '.join(TINY)}")
     values: dict[str, Any] = recipe.model_dump(mode="json")
     values |= {
-        "model": TINY[_family(recipe)],
+        "model": TINY[family],
         "tokenizer": None,
         "dataset": str(dataset),
         "columns": {},
@@ -218,13 +224,3 @@ def tiny_recipe(recipe: Recipe, ranks: int, output: Path, dataset: Path) -> Reci
         "transport": {},
     }
     return recipe_from(values, "the recipe of the rehearsal")
-
-
-def _family(recipe: Recipe) -> str:
-    from hasten.models.load import read_config
-
-    preset = PRESETS.get(recipe.model)
-    family = preset.architecture if preset else str(read_config(recipe.model).model_type)
-    if family not in TINY:
-        raise InputError(f"--rehearse: there is no tiny {family}; there is {', '.join(TINY)}")
-    return family

@@ -141,7 +141,12 @@ class Layouts:
     def of(cls, layouts: Iterable[PlannedLayout]) -> Layouts:
         """The columns of these layouts, in order."""
         rows = list(layouts)
-        return cls(**{f.name: _column([getattr(r, f.name) for r in rows], f.name) for f in _FIELDS})
+        columns: dict[str, Column] = {}
+        for name in (f.name for f in _FIELDS):
+            values = [getattr(row, name) for row in rows]
+            coded = [_WORDS[name].index(value) for value in values] if name in _WORDS else values
+            columns[name] = np.asarray(coded, dtype=np.float64)
+        return cls(**columns)
 
     def at(self, row: int) -> PlannedLayout:
         """One row as a Layout again."""
@@ -160,12 +165,6 @@ class Layouts:
 
 
 _FIELDS = fields(PlannedLayout)
-
-
-def _column(values: Sequence[Any], name: str) -> Column:
-    choices = _WORDS.get(name)
-    coded = [choices.index(value) for value in values] if choices else values
-    return np.asarray(coded, dtype=np.float64)
 
 
 def why_impossible(schedule: str, stages: int, micro_batches: int, virtual: int = 1) -> str:

@@ -152,7 +152,11 @@ def steps(
     # into pieces that travel while others are multiplied.
     waits = np.where(layouts.sequence_parallel > 0, c.tp_exposed, c.tp_waits)
     tensor = waits * sent.tp + c.cp_exposed * sent.cp
-    experts = _expert_seconds(sent.ep, work + attention + again, layouts, c)
+    # Expert parallelism's exchanges that nothing hides; where all hide, what hiding them costs.
+    exchanges, busy = c.ep_exposed * sent.ep, work + attention + again
+    hidden = np.maximum(exchanges - busy, 0) + busy * SENDING / (1 - SENDING)
+    overlaps = (layouts.schedule == DUALPIPE) & (layouts.pp > 1) & (sent.ep > 0)
+    experts = np.where(overlaps, hidden, exchanges)
     layers = work + attention + again + tensor + experts
     slow, mean = stage_seconds(model.layers, layouts, layers, part.head)
     sends = (c.pp_exposed * sent.pp + c.stage_seconds) * layouts.virtual
@@ -172,14 +176,6 @@ def steps(
         optimizer=_owned(model, layouts, lora) * c.optimizer_bytes / machine_numbers.memory_rate,
         other=c.step_seconds + 0 * M,
     )
-
-
-def _expert_seconds(seconds: Column, work: Column, layouts: Layouts, c: Constants) -> Column:
-    """Expert parallelism's exchanges that nothing hides; where all hide, what hiding them costs."""
-    waited = c.ep_exposed * seconds
-    hidden = np.maximum(waited - work, 0) + work * SENDING / (1 - SENDING)
-    overlaps = (layouts.schedule == DUALPIPE) & (layouts.pp > 1) & (seconds > 0)
-    return np.where(overlaps, hidden, waited)
 
 
 def _owned(model: ModelNumbers, layouts: Layouts, lora: Value) -> Column:
