@@ -7,7 +7,6 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,7 +21,7 @@ from hasten.models.presets import PRESETS
 from hasten.planner.advice import count_of
 from hasten.planner.candidate import candidate, layout_text
 from hasten.planner.cluster import Cluster, own_machine
-from hasten.planner.layout import Layouts, LayoutSpace, PlannedJob, PlannedLayout
+from hasten.planner.layout import Layouts, PlannedJob, PlannedLayout
 from hasten.planner.numbers import Calibration, calibrated
 from hasten.planner.own_runs import (
     OWN_STACK,
@@ -49,34 +48,6 @@ SPLIT = ("tensor_parallel", "hybrid", "pipeline", "expert_parallel", "deep_speed
 HALF = ("autocast", "bf16_master_weights", "float8")  # techniques that don't multiply in float32
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    """Options of ``hasten estimate``; see ``cli.estimate``."""
-
-    cluster: str
-    gpu: str
-    nodes: int
-    gpus_per_node: int
-    memory: float | None
-    task: str | None
-    sequence: int | None
-    global_batch: int | None
-    tokens: str | None
-    price: Path | None
-    precision: str | None
-    schedules: str | None
-    lossy: bool
-    stack: str | None
-    calibrate: Sequence[Path]
-    top: int
-    why: Sequence[str]
-    what_if: Sequence[str]
-    gpus: bool
-    shapes: bool
-    measured: Path | None
-    check_simulation: bool
-
-
 def recipe_of(name: str, overrides: Sequence[str]) -> Recipe | None:
     """The recipe of that name; None for a model."""
     if not name.endswith((".yaml", ".yml")):
@@ -88,61 +59,60 @@ def recipe_of(name: str, overrides: Sequence[str]) -> Recipe | None:
     return load_recipe(Path(name), overrides)
 
 
-def cluster_of(options: PlanOptions) -> Cluster:
-    """The cluster that the options describe."""
-    cloud = CloudConfig(options.nodes, options.gpus_per_node, options.cluster)
-    if not options.gpu.endswith(".json"):
-        return Cluster.of(cloud, options.gpu)
-    path = Path(options.gpu)
+def cluster_of(
+    topology: str, gpu: str, nodes: int, per_node: int, memory_gb: float | None = None
+) -> Cluster:
+    """The cluster of these devices: of a name, or of a file with a device's figures.
+
+    Raises:
+        InputError: an unknown name, or a file that lacks something.
+    """
+    cloud = CloudConfig(nodes, per_node, topology)
+    if not gpu.endswith(".json"):
+        return Cluster.of(cloud, gpu)
+    path = Path(gpu)
     figures = read_json_object(path, "file of a device's figures")
     if figures.get("kind") == "hasten machine rates":
-        if not options.memory:
+        if not memory_gb:
             raise InputError(f"{path} has no memory size: give --memory, GB of a device")
         link = number(figures.get("link")) or LINK
-        measured_cluster = own_machine(figures, memory_bytes=options.memory * 1e9, link=link)
-        return dataclasses.replace(
-            measured_cluster, nodes=options.nodes, per_node=options.gpus_per_node
-        )
+        measured_cluster = own_machine(figures, memory_bytes=memory_gb * 1e9, link=link)
+        return dataclasses.replace(measured_cluster, nodes=nodes, per_node=per_node)
     like = Cluster.of(cloud, "h100")
     chip = _device(path, figures)
     return dataclasses.replace(like, device=chip, intra=chip.link)
 
 
 def job_of(
-    options: PlanOptions, recipe: Recipe | None, cluster: Cluster
+    recipe: Recipe | None,
+    devices: int,
+    task: str | None,
+    sequence: int | None,
+    batch: int | None,
+    tokens: str | None,
+    formats: Sequence[str],
 ) -> tuple[PlannedJob, list[str]]:
     """The job, and the values that were assumed because they aren't given."""
     assumed = []
     adapts = recipe is not None and recipe.finetuning_type == "lora"
     from_scratch = recipe is None or recipe.from_scratch
-    task = options.task or ("pretrain" if from_scratch else "lora" if adapts else "full")
-    sequence = options.sequence or (recipe.cutoff_len if recipe else None)
+    task = task or ("pretrain" if from_scratch else "lora" if adapts else "full")
+    sequence = sequence or (recipe.cutoff_len if recipe else None)
     if sequence is None:
         sequence = 4096
         assumed.append("--sequence 4096")
-    batch = options.global_batch or (_batch(recipe, sequence) if recipe else None)
+    batch = batch or (_batch(recipe, sequence) if recipe else None)
     if batch is None:
         few = BATCH_TOKENS / sequence if task == "pretrain" else 64
-        batch = cluster.devices * 2 ** max(0, round(math.log2(few / cluster.devices)))
+        batch = devices * 2 ** max(0, round(math.log2(few / devices)))
         assumed.append(f"--global-batch {batch}")
     halves = recipe and any(name in str(entry) for entry in recipe.plan for name in HALF)
-    if recipe is not None and not options.precision and not halves:
+    if recipe is not None and not formats and not halves:
         assumed.append("16-bit products (the recipe's plan names none, and would train in float32)")
-    tokens = count_of(options.tokens, "--tokens") if options.tokens else 0.0
-    if not tokens and recipe is not None:
-        tokens = float(recipe.max_tokens or (recipe.max_steps or 0) * batch * sequence)
-    return PlannedJob(sequence, batch, task, tokens), assumed
-
-
-def space_of(options: PlanOptions, cluster: Cluster) -> LayoutSpace:
-    """The layout choices that the planner may vary."""
-    formats, schedules = _listed(options.precision), _listed(options.schedules)
-    space = LayoutSpace.everything(cluster) if options.lossy else LayoutSpace()
-    return dataclasses.replace(
-        space,
-        precisions=formats or space.precisions,
-        schedules=schedules or space.schedules,
-    )
+    count = count_of(tokens, "--tokens") if tokens else 0.0
+    if not count and recipe is not None:
+        count = float(recipe.max_tokens or (recipe.max_steps or 0) * batch * sequence)
+    return PlannedJob(sequence, batch, task, count), assumed
 
 
 def price_from(path: Path | None) -> Price | None:
@@ -155,21 +125,23 @@ def price_from(path: Path | None) -> Price | None:
         raise InputError(f"--price: {error}") from error
 
 
-def calibration_of(options: PlanOptions, cluster: Cluster) -> tuple[Calibration | None, str | None]:
+def calibration_of(
+    cluster: Cluster, folders: Sequence[Path], stack: str | None
+) -> tuple[Calibration | None, str | None]:
     """The calibration and the stack: of runs of the user's own where they are given.
 
     Raises:
         InputError: a folder that isn't a run's, or runs on more devices than the cluster has.
     """
     stacks = calibrated().stacks
-    if options.stack is not None and options.stack not in stacks:
+    if stack is not None and stack not in stacks:
         raise InputError(
-            f"no measurements of {options.stack!r} were fitted; leave --stack out, or take one of "
+            f"no measurements of {stack!r} were fitted; leave --stack out, or take one of "
             f"{', '.join(sorted(stacks))}"
         )
-    if not options.calibrate:
-        return None, options.stack
-    runs = [own_run(folder, cluster) for folder in options.calibrate]
+    if not folders:
+        return None, stack
+    runs = [own_run(folder, cluster) for folder in folders]
     return calibrate_machine(runs), OWN_STACK
 
 
@@ -222,10 +194,6 @@ def _count_of(folder: Path, recipe: Mapping[str, Any], key: str, default: int) -
     if not isinstance(count, int) or not 0 < count < 1 << 31:
         raise InputError(f"{folder}/recipe.yaml: {key} is {str(count)[:60]!r}, no whole number")
     return int(count)
-
-
-def _listed(text: str | None) -> tuple[str, ...]:
-    return tuple(word.strip() for word in (text or "").split(",") if word.strip())
 
 
 def _batch(recipe: Recipe, sequence: int) -> int:
