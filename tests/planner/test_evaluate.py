@@ -17,7 +17,6 @@ from accuracy import evaluate, main
 from published import read_record
 
 from hasten.errors import InputError
-from hasten.planner.numbers import calibrated
 
 MEASUREMENTS = Path(__file__).parents[2] / "benchmarks" / "planner" / "measurements.json"
 ROWS = json.loads(MEASUREMENTS.read_text(encoding="utf-8"))
@@ -57,17 +56,6 @@ def test_the_summary_is_that_of_its_records(found: dict[str, Any]) -> None:
     assert core["median"] == pytest.approx(np.median(errors))
     assert core["median"] < 0.06
     assert found["summary"]["out_of_memory"] == {"records": 2, "called_fitting": 0}
-
-
-def test_an_unknown_stack_has_the_wider_interval(tmp_path: Path) -> None:
-    known = next(row for row in ROWS if row["stack"] == "llm-foundry")
-    other = {**copy.deepcopy(known), "stack": "never seen", "id": "other"}
-    records = evaluate(written(tmp_path, [known, other]))["records"]
-    widths = [np.log(r["predicted"]["p90"] / r["predicted"]["p10"]) for r in records]
-    assert [r["known_stack"] for r in records] == [True, False]
-    assert widths[1] > widths[0]
-    ratio = records[0]["predicted"]["iteration_s"] / records[1]["predicted"]["iteration_s"]
-    assert ratio == pytest.approx(calibrated().stacks["llm-foundry"])
 
 
 def test_what_cant_be_read_is_listed_with_its_reason(tmp_path: Path) -> None:
