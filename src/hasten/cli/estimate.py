@@ -22,6 +22,7 @@ from hasten.cli.arguments import (
     output_option,
     text_to_stderr,
     writable,
+    write_result,
 )
 from hasten.cli.output import say
 from hasten.errors import InputError
@@ -202,7 +203,7 @@ def estimate(
     if measured is not None:  # a finished run as it ran, next to what it measured
         blocks.append(f"\n{predicted_and_measured(measured, machines, *fitted)}")
     if output is not None:
-        text.write(output, text.page(cluster_plan, paid, nearest, changes))
+        write_result(output, text.page(cluster_plan, paid, nearest, changes))
     with text_to_stderr(as_json):
         for block in blocks:
             say(wrapped(block, width))

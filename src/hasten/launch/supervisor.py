@@ -57,28 +57,36 @@ from hasten.machine.signals import HASTE, StopSignal, heard_signals
 CHANGING = {FOLDER, ATTEMPT, "HASTEN_RENDEZVOUS"}  # told with the line that wakes it
 
 
-class SpareRanks:
-    """A spare for each rank, started when asked for."""
+def _started(
+    words: Sequence[str], variables: Mapping[str, str], log: Path | None, stdin: int
+) -> subprocess.Popen[bytes]:
+    """``python -m WORDS``, just started; its output goes to the log, if there is one."""
+    with contextlib.ExitStack() as stack:
+        out = None if log is None else stack.enter_context(log.open("ab"))
+        return subprocess.Popen(
+            [sys.executable, "-m", *words],
+            env=dict(variables),
+            stdin=stdin,
+            stdout=out,
+            stderr=None if out is None else subprocess.STDOUT,
+            # Ctrl-C reaches this process alone, which tells each rank once.
+            start_new_session=True,
+        )
 
-    def __init__(self, module: str) -> None:
+
+class SpareRanks:
+    """A spare for each rank, started when asked for; without a module there is none."""
+
+    def __init__(self, module: str | None) -> None:
         self._module = module
         self._waiting: dict[int, tuple[subprocess.Popen[bytes], dict[str, str]]] = {}
 
     def prepare(self, rank: int, variables: Mapping[str, str], log: Path | None) -> None:
         """Starts a spare for a rank, unless one waits; its output goes to the rank's log."""
         waiting = self._waiting.get(rank)
-        if waiting is not None and waiting[0].poll() is None:
+        if self._module is None or (waiting is not None and waiting[0].poll() is None):
             return
-        with contextlib.ExitStack() as stack:
-            out = None if log is None else stack.enter_context(log.open("ab"))
-            process = subprocess.Popen(
-                [sys.executable, "-m", self._module],
-                env=dict(variables),
-                stdin=subprocess.PIPE,
-                stdout=out,
-                stderr=None if out is None else subprocess.STDOUT,
-                start_new_session=True,
-            )
+        process = _started([self._module], variables, log, subprocess.PIPE)
         self._waiting[rank] = process, _lasting(variables)
 
     def take(
@@ -389,7 +397,7 @@ class _Supervisor:
         self._seats = list(range(ranks.count))  # local ranks, and so devices, that are in use
         self._running: Attempt | None = None
         self._asked: signal.Signals | None = None
-        self._spares = SpareRanks(supervision.spares) if supervision.spares else None
+        self._spares = SpareRanks(supervision.spares)
         self._trained = False  # in any attempt
         self._fruitless = 0  # attempts in a row that ended before their first step
 
@@ -439,14 +447,16 @@ class _Supervisor:
 
         def start(rank: int) -> RankProcess:
             environment = environments[rank]
-            if self._spares is not None:
-                spare = self._spares.take(rank, environment, arguments)
-                if spare is not None:
-                    return spare
-            return (self._ranks.launch or self._cold)(rank, environment, arguments)
+            spare = self._spares.take(rank, environment, arguments)
+            if spare is not None:
+                return spare
+            if self._ranks.launch is not None:
+                return self._ranks.launch(rank, environment, arguments)
+            words, log = ["hasten", *arguments], self._words_of(rank)
+            return _started(words, environment, log, subprocess.DEVNULL)
 
         def begun() -> None:
-            if self._spares is not None and number <= self._supervision.max_restarts:
+            if number <= self._supervision.max_restarts:
                 for rank, environment in enumerate(environments):
                     self._spares.prepare(rank, environment, self._words_of(rank))
 
@@ -476,31 +486,13 @@ class _Supervisor:
         """The first rank speaks to the user itself."""
         return self._place / f"rank-{rank}.log" if rank else None
 
-    def _cold(
-        self, rank: int, environment: Mapping[str, str], arguments: Sequence[str]
-    ) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "hasten", *arguments]
-        log = self._words_of(rank)
-        with contextlib.ExitStack() as stack:
-            out = None if log is None else stack.enter_context(log.open("ab"))
-            return subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=None if out is None else subprocess.STDOUT,
-                # Ctrl-C reaches this process alone, which tells each rank once.
-                start_new_session=True,
-            )
-
     def _fewer(self, seat: int) -> str:
         """Leave out the seat that failed twice in a row, where the user allows it."""
         fewest = self._supervision.fewest
         if fewest is None or len(self._seats) <= fewest:
             return ""
         self._seats.remove(seat)
-        if self._spares is not None:
-            self._spares.end()
+        self._spares.end()
         return f", without device {seat}: {len(self._seats)} rank(s)"
 
     def _pause(self, ending: AttemptResult) -> None:
@@ -548,5 +540,4 @@ class _Supervisor:
                 signal.signal(number, handler)
             if self._asked in HASTE:  # this process ends with its ranks
                 ignore_stop_signals()
-            if self._spares is not None:
-                self._spares.end()
+            self._spares.end()
