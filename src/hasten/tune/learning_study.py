@@ -38,7 +38,14 @@ SEED_NOISE = 0.003  # of a loss between seeds, as a logarithm, for the importanc
 
 def document(learnt: LearningResult, space: Space, about: Mapping[str, Any]) -> dict[str, Any]:
     """The study as plain values."""
-    start_loss = float(learnt.rows[0]["loss"])
+    start_loss, ratio = float(learnt.rows[0]["loss"]), learnt.ratio
+    winner = None
+    if learnt.best is not None and ratio is not None and learnt.better and not learnt.unproven:
+        winner = {
+            "settings": space.settings(learnt.best),
+            "changes": space.changes(learnt.best),
+            "ratio": ratio.summary(),
+        }
     trials = [
         {
             **row,
@@ -48,6 +55,9 @@ def document(learnt: LearningResult, space: Space, about: Mapping[str, Any]) -> 
         }
         for row in learnt.rows
     ]
+    fine = [t for t in trials if t["log_rate"] is not None]
+    points, values = [space.point(t["settings"]) for t in fine], [t["log_rate"] for t in fine]
+    believed = PlanGaussianProcess(space, noise=SEED_NOISE).after(points, values)
     return {
         "schema": SCHEMA,
         "study": "learning",
@@ -59,8 +69,8 @@ def document(learnt: LearningResult, space: Space, about: Mapping[str, Any]) -> 
         "final_comparison": _final_comparison(learnt),
         "pairs": learnt.pairs,
         "unproven": learnt.unproven,
-        "winner": _winner(learnt, space),
-        "importance": _importance(trials, space),
+        "winner": winner,
+        "importance": importance(space, lambda wanted: believed(wanted).mean.tolist()),
     }
 
 
@@ -108,24 +118,6 @@ def _final_comparison(learnt: LearningResult) -> dict[str, Any] | None:
         "rounds": [p["start"] / p["best"] for p in learnt.pairs],
     }
     return {"variants": [row]}
-
-
-def _winner(learnt: LearningResult, space: Space) -> dict[str, Any] | None:
-    ratio = learnt.ratio
-    if learnt.best is None or ratio is None or not learnt.better or learnt.unproven is not None:
-        return None
-    return {
-        "settings": space.settings(learnt.best),
-        "changes": space.changes(learnt.best),
-        "ratio": ratio.summary(),
-    }
-
-
-def _importance(trials: list[dict[str, Any]], space: Space) -> dict[str, float]:
-    fine = [t for t in trials if t["log_rate"] is not None]
-    points, values = [space.point(t["settings"]) for t in fine], [t["log_rate"] for t in fine]
-    believed = PlanGaussianProcess(space, noise=SEED_NOISE).after(points, values)
-    return importance(space, lambda wanted: believed(wanted).mean.tolist())
 
 
 # The study on a recipe.
