@@ -101,7 +101,7 @@ def job_of(
     if sequence is None:
         sequence = 4096
         assumed.append("--sequence 4096")
-    batch = batch or (_batch(recipe, sequence) if recipe else None)
+    batch = batch or (batch_of(recipe, sequence) if recipe else None)
     if batch is None:
         few = BATCH_TOKENS / sequence if task == "pretrain" else 64
         batch = devices * 2 ** max(0, round(math.log2(few / devices)))
@@ -158,9 +158,9 @@ def own_run(folder: Path, cluster: Cluster) -> OwnRun:
     model = Architecture.from_config(str(recipe["model"]))
     if recipe["model"] in PRESETS and recipe.get("vocabulary"):
         model = dataclasses.replace(model, vocabulary=_count_of(folder, recipe, "vocabulary", 0))
-    ranks = _object(folder / "summary.json").get("world_size")  # a launcher's is only there
-    if not isinstance(ranks, int) or not 0 < ranks <= MOST_RANKS:
-        ranks = _count_of(folder, recipe, "nproc", 1)
+    size = _object(folder / "summary.json").get("world_size")  # a launcher's is only there
+    is_size = isinstance(size, int) and 0 < size <= MOST_RANKS
+    ranks = int(size or 0) if is_size else _count_of(folder, recipe, "nproc", 1)
     sequence = _count_of(folder, recipe, "cutoff_len", 2048)
     positions = statistics.median(number(row.get("positions")) or 0.0 for row in rows)
     share = max(1, round(positions / sequence / ranks))
@@ -196,7 +196,8 @@ def _count_of(folder: Path, recipe: Mapping[str, Any], key: str, default: int) -
     return int(count)
 
 
-def _batch(recipe: Recipe, sequence: int) -> int:
+def batch_of(recipe: Recipe, sequence: int) -> int:
+    """Sequences of a recipe's step."""
     from hasten.recipe.schema import DEFAULT_BATCH
 
     if recipe.global_batch_tokens:
