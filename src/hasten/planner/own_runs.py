@@ -35,7 +35,7 @@ from hasten.planner.numbers import (
 )
 from hasten.planner.predict import steps
 
-STACK_SPREAD = 0.15
+STACK_SPREAD = 0.15  # of a software stack's own factor, as a logarithm
 ODD = 2.5  # noises from which on a row counts less than half
 STEPS = 25
 NUDGE = 1e-4  # of a logarithm, for derivatives by forward differences
@@ -50,7 +50,6 @@ def fit(
     noise: float,
     one_hot: Column,
     free: Sequence[str] | None = None,
-    stack_spread: float = STACK_SPREAD,
     at_once: bool = False,
 ) -> tuple[C, Column]:
     """The constants named ``free`` (all by default), and one addend per column of ``one_hot``.
@@ -62,7 +61,7 @@ def fit(
     spread = np.array([f.metadata["spread"] for f in chosen])
     extra = one_hot.shape[1]
     middle = np.concatenate([prior, np.zeros(extra)])
-    scale = np.concatenate([spread, np.full(extra, stack_spread)])
+    scale = np.concatenate([spread, np.full(extra, STACK_SPREAD)])
     theta, damping = middle.copy(), 1e-2
 
     def constants(at: Column) -> C:

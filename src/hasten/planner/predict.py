@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hasten.models.architecture import Architecture
-from hasten.planner import seconds as timed
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import DUALPIPE, FP8, FP32, MXFP8, NVFP4, Column, Layouts, PlannedJob
 from hasten.planner.memory import LORA_SHARE, MemoryColumns, first_rank, memory, rank_parameters
@@ -34,7 +33,15 @@ from hasten.planner.numbers import (
     machine,
     numbers,
 )
-from hasten.planner.seconds import PlannedCommunication, bubble_stages, communication, stage_seconds
+from hasten.planner.seconds import (
+    PlannedCommunication,
+    again,
+    bubble_stages,
+    communication,
+    forward,
+    passes,
+    stage_seconds,
+)
 
 # DualPipe sends tokens to experts while others compute, and gives 20 of an H800's 132
 # multiprocessors to sending (arXiv 2412.19437, section 3.2).
@@ -141,23 +148,23 @@ def steps(
 ) -> PredictedStep:
     """Seconds of a step before the software's factor."""
     M = _micro_batches(layouts, global_batch)
-    part = timed.forward(model, machine_numbers, layouts, c, lora)
+    part = forward(model, machine_numbers, layouts, c, lora)
     sent = communication(model, machine_numbers, layouts, c, lora)
-    back, back_attention = timed.passes(lora)
+    back, back_attention = passes(lora)
     core = part.products + part.experts
     work = core * (1 + back) + part.elementwise * 3 + part.fixed
     attention = part.attention * (1 + back_attention)
-    again = timed.again(part, layouts, c)
+    repeated = again(part, layouts, c)
     # An all-reduce stops everything; the gathers and scatters of sequence parallelism can be cut
     # into pieces that travel while others are multiplied.
     waits = np.where(layouts.sequence_parallel > 0, c.tp_exposed, c.tp_waits)
     tensor = waits * sent.tp + c.cp_exposed * sent.cp
     # Expert parallelism's exchanges that nothing hides; where all hide, what hiding them costs.
-    exchanges, busy = c.ep_exposed * sent.ep, work + attention + again
+    exchanges, busy = c.ep_exposed * sent.ep, work + attention + repeated
     hidden = np.maximum(exchanges - busy, 0) + busy * SENDING / (1 - SENDING)
     overlaps = (layouts.schedule == DUALPIPE) & (layouts.pp > 1) & (sent.ep > 0)
     experts = np.where(overlaps, hidden, exchanges)
-    layers = work + attention + again + tensor + experts
+    layers = work + attention + repeated + tensor + experts
     slow, mean = stage_seconds(model.layers, layouts, layers, part.head)
     sends = (c.pp_exposed * sent.pp + c.stage_seconds) * layouts.virtual
     bubble = c.bubble * bubble_stages(layouts) * (mean + sends)
@@ -168,7 +175,7 @@ def steps(
         compute=work * share,
         attention=attention * share,
         head=part.head * share,
-        recompute=again * share,
+        recompute=repeated * share,
         tp=tensor * share,
         dp=exposed + sent.encode * np.where(sent.dp_each > 0, M, 1.0),
         pp=M * (slow - mean) + np.where(layouts.pp > 1, M * sends, 0.0) + bubble,
