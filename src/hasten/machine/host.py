@@ -60,14 +60,15 @@ class Hardware:
 
 def hardware() -> Hardware:
     """Look at this machine."""
-    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = map(torch.cuda.get_device_properties, range(count))
     return Hardware(
         cpu=_cpu_name(),
         physical_cores=psutil.cpu_count(logical=False) or 1,
         usable_cores=usable_cores(),
         memory_bytes=psutil.virtual_memory().total,
         memory_limit_bytes=usable_memory(),
-        instruction_sets=tuple(name for name in INSTRUCTION_SETS if name in processor_flags()),
+        instruction_sets=_instruction_sets(),
         accelerators=tuple(
             Accelerator(g.name, g.total_memory, f"{g.major}.{g.minor}") for g in gpus
         ),
@@ -168,6 +169,10 @@ def accelerator_uuids(device: str, count: int) -> list[str]:
     indices = range(min(count, torch.cuda.device_count()))
     first = int(device.partition(":")[2] or 0) if count == 1 else 0
     return [str(torch.cuda.get_device_properties(first + index).uuid) for index in indices]
+
+
+def _instruction_sets() -> tuple[str, ...]:
+    return tuple(name for name in INSTRUCTION_SETS if name in processor_flags())
 
 
 def _cpu_name() -> str:

@@ -185,8 +185,11 @@ def calibrate_machine(
         c = factors.applied(start.constants)
         totals = [
             steps(
-                *(numbers(run.architecture, run.job.sequence), machine(run.cluster)),
-                *(Layouts.of([run.layout]), float(run.job.global_batch), c),
+                numbers(run.architecture, run.job.sequence),
+                machine(run.cluster),
+                Layouts.of([run.layout]),
+                float(run.job.global_batch),
+                c,
                 run.job.task == "lora",
             ).total[0]
             for run in runs
