@@ -192,7 +192,7 @@ def estimate(
     ]
     if check_simulation:
         blocks.append(f"\n{simulated_counted(cluster_plan, recipe)}")
-    blocks += [f"\n{why_text(cluster_plan, words)}" for words in why or ()]
+    blocks += [f"\n{why_text(cluster_plan, layout)}" for layout in why or ()]
     for change in what_if or ():
         other = advice.what_if(cluster_plan, change)
         blocks.append(f"\n{text.what_if_text(change, cluster_plan, other)}")
@@ -213,11 +213,11 @@ def estimate(
         say(json.dumps(to_dict(cluster_plan, paid), indent=1, allow_nan=False))
 
 
-def why_text(cluster_plan: ClusterPlan, words: str) -> str:
+def why_text(cluster_plan: ClusterPlan, assignments: str) -> str:
     """The answer to ``--why``."""
     from hasten.planner import advice, text
 
-    layout = advice.read_layout([words], cluster_plan.best[0].layout)
+    layout = advice.read_layout([assignments], cluster_plan.best[0].layout)
     possible = not advice.impossibilities(
         cluster_plan.model, cluster_plan.cluster, cluster_plan.job, layout
     )

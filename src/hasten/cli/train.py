@@ -227,7 +227,8 @@ def as_ranks(
 ) -> int:
     """Prepare the data once, then let one process per rank run a command on it; the exit code.
 
-    Ranks that train are started again from the newest checkpoint, as often as the recipe allows.
+    A training is restarted from the newest checkpoint, as often as the recipe allows.
+
     ``stack`` takes the run's folder for all of them; a command that only looks needs none.
     """
     from hasten.launch.supervisor import RankTimeouts, SupervisedRanks, Supervision, supervise

@@ -58,13 +58,13 @@ CHANGING = {FOLDER, ATTEMPT, "HASTEN_RENDEZVOUS"}  # told with the line that wak
 
 
 def _started(
-    words: Sequence[str], variables: Mapping[str, str], log: Path | None, stdin: int
+    command: Sequence[str], variables: Mapping[str, str], log: Path | None, stdin: int
 ) -> subprocess.Popen[bytes]:
-    """``python -m WORDS``, just started; its output goes to the log, if there is one."""
+    """``python -m COMMAND``, just started; its output goes to the log, if there is one."""
     with contextlib.ExitStack() as stack:
         out = None if log is None else stack.enter_context(log.open("ab"))
         return subprocess.Popen(
-            [sys.executable, "-m", *words],
+            [sys.executable, "-m", *command],
             env=dict(variables),
             stdin=stdin,
             stdout=out,
@@ -452,8 +452,8 @@ class _Supervisor:
                 return spare
             if self._ranks.launch is not None:
                 return self._ranks.launch(rank, environment, arguments)
-            words, log = ["hasten", *arguments], self._words_of(rank)
-            return _started(words, environment, log, subprocess.DEVNULL)
+            command, log = ["hasten", *arguments], self._words_of(rank)
+            return _started(command, environment, log, subprocess.DEVNULL)
 
         def begun() -> None:
             if number <= self._supervision.max_restarts:
@@ -514,8 +514,8 @@ class _Supervisor:
         who = "the ranks" if ending.rank is None else f"rank {ending.rank}"
         text = f"{who} failed after step {ending.step}: {ending.cause}"
         log = self._words_of(ending.rank or 0)
-        told = ending.is_reported or ending.hung or ending.code < 0
-        if log is not None and log.exists() and not told:
+        has_reason = ending.is_reported or ending.hung or ending.code < 0
+        if log is not None and log.exists() and not has_reason:
             lines = log.read_text(errors="replace").strip().splitlines()
             text += f" ({lines[-1]})" if lines else ""
         return f"{ending.traceback.rstrip()}\n{text}" if ending.traceback else text

@@ -213,12 +213,12 @@ def learn(
             "budget_seconds": seconds,
             "seconds": round(time.monotonic() - began, 1),
         }
-        found = document(learnt, job.space, about)
-        return {**found, "said": learning_sentence(found)}
+        result = document(learnt, job.space, about)
+        return {**result, "said": learning_sentence(result)}
 
-    found = folder.run(options.fresh, study, lambda one: one["unproven"] is None)
-    settings = (found["winner"] or found["start"])["settings"]
-    text = text_of(settings, learning_sentence(found))
-    if not found["unproven"]:  # else best.yaml keeps what the trainings found
+    result = folder.run(options.fresh, study, lambda one: one["unproven"] is None)
+    settings = (result["winner"] or result["start"])["settings"]
+    text = text_of(settings, learning_sentence(result))
+    if not result["unproven"]:  # else best.yaml keeps what the trainings found
         folder.keep_best(text)
-    return StudyResult(found, settings, text, folder.path)
+    return StudyResult(result, settings, text, folder.path)
