@@ -56,6 +56,7 @@ def main() -> None:
 
 def _bubble_table(found: dict[str, Any], asked: argparse.Namespace) -> None:
     from hasten.parts.distributed.pipeline.schedules import actions, ops, stages_per_rank
+    from hasten.parts.distributed.pipeline.timetable import bubble_share
     from hasten.planner.simulate import StageSeconds, simulate
 
     print(
@@ -68,7 +69,7 @@ def _bubble_table(found: dict[str, Any], asked: argparse.Namespace) -> None:
         listed = actions(schedule, asked.ranks, asked.micro_batches)
         even = StageSeconds.even(asked.ranks * each, 1 / each, 1 / each, 1 / each)
         cells = [[ops(action) for action in listed[r] if action] for r in listed]
-        expected = simulate([[c for c in of_rank if c] for of_rank in cells], even).idle_share
+        expected = bubble_share(simulate([[c for c in of_rank if c] for of_rank in cells], even))
         least = min(row["shares"])  # other people's work on the machine only adds
         passes = statistics.median(row["passes"])
         ratios = " ".join(f"{value / expected:.2f}" for value in (share, least, passes))
@@ -153,13 +154,14 @@ def _without_waiting(events: Any) -> float:
     Of a measured step the rest is messages, and a machine that let ranks wait for its processors
     between two passes.
     """
+    from hasten.parts.distributed.pipeline.timetable import bubble_share
     from hasten.planner.simulate import simulate
 
     lengths = {(e.kind, e.stage, e.micro_batch): e.end - e.start for e in events}
     order: dict[int, list[Any]] = {}
     for e in sorted(events, key=lambda e: e.start):
         order.setdefault(e.rank, []).append(((e.kind, e.stage, e.micro_batch),))
-    return simulate(list(order.values()), lengths.__getitem__).idle_share
+    return bubble_share(simulate(list(order.values()), lengths.__getitem__))
 
 
 def _link(asked: argparse.Namespace) -> dict[str, Any]:

@@ -181,7 +181,7 @@ def machine(device: str, seconds: float) -> Found:
         "system": here.system,
         "versions": versions,
         "allocator": os.environ.get("PYTORCH_ALLOC_CONF"),
-        "datasheet_flops_per_second": sheet.bf16 if sheet else None,
+        "datasheet_flops_per_second": sheet.peak16 if sheet else None,
         "datasheet_source": sheet.source if sheet else None,
         "measured_flops_per_second": measured.best if measured else None,
     }

@@ -238,7 +238,7 @@ def test_a_supervisor_does_not_restart_what_is_trained_but_ends_with_code_1(
     job = SimpleNamespace(context=None, plan=Plan())
     monkeypatch.setattr("hasten.recipe.build.prepare_run", lambda *given: job)
     monkeypatch.setattr("hasten.launch.supervisor.supervise", supervise)
-    assert train.as_supervised_ranks(recipe, ExitStack()) == code
+    assert train.train_as_ranks(recipe, ExitStack()) == code
 
 
 @contextmanager

@@ -43,7 +43,7 @@ from hasten.monitor.run import Run
 from hasten.monitor.server import MonitorServer
 from hasten.parts import checkpoint
 from hasten.parts.distributed.deepspeed_config import INSIDE, TOP
-from hasten.planner.inputs import PlanOptions, cluster_of, predicted_lines, predicted_section
+from hasten.planner.inputs import cluster_of, predicted_lines, predicted_section
 from hasten.planner.launching import planned
 from hasten.planner.layout import PlannedJob, PlannedLayout
 from hasten.recipe.build import requested_plan
@@ -366,12 +366,6 @@ SUMMARY = {
     "hardware": {"accelerators": [], "memory_limit_bytes": 24e9},
     "cost": {"total": 1.0, "currency": "EUR"},
 }
-OPTIONS = dict.fromkeys(field.name for field in dataclasses.fields(PlanOptions)) | {
-    "cluster": "fat_tree",
-    "nodes": 1,
-    "gpus_per_node": 8,
-    "memory": 16.0,
-}
 
 
 @pytest.mark.parametrize("figures", [DEVICE, RATES], ids=["a device", "measured rates"])
@@ -380,8 +374,7 @@ def test_the_figures_of_a_device_with_any_value(figures: dict[str, Any]) -> None
     @given(changed=replaced(figures))
     def reads(changed: Any) -> None:
         with file_of("gpu.json", json.dumps(changed).encode()) as path:
-            options: Any = PlanOptions(**OPTIONS | {"gpu": str(path)})
-            refused_in_a_sentence(lambda: cluster_of(options))
+            refused_in_a_sentence(lambda: cluster_of("fat_tree", str(path), 1, 8, 16.0))
 
     reads()
 

@@ -166,6 +166,48 @@ def test_restarts_are_used_up(run: Any, tmp_path: Path, capfd: pytest.CaptureFix
     assert "it ended with code 9; 2 restart(s) are used up" in capfd.readouterr().err
 
 
+def test_without_restarts_a_failing_rank_ends_the_others_and_gives_its_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        PRELUDE + "if rank == 1:\n"
+        "    print('the disk is gone', file=sys.stderr); sys.exit(1)\n"
+        "time.sleep(60)\n"
+    )
+    real = subprocess.Popen
+
+    def popen(command: list[str], **settings: Any) -> Any:
+        assert command == [sys.executable, "-m", "hasten", "train"]
+        return real([sys.executable, str(script)], **settings)
+
+    monkeypatch.setattr("hasten.launch.supervisor.subprocess.Popen", popen)
+    ranks = SupervisedRanks(lambda count, trained: ["train"], lambda rank, count: {}, 3, 3)
+    assert supervise(ranks, Supervision(0), tmp_path / "data") == 1
+    said = "rank 1 failed after step 0: it ended with code 1 (the disk is gone)"
+    assert capfd.readouterr().err == f"hasten: {said}\n"
+    assert list((tmp_path / "data").iterdir()) == []
+
+
+def test_without_restarts_a_killed_rank_is_named_and_the_code_is_that_of_a_lost_rank(
+    run: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)\n"
+    assert run(code, restarts=0) == LinkError.code == 7
+    assert "it was ended by SIGKILL, as the kernel" in capfd.readouterr().err
+
+
+def test_a_rank_that_does_not_leave_when_rank_0_is_done_is_ended(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hasten.launch.supervisor.GRACE_SECONDS", 0.5)
+    assert run("beat(1); time.sleep(60 * rank)") == 0
+
+
+def test_a_failure_after_rank_0_is_done_is_still_a_failure(run: Any) -> None:
+    assert run("beat(1); time.sleep(rank / 2); sys.exit(5 * rank)") == 5
+
+
 def test_a_rank_that_stops_stepping_is_named_by_its_step(run: Any, tmp_path: Path) -> None:
     code = (
         "if attempt == 2: sys.exit(0)\n"

@@ -13,7 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.machine.memory import Headroom, host_meter, is_out_of_memory, memory_limit
+from hasten.machine.host import usable_memory
+from hasten.machine.memory import Headroom, host_meter, is_out_of_memory
 from hasten.parts.data import collate
 
 LIMIT, THRESHOLD, LONGEST = 1000.0, 0.8, 2048
@@ -148,7 +149,7 @@ def test_the_host_meter_sees_memory_come_and_says_less_when_it_is_gone() -> None
     after, _ = read()  # the system has it back, whatever an allocator would keep
     assert during - before > size / 2
     assert during - after > size / 2
-    assert limit == memory_limit() > before
+    assert limit == usable_memory() > before
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,9 @@ def test_the_kernels_list_of_processors_is_read_back(cores: set[int]) -> None:
 def test_ranges_and_single_processors_mix(tmp_path: Path) -> None:
     assert threads.cpu_list("0-2,8,10-11\n") == [0, 1, 2, 8, 10, 11]
     for name, text in {"node0": "0-1\n", "node1": "2-3\n", "node2": "\n"}.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "cpulist").write_text(text)
+        node = tmp_path / "sys/devices/system/node" / name
+        node.mkdir(parents=True)
+        (node / "cpulist").write_text(text)
     assert threads.memory_nodes(tmp_path) == [frozenset({0, 1}), frozenset({2, 3})]
     assert threads.memory_nodes(tmp_path / "none") == []
 

@@ -14,12 +14,12 @@ from hasten.machine.environment import World
 from hasten.machine.host import hardware
 from hasten.parts.distributed.pipeline.schedules import VIRTUAL
 from hasten.planner.advice import read_layout
-from hasten.planner.candidate import PlanCandidate, Span, beyond_trainer, layout_text, recipe_lines
+from hasten.planner.candidate import Span, beyond_trainer, layout_text, recipe_lines
 from hasten.planner.layout import PlannedLayout
 from hasten.planner.planning import plan
 from hasten.recipe.build import requested_plan
 from hasten.recipe.schema import Recipe
-from planner.usual import JOB, MODEL, PLAIN, SPARSE, TWO
+from planner.usual import JOB, PLAIN, SPARSE, TWO
 
 
 def test_a_layout_is_read_back_from_its_words() -> None:
@@ -110,4 +110,3 @@ def test_the_lines_for_a_recipe_are_read_by_it_and_need_as_many_ranks(
 
 def test_a_span_scales() -> None:
     assert Span(2, 1, 4).times(0.5) == Span(1, 0.5, 2)
-    assert isinstance(plan(MODEL, TWO, JOB, calibration=PLAIN).best[0], PlanCandidate)

@@ -16,7 +16,6 @@ import held_out
 from held_out import Cases, fit_memory, fit_seconds, read_records
 from published import PublishedMeasurement
 
-from hasten.errors import InputError
 from hasten.planner.numbers import Calibration, Constants, MemoryConstants, calibrated
 
 MEASUREMENTS = Path(__file__).parents[2] / "benchmarks" / "planner" / "measurements.json"
@@ -157,12 +156,3 @@ def test_a_quantile_is_a_weighted_ones_where_all_weigh_alike() -> None:
 def test_a_calibration_survives_its_file() -> None:
     again = Calibration.from_dict(json.loads(json.dumps(calibrated().to_dict())))
     assert again == calibrated()
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{}, [], {"kind": "hasten calibration"}, {"kind": "hasten calibration", "constants": []}, None],
-)
-def test_a_file_that_is_no_calibration_is_refused(wrong: object) -> None:
-    with pytest.raises(InputError, match="make calibrate"):
-        Calibration.from_dict(wrong)

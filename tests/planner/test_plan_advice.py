@@ -26,7 +26,7 @@ from hasten.planner.advice import (
     what_if,
 )
 from hasten.planner.cluster import Cluster
-from hasten.planner.layout import Layouts, PlannedJob, PlannedLayout
+from hasten.planner.layout import Layouts
 from hasten.planner.own_runs import table, terms_of_run
 from hasten.planner.planning import ClusterPlan, plan
 from hasten.planner.predict import predict
@@ -55,7 +55,7 @@ def test_one_node_has_no_network_to_speak_of() -> None:
 def test_a_change_is_what_planning_anew_would_find() -> None:
     found = planned()
     told = {c.what: c for c in sensitivity(found)}["twice the network"]
-    anew = what_if(found, "network=2x")[1]
+    anew = what_if(found, "network=2x")
     ratio = found.best[0].step_seconds.middle / anew.best[0].step_seconds.middle
     assert told.best_layout == pytest.approx(ratio, rel=0.03)
 
@@ -66,20 +66,6 @@ def test_a_change_of_nothing_changes_nothing(layers: int) -> None:
     found = planned("ethernet", 4, replace(MODEL, layers=layers, vocabulary=256_000))
     told = _changed(found, "nothing", found.cluster)
     assert (told.same_layout, told.best_layout, told.layout) == (1.0, 1.0, None)
-
-
-def test_compression_pays_on_a_slow_network_and_not_on_nvlink() -> None:
-    small = replace(MODEL, layers=4, vocabulary=32000)
-    rows = Layouts.of([PlannedLayout(dp=16, zero=0, compression=word) for word in ("none", "int8")])
-    slow = Cluster.preset("ethernet", 2, 8, "h100")
-    slow = replace(slow, inter=slow.inter * 0.1)
-    near = Cluster.preset("fat_tree", 1, 16, "gb200")
-    gains = []
-    for cluster in (slow, near):
-        seconds = predict(small, cluster, PlannedJob(2048, 1024), rows, PLAIN).step_seconds
-        gains.append(seconds[0] / seconds[1])
-    assert gains[0] > 1.3
-    assert gains[1] < 1.05
 
 
 def test_switches_of_other_mathematics_are_told_apart() -> None:
@@ -222,5 +208,4 @@ def test_a_folder_without_steps_is_one_sentence(tmp_path: Path) -> None:
 
 def test_a_plan_keeps_its_layout_where_nothing_changes() -> None:
     found = planned("dgx_h100", 1)
-    assert isinstance(found.best[0].layout, PlannedLayout)
-    assert what_if(found, "network=1x")[1].best[0].layout == found.best[0].layout
+    assert what_if(found, "network=1x").best[0].layout == found.best[0].layout

@@ -157,7 +157,7 @@ def test_a_long_step_follows_from_two_short_ones(schedule: str) -> None:
     length = np.random.default_rng(1).uniform(0.8, 1.2, (3, 4))
     seconds = StageSeconds(*(tuple(map(float, row)) for row in length))
     layout = PlannedLayout(dp=1, pp=4, schedule=schedule)
-    whole = simulate(orders(schedule, 4, 96), seconds).seconds
+    whole = max(event.end for event in simulate(orders(schedule, 4, 96), seconds))
     assert pipeline_seconds(layout, 96, seconds) == pytest.approx(whole, rel=0.005)
 
 
@@ -194,6 +194,7 @@ def test_every_no_has_its_numbers() -> None:
     assert "can't make 48 stages" in said(dp=1, pp=16, virtual=3, schedule="interleaved")
     assert "GB (P90) of 84.8" in said(dp=16, zero=0, micro_batch=16)
     assert "ep 3" in said(ep=3)
+    assert "no unit for products in nvfp4" in said(precision="nvfp4")
     assert "DualPipe" in said(dp=1, pp=16, schedule="dualpipe", micro_batch=16)
     assert "slower than" in said(dp=2, tp=8, zero=1)
 
@@ -245,7 +246,7 @@ def test_a_batch_that_suits_all_nodes_and_not_half_of_them_is_planned() -> None:
 def test_what_if_keeps_the_space_that_was_asked_for() -> None:
     only = LayoutSpace(schedules=("gpipe",), zero=(0,))
     found = plan(MODEL, TWO, JOB, space=only, calibration=PLAIN, fewer_nodes=False)
-    assert what_if(found, "nodes=1")[1].best[0].layout.zero == 0
+    assert what_if(found, "nodes=1").best[0].layout.zero == 0
 
 
 def test_lossy_formats_come_only_if_asked_for() -> None:
@@ -257,6 +258,15 @@ def test_lossy_formats_come_only_if_asked_for() -> None:
     assert len(set(more.compression)) > 1
     old = Cluster.preset("single_node", 1, 8, "v100")
     assert {enumerate_layouts(MODEL, old, JOB).layouts.at(0).precision} == {"fp16"}
+
+
+def test_a_format_that_the_devices_lack_is_left_out_and_told() -> None:
+    some = LayoutSpace(precisions=("bf16", "nvfp4"))
+    found = plan(MODEL, TWO, JOB, space=some, calibration=PLAIN, fewer_nodes=False)
+    assert {one.layout.precision for one in found.best} == {"bf16"}
+    assert "format: the device has no unit for nvfp4" in " ".join(refusals(found))
+    with pytest.raises(InputError, match="h100-80gb has no unit for products in nvfp4"):
+        plan(MODEL, TWO, JOB, space=LayoutSpace(precisions=("nvfp4",)), calibration=PLAIN)
 
 
 def test_recomputing_part_of_a_layer_is_for_models_with_experts_or_asked_for() -> None:

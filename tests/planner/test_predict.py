@@ -25,7 +25,7 @@ from hasten.planner.layout import (
 )
 from hasten.planner.memory import LORA_SHARE, in_flight
 from hasten.planner.numbers import Calibration, Constants, machine
-from hasten.planner.predict import Prediction, predict, reason_sentences
+from hasten.planner.predict import Prediction, predict
 
 DENSE = Architecture.from_config("deepseek-llm-7b")
 SPARSE = Architecture.from_config("deepseek-v2-lite")
@@ -269,28 +269,11 @@ def test_lora_takes_less_memory_and_less_time() -> None:
     assert lora.memory_bytes[0] < full.memory_bytes[0]
 
 
-@pytest.mark.parametrize(
-    ("layout", "word"),
-    [
-        (PlannedLayout(dp=64), "devices"),
-        (PlannedLayout(dp=3), "batch"),
-        (PlannedLayout(tp=5), "heads"),
-        (PlannedLayout(pp=33), "layers"),
-        (PlannedLayout(dp=2, ep=3), "experts"),
-        (PlannedLayout(precision="nvfp4"), "format"),
-        (PlannedLayout(dp=1, zero=0), "memory"),
-    ],
-)
-def test_a_layout_that_cant_run_has_its_reason(layout: PlannedLayout, word: str) -> None:
-    found = one(layout, SPARSE if word == "experts" else DENSE)
-    assert not found.fits[0]
-    assert any(sentence.startswith(word) for sentence in reason_sentences(found.reasons[0]))
-
-
-def test_tensor_parallelism_over_nodes_is_allowed_and_told() -> None:
-    found = one(PlannedLayout(dp=2, tp=16, micro_batch=1, recompute="full"))
+def test_a_layout_fits_where_its_p90_lies_within_the_devices_memory() -> None:
+    for layout in (PlannedLayout(dp=1, zero=0), PlannedLayout(dp=2, tp=16, recompute="full")):
+        found = one(layout)
+        assert found.fits[0] == (found.memory_p90[0] <= CLUSTER.device.memory_bytes)
     assert found.fits[0]
-    assert any(sentence.startswith("nodes") for sentence in reason_sentences(found.reasons[0]))
 
 
 def test_an_unknown_stack_has_the_wider_interval() -> None:

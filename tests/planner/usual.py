@@ -1,8 +1,12 @@
-"""Two models, a job and a cluster that tests of the planner share."""
+"""Two models, a job, a cluster and closed forms that tests of the planner share."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 from hasten.models.architecture import Architecture, Experts
+from hasten.parts.distributed.pipeline.timetable import StageEvent
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import PlannedJob
 from hasten.planner.numbers import Calibration
@@ -14,3 +18,30 @@ SPARSE = Architecture(
 )
 JOB = PlannedJob(4096, 256, tokens=1e9)
 TWO = Cluster.preset("dgx_h100", 2)
+
+
+def idle_seconds(
+    schedule: str, stages: int, forward: float, inputs: float, weights: float, virtual: int = 1
+) -> float:
+    """A rank's idle time in a step with equal stages: the papers' closed forms.
+
+    - GPipe and 1F1B: (P-1)(F+B). Interleaved: 1/v of it (arXiv 2104.04473).
+    - ZB1P: (P-1)(F+B-2W) (ZB-H1 of arXiv 2401.10241).
+    - DualPipe: (P/2-1)(F&B+B-3W) (arXiv 2412.19437, table 2). Here F&B = F+B: doing both at a time
+      gains nothing.
+
+    Seconds are those of a whole rank.
+    """
+    backward = inputs + weights
+    if schedule == "dualpipe":
+        return max(stages / 2 - 1, 0) * (forward + 2 * backward - 3 * weights)
+    if schedule == "zb1p":
+        return (stages - 1) * (forward + backward - 2 * weights)
+    return (stages - 1) * (forward + backward) / virtual
+
+
+def most_kept(events: Sequence[StageEvent], rank: int) -> int:
+    """The most micro-batches of one stage that a rank keeps at a time."""
+    own = (e for e in events if e.rank == rank)
+    steps = [(e.kind == "F") - (e.kind in "BW") for e in own]
+    return max(itertools.accumulate(steps))

@@ -298,7 +298,7 @@ import torch
 import tiny
 tiny.COMMON["vocab_size"] = 16_000
 torch.set_num_threads(1)
-from hasten.machine.memory import _kilobytes, is_out_of_memory
+from hasten.machine.memory import is_out_of_memory
 from hasten.techniques.batch import GradientAccumulation, AdaptiveBatch
 from tiny import language_job, examples, run, session_of
 
@@ -308,7 +308,9 @@ def losses(*techniques):
 
 job = language_job(data=examples(48), steps=4, batch=24)
 small, _ = losses(GradientAccumulation(micro_batch_size=1))  # the libraries' memory, too
-limit = _kilobytes("self/status", "VmData") + 100 * 2**20
+with open("/proc/self/status") as status:
+    data = next(line for line in status if line.startswith("VmData:"))
+limit = int(data.split()[1]) * 1024 + 100 * 2**20
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 found = {"fits": losses(GradientAccumulation(micro_batch_size=1))[0], "before": small}
 try:

@@ -15,9 +15,8 @@ import pytest
 
 from hasten.errors import InputError
 from hasten.machine.files import write_atomic
-from hasten.planner import tune
 from hasten.recipe.schema import recipe_from
-from hasten.tune.api import _Tuning
+from hasten.tune.api import _Tuning, tune
 from hasten.tune.subjects import TuneOptions
 from sample_data import STDLIB
 
@@ -33,7 +32,7 @@ TWO_TRIALS = """
 import sys, time
 from pathlib import Path
 from hasten.progress import SilentProgress
-from hasten.planner import tune
+from hasten.tune.api import tune
 from hasten.tune.subjects import TuneOptions
 
 class StandsStill(SilentProgress):

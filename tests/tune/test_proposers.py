@@ -128,7 +128,7 @@ def test_a_value_of_one_round_is_believed_less_than_one_of_three() -> None:
         own.tell(TriedPoint(lucky, "ok", 0.3, rounds=(0.3,) * rounds))
         own.tell(TriedPoint(rival, "ok", 0.3, rounds=(0.3,) * 3))
         seen, values, noises = own._measured()
-        found = own._speed.at([lucky, rival], seen, values, noises)
+        found = own._speed.after(seen, values, noises)([lucky, rival])
         return float(found.mean[0] - found.mean[1])
 
     assert believed(1) < believed(2) < believed(3)
@@ -137,10 +137,10 @@ def test_a_value_of_one_round_is_believed_less_than_one_of_three() -> None:
 def test_a_belief_weighs_each_value_by_its_own_noise() -> None:
     belief = PlanGaussianProcess(SPACE, noise=0.05)
     seen, values = [SPACE.start, (1, 1, 0, 0), (0, 0, 1, 1)], [0.0, 0.4, 0.2]
-    usual = belief.at(seen, seen, values)
-    same = belief.at(seen, seen, values, [0.05] * 3)
+    usual = belief.after(seen, values)(seen)
+    same = belief.after(seen, values, [0.05] * 3)(seen)
     assert np.array_equal(usual.mean, same.mean)
-    doubtful = belief.at(seen, seen, values, [0.05, 0.5, 0.05])
+    doubtful = belief.after(seen, values, [0.05, 0.5, 0.05])(seen)
     assert abs(doubtful.mean[1] - 0.4) > abs(usual.mean[1] - 0.4)
     assert doubtful.deviation[1] > usual.deviation[1]
 
@@ -200,7 +200,7 @@ def test_the_belief_is_a_plain_gaussian_regression() -> None:
     space = of_values({"a": [0, 1], "b": [0, 1]})
     seen, values = [(0, 0), (1, 0), (0, 1)], [0.0, 0.2, 0.1]
     belief = PlanGaussianProcess(space, noise=0.02, aparts=(0.01,), scales=(0.1,))
-    found = belief.at([(1, 1)], seen, values)
+    found = belief.after(seen, values)([(1, 1)])
 
     def posterior(share: float) -> tuple[float, float, float]:
         def kernel(p: Point, q: Point) -> float:

@@ -222,10 +222,10 @@ def conclusions(rates: MachineRates) -> list[str]:
     row = datasheet(rates.device_name) if rates.device != "cpu" else None
     bf16 = rates.best(["bf16"])
     if row is not None:
-        share = f", of which {bf16.best / row.bf16:.0%} was reached" if bf16 else ""
+        share = f", of which {bf16.best / row.peak16:.0%} was reached" if bf16 else ""
         lines.append(
-            f"datasheet {row.bf16 / 1e12:.4g} TFLOP/s in bf16{share}, memory "
-            f"{row.memory / 1e9:.4g} GB/s ({row.name}: {row.source})"
+            f"datasheet {row.peak16 / 1e12:.4g} TFLOP/s in bf16{share}, memory "
+            f"{row.memory_rate / 1e9:.4g} GB/s ({row.name}: {row.source})"
         )
     return lines
 
@@ -346,7 +346,7 @@ def _gpus(
         yield f"accelerator {index}", f"{gpu.name}, {size(gpu.memory_bytes)}, {gpu.capability}"
         row = datasheet(gpu.name)
         if row is not None and rates is None:
-            yield "datasheet", f"{row.bf16 / 1e12:.4g} TFLOP/s in bf16 ({row.source})"
+            yield "datasheet", f"{row.peak16 / 1e12:.4g} TFLOP/s in bf16 ({row.source})"
     if not accelerators:
         count = len(machine["gpus"])
         yield "GPUs", f"none for PyTorch, {count} for the driver" if count else "none"

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import shutil
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from textwrap import indent
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,9 +18,11 @@ from hasten.cli.arguments import (
     Lossy,
     Nodes,
     Overrides,
+    named,
     output_option,
     text_to_stderr,
     writable,
+    write_result,
 )
 from hasten.cli.output import say
 from hasten.errors import InputError
@@ -29,11 +30,10 @@ from hasten.formatting import aligned, wrapped
 
 if TYPE_CHECKING:
     from hasten.planner.candidate import PlanCandidate
-    from hasten.planner.inputs import PlanOptions
     from hasten.planner.layout import PlannedJob
     from hasten.planner.planning import ClusterPlan
     from hasten.recipe.price import Price
-    from hasten.recipe.schema import Recipe
+    from hasten.recipe.schema import Recipe  # loads torch, as recipes and techniques do
 
 MOST_RANKS = 8  # that are traced
 USUAL = ["packed", "document_attention", "fused_layers", "labelled_token_loss"]  # of plan: auto
@@ -112,27 +112,6 @@ def estimate(
     as_json: AsJson = False,
 ) -> None:
     """Estimate layout, time and cost on a cluster."""
-    from hasten.planner.inputs import PlanOptions
-
-    writable("--output", output)
-    arguments = {
-        **locals(),
-        "calibrate": calibrate or [],
-        "why": why or [],
-        "what_if": what_if or [],
-    }
-    options = PlanOptions(**{f.name: arguments[f.name] for f in dataclasses.fields(PlanOptions)})
-    clustered(model, overrides or [], options, output, as_json)
-
-
-def clustered(
-    name: str | None,
-    overrides: Sequence[str],
-    options: PlanOptions,
-    output: Path | None,
-    as_json: bool,
-) -> None:
-    """Finds the best layouts and prints them as tables or JSON; ``output`` is the HTML page."""
     from hasten.measure.gpu_simulation.roofline import simulated_device
     from hasten.models.architecture import Architecture
     from hasten.planner import advice, text
@@ -146,40 +125,53 @@ def clustered(
         predicted_and_measured,
         price_from,
         recipe_of,
-        space_of,
     )
+    from hasten.planner.layout import LayoutSpace
     from hasten.planner.planning import plan as search
-    from hasten.planner.text import page, write
 
-    if name is None:
+    writable("--output", output)
+    if model is None:
         raise InputError("name a recipe, a preset, or a config.json: hasten estimate MODEL")
-    if is_run(name):
-        if as_json or output is not None:
-            option = "--json" if as_json else "--output"
-            raise InputError(f"{option}: {name} is a finished run; its estimate is a table only")
+    folders, formats = calibrate or [], named(precision)
+    devices = cluster, gpu, nodes, gpus_per_node, memory
+    if is_run(model):
+        for option, differs in (("--json", as_json), ("--output", output is not None)):
+            if differs:
+                raise InputError(
+                    f"{option}: {model} is a finished run; its estimate is a table only"
+                )
         if overrides:
-            raise InputError(f"{overrides[0]!r} changes a recipe, and {name} is a run that is over")
-        folder = Path(name)  # its own machine, or that of --gpu
-        cluster = cluster_of(options) if options.gpu else machine_of(folder)
-        say(predicted_and_measured(folder, cluster, *calibration_of(options, cluster)))
+            raise InputError(
+                f"{overrides[0]!r} changes a recipe, and {model} is a run that is over"
+            )
+        machines = cluster_of(*devices) if gpu else machine_of(Path(model))
+        fitted = calibration_of(machines, folders, stack)
+        say(predicted_and_measured(Path(model), machines, *fitted))
         return
-    recipe = recipe_of(name, overrides)
-    if options.check_simulation and recipe is None:
+    recipe = recipe_of(model, overrides or [])
+    if check_simulation and recipe is None:
         raise InputError("--check-simulation counts layouts of a recipe, and a model alone is none")
-    model = Architecture.from_config(recipe.model if recipe else name)
-    cluster = cluster_of(options)
-    if options.check_simulation:
-        simulated_device(cluster.device.name)  # refuses what can't be counted
-    job, assumed = job_of(options, recipe, cluster)
-    price = price_from(options.price) or (recipe.price if recipe else None)
-    calibration, stack = calibration_of(options, cluster)
+    architecture = Architecture.from_config(recipe.model if recipe else model)
+    machines = cluster_of(*devices)
+    if check_simulation:
+        simulated_device(machines.device.name)  # refuses what can't be counted
+    sizes = task, sequence, global_batch, tokens
+    job, assumed = job_of(recipe, machines.devices, *sizes, formats)
+    paid = price_from(price) or (recipe.price if recipe else None)
+    fitted = calibration_of(machines, folders, stack)
+    space = LayoutSpace.everything(machines) if lossy else LayoutSpace()
+    space = dataclasses.replace(
+        space,
+        precisions=formats or space.precisions,
+        schedules=named(schedules) or space.schedules,
+    )
     began = time.perf_counter()
     cluster_plan = search(
-        *(model, cluster, job),
-        space=space_of(options, cluster),
-        top=options.top,
-        calibration=calibration,
-        stack=stack,
+        *(architecture, machines, job),
+        space=space,
+        top=top,
+        calibration=fitted[0],
+        stack=fitted[1],
     )
     seconds = time.perf_counter() - began
     best = cluster_plan.best[0]
@@ -189,54 +181,48 @@ def clustered(
     lora = job.task == "lora"
     blocks = [
         text.heading(cluster_plan, seconds, assumed),
-        text.layouts_table(cluster_plan.best, job, price, width),
+        text.layouts_table(cluster_plan.best, job, paid, width),
         text.waterfalls(best),
-        text.spent(spending(best, job, price), best),
-        text.front(cluster_plan.pareto, job, price, width),
+        text.spent(spending(best, job, paid), best),
+        text.front(cluster_plan.pareto, job, paid, width),
         text.rejections(nearest, advice.refusals(cluster_plan)),
         text.changes_table(changes, width),
         beyond_trainer(best.layout, lora)
         or f"in a recipe:\n{indent(recipe_lines(best.layout), '  ')}",
     ]
-    if options.check_simulation:
+    if check_simulation:
         blocks.append(f"\n{simulated_counted(cluster_plan, recipe)}")
-    blocks += [f"\n{block}" for block in extras(cluster_plan, options)]
+    blocks += [f"\n{why_text(cluster_plan, layout)}" for layout in why or ()]
+    for change in what_if or ():
+        other = advice.what_if(cluster_plan, change)
+        blocks.append(f"\n{text.what_if_text(change, cluster_plan, other)}")
+    if gpus:
+        blocks.append(f"\n{text.devices_table(advice.devices(cluster_plan), job)}")
+    if shapes:
+        blocks.append(f"\n{text.shapes_text(advice.shape_advice(cluster_plan), architecture)}")
+    if measured is not None:  # a finished run as it ran, next to what it measured
+        blocks.append(f"\n{predicted_and_measured(measured, machines, *fitted)}")
     if output is not None:
-        write(output, page(cluster_plan, price, nearest, changes))
+        write_result(output, text.page(cluster_plan, paid, nearest, changes))
     with text_to_stderr(as_json):
         for block in blocks:
             say(wrapped(block, width))
         if output is not None:
             say(f"page: {output}")
     if as_json:
-        say(json.dumps(to_dict(cluster_plan, price), indent=1, allow_nan=False))
+        say(json.dumps(to_dict(cluster_plan, paid), indent=1, allow_nan=False))
 
 
-def extras(cluster_plan: ClusterPlan, options: PlanOptions) -> list[str]:
-    """The blocks that were asked for by name."""
+def why_text(cluster_plan: ClusterPlan, assignments: str) -> str:
+    """The answer to ``--why``."""
     from hasten.planner import advice, text
-    from hasten.planner.inputs import predicted_and_measured
 
-    blocks = []
-    for layout_text in options.why:
-        layout = advice.read_layout([layout_text], cluster_plan.best[0].layout)
-        possible = not advice.impossibilities(
-            cluster_plan.model, cluster_plan.cluster, cluster_plan.job, layout
-        )
-        one = advice.predicted(cluster_plan, layout) if possible else None
-        blocks.append(text.why_text(layout, advice.why_not(cluster_plan, layout), one))
-    for change in options.what_if:
-        blocks.append(
-            text.what_if_text(change, cluster_plan, advice.what_if(cluster_plan, change)[1])
-        )
-    if options.gpus:
-        blocks.append(text.devices_table(advice.devices(cluster_plan), cluster_plan.job))
-    if options.shapes:
-        blocks.append(text.shapes_text(advice.shape_advice(cluster_plan), cluster_plan.model))
-    if options.measured is not None:
-        fitted = cluster_plan.calibration, cluster_plan.stack
-        blocks.append(predicted_and_measured(options.measured, cluster_plan.cluster, *fitted))
-    return blocks
+    layout = advice.read_layout([assignments], cluster_plan.best[0].layout)
+    possible = not advice.impossibilities(
+        cluster_plan.model, cluster_plan.cluster, cluster_plan.job, layout
+    )
+    one = cluster_plan.simulated(cluster_plan.closed_form(layout)) if possible else None
+    return text.why_text(layout, advice.why_not(cluster_plan, layout), one)
 
 
 def simulated_counted(cluster_plan: ClusterPlan, recipe: Recipe | None) -> str:
@@ -323,21 +309,16 @@ def to_dict(cluster_plan: ClusterPlan, price: Price | None) -> dict[str, Any]:
         return {**one.to_dict(), "spending": spending(one, job, price).to_dict()}
 
     cluster = cluster_plan.cluster
-    model = cluster_plan.model
     return {
         "kind": "hasten estimate",
-        "model": {
-            "name": model.name,
-            "parameters": model.parameters(),
-            "active_parameters": model.active_parameters(),
-        },
+        "model": {"name": cluster_plan.model.name, "parameters": cluster_plan.model.parameters()}
+        | {"active_parameters": cluster_plan.model.active_parameters()},
         "cluster": {
             "device": cluster.device.name,
             "nodes": cluster.nodes,
             "per_node": cluster.per_node,
-            "topology": cluster.topology,
-            "source": cluster.device.source,
-        },
+        }
+        | {"topology": cluster.topology, "source": cluster.device.source},
         "job": dataclasses.asdict(job),
         "layouts": cluster_plan.layouts,
         "best": [entry(one) for one in cluster_plan.best],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -85,12 +86,9 @@ def _train(
         path, changes = Path(recipe.output) / "data" / "chosen.yaml", []
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(recipe.to_yaml())
-    if alone and recipe.max_restarts:
+    if alone and (recipe.max_restarts or recipe.nproc > 1):
         with ExitStack() as stack:  # until the last attempt is over
-            return as_supervised_ranks(recipe, stack)
-    if alone and recipe.nproc > 1:
-        with ExitStack() as stack:
-            return as_ranks(recipe, "train", stack=stack)
+            return train_as_ranks(recipe, stack)
     if missing := lacking(recipe):
         restart_with(["train", str(path), *changes], missing)
     with Display() as display, ExitStack() as stack:
@@ -227,68 +225,56 @@ class StepLine:
 def as_ranks(
     recipe: Recipe, command: str, options: Sequence[str] = (), stack: ExitStack | None = None
 ) -> int:
-    """Prepare the data once, then let one process per rank run a command on it.
+    """Prepare the data once, then let one process per rank run a command on it; the exit code.
+
+    A training is restarted from the newest checkpoint, as often as the recipe allows.
 
     ``stack`` takes the run's folder for all of them; a command that only looks needs none.
     """
-    from hasten.launch.ranks import start_ranks
-    from hasten.machine import host
-    from hasten.progress import Display
-    from hasten.recipe.build import prepare_run
-
-    output = Path(recipe.output)
-    with Display() as display:
-        line = StepLine(display, recipe)
-        prepared = prepare_run(recipe, display.tell, line.tokenising, recipe.nproc, stack)
-        context, plan = prepared.context, prepared.plan
-    resolved = output / "data" / f"ranks-{command}.yaml"
-    resolved.write_text(recipe.to_yaml())
-    count, cores = recipe.nproc, host.usable_cores()
-
-    def environ(rank: int) -> Mapping[str, str]:
-        known_there = replace(context, world=World(rank, rank, count))
-        return {**plan.environment(known_there), **recipe.transport}
-
-    return start_ranks([command, str(resolved), *options], count, output / "data", cores, environ)
-
-
-def as_supervised_ranks(recipe: Recipe, stack: ExitStack) -> int:
-    """The same, with ranks that are started again from the newest checkpoint; the exit code."""
-    from hasten.launch.supervisor import SupervisedRanks, supervise
+    from hasten.launch.supervisor import RankTimeouts, SupervisedRanks, Supervision, supervise
     from hasten.machine import host
     from hasten.progress import Display
     from hasten.recipe.build import prepare_run, supervision_of
     from hasten.training.folder import archive_previous_run
 
     output = Path(recipe.output)
+    supervision, log = Supervision(0, RankTimeouts(math.inf, math.inf)), None
     with Display() as display:
         line = StepLine(display, recipe)
         prepared = prepare_run(recipe, display.tell, line.tokenising, recipe.nproc, stack)
         context, plan = prepared.context, prepared.plan
-        if Slot.CHECKPOINT not in plan:
-            display.tell(
-                "max_restarts: the plan writes no checkpoints, so a restart begins at step 0"
-            )
-        moves = recipe.resume == "never"
-        if moves and (unfinished := archive_previous_run(output, keep_checkpoints=False)):
-            display.tell(unfinished)
-    resolved = output / "data" / "ranks-train.yaml"
+        if command == "train" and recipe.max_restarts:
+            supervision, log = supervision_of(recipe), output / "restarts.jsonl"
+            if Slot.CHECKPOINT not in plan:
+                display.tell(
+                    "max_restarts: the plan writes no checkpoints, so a restart begins at step 0"
+                )
+            moves = recipe.resume == "never"
+            if moves and (unfinished := archive_previous_run(output, keep_checkpoints=False)):
+                display.tell(unfinished)
+    resolved = output / "data" / f"ranks-{command}.yaml"
     resolved.write_text(recipe.to_yaml())
 
     def arguments(count: int, trained: bool) -> Sequence[str]:
         fewer = [f"nproc={count}", "min_nproc=null"] if count < recipe.nproc else []
-        return ["train", str(resolved), *fewer, *(["resume=auto"] if trained else [])]
+        resumes = ["resume=auto"] if trained else []
+        return [command, str(resolved), *options, *fewer, *resumes]
 
     def environ(rank: int, count: int) -> Mapping[str, str]:
         known_there = replace(context, world=World(rank, rank, count))
         return {**plan.environment(known_there), **recipe.transport}
 
     ranks = SupervisedRanks(arguments, environ, recipe.nproc, host.usable_cores())
-    code = supervise(ranks, supervision_of(recipe), output / "data", output / "restarts.jsonl")
+    return supervise(ranks, supervision, output / "data", log)
+
+
+def train_as_ranks(recipe: Recipe, stack: ExitStack) -> int:
+    """The same for a training: what couldn't be saved next to the weights decides the code, too."""
+    code = as_ranks(recipe, "train", stack=stack)
     if code != 0:
         return code
     try:
-        unsaved = json.loads((output / "summary.json").read_text())["unsaved"]
+        unsaved = json.loads((Path(recipe.output) / "summary.json").read_text())["unsaved"]
     except (OSError, ValueError):  # the rank has said why
         return UNSAVED
     return UNSAVED if unsaved else 0

@@ -22,8 +22,8 @@ class CloudConfig:
         nodes: hosts.
         gpus_per_node: devices in each host.
         topology: how hosts are wired, one of ``TOPOLOGIES``.
-        network_priority: what the network is chosen for, one of ``PRIORITIES``; a note for people,
-            which nothing here reads.
+        network_priority: what the network is chosen for, one of ``PRIORITIES``; the planner takes
+            a slower network for ``low_cost``.
 
     Raises:
         InputError: a number below 1, or a word that isn't known, with the nearest known one.

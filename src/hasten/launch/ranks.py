@@ -1,4 +1,4 @@
-"""One process per rank on this machine: starts, connects and ends them together.
+"""Ranks of one job: their variables, how they meet, and the check that all do the same.
 
 Ranks that hasten starts meet through a file in the run's folder. They communicate over
 the loopback interface; no port is opened to the network. Under torchrun, Slurm or
@@ -13,25 +13,18 @@ import datetime
 import gc
 import json
 import os
-import signal
 import socket
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from hasten.core.loop import ignore_stop_signals
 from hasten.errors import InputError, SameOnAllRanksError, StoppedError
 from hasten.machine import environment
-from hasten.machine import environment as environment_
 from hasten.machine.environment import World
-from hasten.machine.processes import attempt_number, ended_by
-from hasten.machine.signals import HASTE, StopSignal, heard_signals
+from hasten.machine.processes import attempt_number
 
 # An exchange that failed, told with the rank that it failed for.
 #
@@ -216,9 +209,7 @@ def _short(value: Any) -> str:
 
 # One process per rank.
 
-GRACE_SECONDS = 10.0  # for the others to end by themselves once a rank has failed or rank 0 is done
 TIMEOUT = datetime.timedelta(minutes=10)
-ADVICE = 2  # exit code of what the user has to mend (docs/reference/metrics.md)
 
 
 @contextlib.contextmanager
@@ -239,7 +230,7 @@ def process_group(
         yield
         return
     join_process_group(
-        world, backend_for(device, backend, environment_.ranks_here(world)), timeout, device
+        world, backend_for(device, backend, environment.ranks_here(world)), timeout, device
     )
     try:
         yield
@@ -259,63 +250,13 @@ def restart_with(arguments: Sequence[str], variables: Mapping[str, str]) -> NoRe
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    environment = environment_.child_environment({**variables, environment_.STARTED_FOR_PLAN: "1"})
-    os.execve(sys.executable, [sys.executable, "-m", "hasten", *arguments], environment)
-
-
-def start_ranks(
-    arguments: Sequence[str],
-    count: int,
-    folder: Path,
-    cores: int,
-    environ: Callable[[int], Mapping[str, str]] = lambda rank: {},
-) -> int:
-    """Runs ``python -m hasten ARGUMENTS`` as ``count`` ranks; returns the exit code.
-
-    It waits until all ranks have ended. Rank 0 prints to the user; the output of the others
-    is stored in the run's folder. When one fails, the others are ended and the last lines
-    of its output are shown. Cores are shared between the ranks. ``environ`` returns the
-    variables that a rank's plan needs before it starts.
-
-    Raises:
-        StopSignal: a signal was passed on, and ended the ranks before they could save.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".ranks-") as scratch:
-        logs = [Path(scratch) / f"rank-{rank}.log" for rank in range(count)]
-        processes = [
-            _start_rank(
-                arguments,
-                rank,
-                {
-                    **rank_environment(rank, count, Path(scratch), max(1, cores // count)),
-                    **environ(rank),
-                    environment_.PARENT: str(os.getpid()),  # a rank doesn't outlive this process
-                    environment_.STARTED_FOR_PLAN: "1",
-                },
-                logs[rank],
-            )
-            for rank in range(count)
-        ]
-        with _forwarding(processes) as received:
-            failed = _wait(processes)
-        if failed is None:
-            return 0
-        code = processes[failed].returncode
-        if code < 0 and received:  # the signal was passed on before there was anything to save
-            raise StopSignal(received[0])
-        if code < 0:
-            print(f"rank {failed} failed: {ended_by(code)}", file=sys.stderr)
-        elif failed:
-            lines = logs[failed].read_text(errors="replace").strip().splitlines()
-            if lines or code != ADVICE:  # rank 0 has said what holds for all
-                print(f"rank {failed} failed: {lines[-1] if lines else ''}", file=sys.stderr)
-        return code if code > 0 else LinkError.code
+    variables = environment.child_environment({**variables, environment.STARTED_FOR_PLAN: "1"})
+    os.execve(sys.executable, [sys.executable, "-m", "hasten", *arguments], variables)
 
 
 def rank_environment(rank: int, count: int, folder: Path, threads: int) -> dict[str, str]:
     """This process's environment with a rank's place in it; ranks meet in the folder ``folder``."""
-    return environment_.child_environment(
+    return environment.child_environment(
         {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -340,71 +281,3 @@ def rank_variables(count: int, cores: int, folder: Path) -> list[dict[str, str]]
     stopped = {"TORCH_NCCL_ENABLE_MONITORING": "0"}
     threads = max(1, cores // count)
     return [rank_environment(rank, count, folder, threads) | stopped for rank in range(count)]
-
-
-def _start_rank(
-    arguments: Sequence[str], rank: int, environment: Mapping[str, str], log: Path
-) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "hasten", *arguments]
-    if rank == 0:
-        return subprocess.Popen(command, env=environment)
-    with log.open("wb") as file:
-        return subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
-
-
-def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """The first rank that failed, or None; when it returns, all have ended.
-
-    Rank 0 saves and reports, so that when it has ended well nothing is lost by ending a rank that
-    doesn't find its way out.
-    """
-    failed: int | None = None
-    deadline = float("inf")
-    while any(p.poll() is None for p in processes):
-        for rank, process in enumerate(processes):
-            if failed is None and process.poll() not in (None, 0):
-                failed, deadline = rank, time.monotonic() + GRACE_SECONDS
-                _signal(processes, signal.SIGTERM)
-        if processes[0].poll() == 0:
-            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        if time.monotonic() > deadline:
-            _signal(processes, signal.SIGKILL)
-            break
-        time.sleep(0.05)
-    codes = [p.wait() for p in processes]
-    done = codes[0] == 0
-    bad = [r for r, code in enumerate(codes) if code and not (done and code == -signal.SIGKILL)]
-    return failed if failed is not None else next(iter(bad), None)
-
-
-def _signal(processes: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:
-    for process in processes:
-        if process.poll() is None:
-            process.send_signal(number)
-
-
-@contextlib.contextmanager
-def _forwarding(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[str]]:
-    """Passes signals on to the ranks as SIGTERM, and collects their names.
-
-    A terminal sends Ctrl-C to the ranks itself; SIGTERM reaches this process alone. Once one was
-    passed on, this process ends with its ranks, and further ones are ignored until then.
-    """
-    received: list[str] = []
-
-    def forward(number: int, frame: object) -> None:
-        received.append(signal.Signals(number).name)
-        _signal(processes, signal.SIGTERM)
-
-    before = [
-        (signal.SIGINT, signal.signal(signal.SIGINT, signal.SIG_IGN)),
-        *((n, signal.signal(n, forward)) for n in heard_signals() if n in HASTE),
-    ]
-    try:
-        yield received
-    finally:
-        for number, handler in before:
-            signal.signal(number, handler)
-        if received:
-            ignore_stop_signals()
-        _signal(processes, signal.SIGKILL)

@@ -1,4 +1,6 @@
-"""A supervisor restarts the ranks of a run from the newest checkpoint after a failure.
+"""A supervisor starts the ranks of a run, one process each, and ends them together.
+
+After a failure it restarts them from the newest checkpoint, where restarts are allowed:
 
     attempt 1 -> a rank dies or hangs -> all ranks are killed -> attempt 2 -> ... ->
     done
@@ -23,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import psutil
 
@@ -55,28 +57,36 @@ from hasten.machine.signals import HASTE, StopSignal, heard_signals
 CHANGING = {FOLDER, ATTEMPT, "HASTEN_RENDEZVOUS"}  # told with the line that wakes it
 
 
-class SpareRanks:
-    """A spare for each rank, started when asked for."""
+def _started(
+    command: Sequence[str], variables: Mapping[str, str], log: Path | None, stdin: int
+) -> subprocess.Popen[bytes]:
+    """``python -m COMMAND``, just started; its output goes to the log, if there is one."""
+    with contextlib.ExitStack() as stack:
+        out = None if log is None else stack.enter_context(log.open("ab"))
+        return subprocess.Popen(
+            [sys.executable, "-m", *command],
+            env=dict(variables),
+            stdin=stdin,
+            stdout=out,
+            stderr=None if out is None else subprocess.STDOUT,
+            # Ctrl-C reaches this process alone, which tells each rank once.
+            start_new_session=True,
+        )
 
-    def __init__(self, module: str) -> None:
+
+class SpareRanks:
+    """A spare for each rank, started when asked for; without a module there is none."""
+
+    def __init__(self, module: str | None) -> None:
         self._module = module
         self._waiting: dict[int, tuple[subprocess.Popen[bytes], dict[str, str]]] = {}
 
     def prepare(self, rank: int, variables: Mapping[str, str], log: Path | None) -> None:
         """Starts a spare for a rank, unless one waits; its output goes to the rank's log."""
         waiting = self._waiting.get(rank)
-        if waiting is not None and waiting[0].poll() is None:
+        if self._module is None or (waiting is not None and waiting[0].poll() is None):
             return
-        with contextlib.ExitStack() as stack:
-            out = None if log is None else stack.enter_context(log.open("ab"))
-            process = subprocess.Popen(
-                [sys.executable, "-m", self._module],
-                env=dict(variables),
-                stdin=subprocess.PIPE,
-                stdout=out,
-                stderr=None if out is None else subprocess.STDOUT,
-                start_new_session=True,
-            )
+        process = _started([self._module], variables, log, subprocess.PIPE)
         self._waiting[rank] = process, _lasting(variables)
 
     def take(
@@ -222,7 +232,7 @@ class Attempt:
             codes = [p.poll() for p in self.processes]
             if all(code == 0 for code in codes):
                 return self._with(0)
-            failed = any(codes) or any(self._words(rank) for rank in range(len(codes)))
+            failed = any(codes) or any(read_words(self.folder, r) for r in range(len(codes)))
             if failed:
                 first_failure = first_failure or now
                 patience = GRACE_SECONDS if self._leaving() else SETTLE_SECONDS
@@ -244,20 +254,17 @@ class Attempt:
         """The rank that ended first of all: killed ones before those that complain of it."""
         killed = [r for r, c in enumerate(codes) if c is not None and c < 0 and c != CONSEQUENCE]
         if killed:
-            return self._killed(killed[0], codes[killed[0]] or 0)
-        reports = {r: w for r in range(len(codes)) if (w := self._words(r)) is not None}
+            code = codes[killed[0]] or 0
+            return self._with(code, killed[0], ended_by(code))
+        reports = {r: w for r in range(len(codes)) if (w := read_words(self.folder, r))}
         if reports:
             rank = min(reports, key=lambda r: reports[r]["time"])
             report = reports[rank]
             code, line = report["code"], report["line"]
             return replace(self._with(code, rank, line, report["traceback"]), is_reported=True)
         rank, exit_code = next((r, c) for r, c in enumerate(codes) if c)
-        if exit_code < 0:
-            return self._killed(rank, exit_code)
-        return self._with(exit_code, rank, f"it ended with code {exit_code}")
-
-    def _killed(self, rank: int, code: int) -> AttemptResult:
-        return self._with(code, rank, ended_by(code))
+        cause = ended_by(exit_code) if exit_code < 0 else f"it ended with code {exit_code}"
+        return self._with(exit_code, rank, cause)
 
     def _silent(self, now: float, codes: Sequence[int | None]) -> AttemptResult | None:
         """The ending where a rank shows no heartbeat for too long."""
@@ -282,17 +289,15 @@ class Attempt:
 
     def _stuck(self, late: Sequence[int]) -> tuple[int | None, str]:
         """Returns the rank that the others wait for, if it can be detected, and a reason."""
-        stopped = [rank for rank in late if _is_stopped(self.processes[rank].pid)]
-        if stopped:
-            return stopped[0], "its process is stopped"
+        for rank in late:
+            with contextlib.suppress(psutil.Error):
+                if psutil.Process(self.processes[rank].pid).status() == psutil.STATUS_STOPPED:
+                    return rank, "its process is stopped"
         steps = [self._seen[rank][0].step for rank in late]
         behind = [rank for rank, step in zip(late, steps, strict=True) if step == min(steps)]
         if len(behind) == 1:
             return behind[0], f"it hangs after step {min(steps)}"
         return None, f"ranks {', '.join(map(str, late))} wait after step {min(steps)}"
-
-    def _words(self, rank: int) -> dict[str, Any] | None:
-        return read_words(self.folder, rank)
 
     def _with(
         self,
@@ -308,7 +313,11 @@ class Attempt:
 
     def kill(self) -> None:
         """End all ranks that run, with what they started, at once; wait until they are gone."""
-        family = [child for process in self.processes for child in _children(process)]
+        family: list[psutil.Process] = []
+        for process in self.processes:
+            if process.poll() is None:
+                with contextlib.suppress(psutil.Error):
+                    family += psutil.Process(process.pid).children(recursive=True)
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
@@ -317,21 +326,6 @@ class Attempt:
                 child.kill()
         for process in self.processes:
             process.wait()
-
-
-def _children(process: RankProcess) -> list[psutil.Process]:
-    if process.poll() is not None:
-        return []
-    with contextlib.suppress(psutil.Error):
-        children: list[psutil.Process] = psutil.Process(process.pid).children(recursive=True)
-        return children
-    return []
-
-
-def _is_stopped(pid: int) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
-    return False
 
 
 # The supervisor.
@@ -403,7 +397,7 @@ class _Supervisor:
         self._seats = list(range(ranks.count))  # local ranks, and so devices, that are in use
         self._running: Attempt | None = None
         self._asked: signal.Signals | None = None
-        self._spares = SpareRanks(supervision.spares) if supervision.spares else None
+        self._spares = SpareRanks(supervision.spares)
         self._trained = False  # in any attempt
         self._fruitless = 0  # attempts in a row that ended before their first step
 
@@ -419,15 +413,18 @@ class _Supervisor:
                 if ending.code in FINAL:
                     self._tell_final(ending)
                     return ending.code
-                self._note(ending, number, began)
+                if self._log is not None:
+                    times = {"attempt": number, "began": began, "ended": time.time()}
+                    append_line(self._log, asdict(ending) | times)
                 if number > self._supervision.max_restarts:
-                    self._say(f"{_sentence(ending)}; {number - 1} restart(s) are used up")
-                    return WORN_OUT
+                    used = f"; {number - 1} restart(s) are used up" if number > 1 else ""
+                    self._say(f"{self._sentence(ending)}{used}")
+                    return ending.code if number == 1 and ending.code > 0 else WORN_OUT
                 seat = None if ending.rank is None else self._seats[ending.rank]
                 again = self._fewer(seat) if seat is not None and seat == failed_seat else ""
                 failed_seat = seat
                 self._say(
-                    f"{_sentence(ending)}; restart {number} of "
+                    f"{self._sentence(ending)}; restart {number} of "
                     f"{self._supervision.max_restarts}{again}"
                 )
                 self._pause(ending)
@@ -450,14 +447,16 @@ class _Supervisor:
 
         def start(rank: int) -> RankProcess:
             environment = environments[rank]
-            if self._spares is not None:
-                spare = self._spares.take(rank, environment, arguments)
-                if spare is not None:
-                    return spare
-            return (self._ranks.launch or self._cold)(rank, environment, arguments)
+            spare = self._spares.take(rank, environment, arguments)
+            if spare is not None:
+                return spare
+            if self._ranks.launch is not None:
+                return self._ranks.launch(rank, environment, arguments)
+            command, log = ["hasten", *arguments], self._words_of(rank)
+            return _started(command, environment, log, subprocess.DEVNULL)
 
         def begun() -> None:
-            if self._spares is not None and number <= self._supervision.max_restarts:
+            if number <= self._supervision.max_restarts:
                 for rank, environment in enumerate(environments):
                     self._spares.prepare(rank, environment, self._words_of(rank))
 
@@ -487,31 +486,13 @@ class _Supervisor:
         """The first rank speaks to the user itself."""
         return self._place / f"rank-{rank}.log" if rank else None
 
-    def _cold(
-        self, rank: int, environment: Mapping[str, str], arguments: Sequence[str]
-    ) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "hasten", *arguments]
-        log = self._words_of(rank)
-        with contextlib.ExitStack() as stack:
-            out = None if log is None else stack.enter_context(log.open("ab"))
-            return subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=None if out is None else subprocess.STDOUT,
-                # Ctrl-C reaches this process alone, which tells each rank once.
-                start_new_session=True,
-            )
-
     def _fewer(self, seat: int) -> str:
         """Leave out the seat that failed twice in a row, where the user allows it."""
         fewest = self._supervision.fewest
         if fewest is None or len(self._seats) <= fewest:
             return ""
         self._seats.remove(seat)
-        if self._spares is not None:
-            self._spares.end()
+        self._spares.end()
         return f", without device {seat}: {len(self._seats)} rank(s)"
 
     def _pause(self, ending: AttemptResult) -> None:
@@ -522,17 +503,22 @@ class _Supervisor:
             while time.monotonic() < end and self._asked is None:
                 time.sleep(0.05)
 
-    def _note(self, ending: AttemptResult, number: int, began: float) -> None:
-        if self._log is not None:
-            entry = asdict(ending) | {"attempt": number, "began": began, "ended": time.time()}
-            append_line(self._log, entry)
-
     def _tell_final(self, ending: AttemptResult) -> None:
         """Prints a rank's final message once for all; the rank doesn't print it itself."""
         if ending.is_reported:
             self._say(ending.cause)
         elif ending.rank and ending.cause:  # rank 0 has the user's ear
-            self._say(_sentence(ending))
+            self._say(self._sentence(ending))
+
+    def _sentence(self, ending: AttemptResult) -> str:
+        who = "the ranks" if ending.rank is None else f"rank {ending.rank}"
+        text = f"{who} failed after step {ending.step}: {ending.cause}"
+        log = self._words_of(ending.rank or 0)
+        has_reason = ending.is_reported or ending.hung or ending.code < 0
+        if log is not None and log.exists() and not has_reason:
+            lines = log.read_text(errors="replace").strip().splitlines()
+            text += f" ({lines[-1]})" if lines else ""
+        return f"{ending.traceback.rstrip()}\n{text}" if ending.traceback else text
 
     def _say(self, text: str) -> None:
         print(f"hasten: {text}", file=sys.stderr, flush=True)
@@ -554,11 +540,4 @@ class _Supervisor:
                 signal.signal(number, handler)
             if self._asked in HASTE:  # this process ends with its ranks
                 ignore_stop_signals()
-            if self._spares is not None:
-                self._spares.end()
-
-
-def _sentence(ending: AttemptResult) -> str:
-    who = "the ranks" if ending.rank is None else f"rank {ending.rank}"
-    text = f"{who} failed after step {ending.step}: {ending.cause}"
-    return f"{ending.traceback.rstrip()}\n{text}" if ending.traceback else text
+            self._spares.end()

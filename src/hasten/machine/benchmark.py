@@ -311,24 +311,26 @@ def measure_disk(folder: Path, size: int = 64 << 20) -> DiskSpeed:
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".hasten-", buffering=0) as file:
             handle = file.fileno()
-            write = size / _write(handle, size)
+            pieces = [os.urandom(PIECE) for _ in range(8)]
+            began = time.perf_counter()
+            for index in range(size // PIECE):
+                os.write(handle, pieces[index % len(pieces)])
+            os.fsync(handle)
+            write = size / (time.perf_counter() - began)
             read = _read(handle, size)
-            flush = statistics.median(_flush(handle) for _ in range(FLUSHES))
+            flushes = []
+            for _ in range(FLUSHES):
+                began = time.perf_counter()
+                os.write(handle, b"x" * 512)
+                os.fsync(handle)
+                flushes.append(time.perf_counter() - began)
     except OSError as error:
         raise ValueError(
             f"{folder}: its disk can't be measured ({error.strerror or error}); name a folder that "
             f"takes a file of {size >> 20} MiB"
         ) from error
-    return DiskSpeed(str(folder), size, write, size / read if read else None, flush)
-
-
-def _write(handle: int, size: int) -> float:
-    pieces = [os.urandom(PIECE) for _ in range(8)]
-    began = time.perf_counter()
-    for index in range(size // PIECE):
-        os.write(handle, pieces[index % len(pieces)])
-    os.fsync(handle)
-    return time.perf_counter() - began
+    read_rate = size / read if read else None
+    return DiskSpeed(str(folder), size, write, read_rate, statistics.median(flushes))
 
 
 def _read(handle: int, size: int) -> float | None:
@@ -363,10 +365,3 @@ def _resident(handle: int, size: int) -> float:
         )
         del start  # the map can't be closed while somebody points into it
     return 1.0 if wrong else sum(mark & 1 for mark in marks) / pages
-
-
-def _flush(handle: int) -> float:
-    began = time.perf_counter()
-    os.write(handle, b"x" * 512)
-    os.fsync(handle)
-    return time.perf_counter() - began

@@ -60,15 +60,18 @@ class Hardware:
 
 def hardware() -> Hardware:
     """Look at this machine."""
-    memory = psutil.virtual_memory().total
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = map(torch.cuda.get_device_properties, range(count))
     return Hardware(
         cpu=_cpu_name(),
         physical_cores=psutil.cpu_count(logical=False) or 1,
         usable_cores=usable_cores(),
-        memory_bytes=memory,
-        memory_limit_bytes=min(memory, memory_limit() or memory),
+        memory_bytes=psutil.virtual_memory().total,
+        memory_limit_bytes=usable_memory(),
         instruction_sets=_instruction_sets(),
-        accelerators=_accelerators(),
+        accelerators=tuple(
+            Accelerator(g.name, g.total_memory, f"{g.major}.{g.minor}") for g in gpus
+        ),
         system=f"{platform.system()} {platform.release()}",
     )
 
@@ -78,6 +81,12 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def usable_memory() -> int:
+    """Bytes that this process may use: the control group's limit, or the machine's memory."""
+    memory = psutil.virtual_memory().total
+    return min(memory, memory_limit() or memory)
 
 
 def default_device() -> str:
@@ -162,25 +171,15 @@ def accelerator_uuids(device: str, count: int) -> list[str]:
     return [str(torch.cuda.get_device_properties(first + index).uuid) for index in indices]
 
 
+def _instruction_sets() -> tuple[str, ...]:
+    return tuple(name for name in INSTRUCTION_SETS if name in processor_flags())
+
+
 def _cpu_name() -> str:
     for line in _read(Path("/proc/cpuinfo")).splitlines():
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
-
-
-def _instruction_sets() -> tuple[str, ...]:
-    return tuple(name for name in INSTRUCTION_SETS if name in processor_flags())
-
-
-def _accelerators() -> tuple[Accelerator, ...]:
-    if not torch.cuda.is_available():
-        return ()
-    accelerators = []
-    for index in range(torch.cuda.device_count()):
-        gpu = torch.cuda.get_device_properties(index)
-        accelerators.append(Accelerator(gpu.name, gpu.total_memory, f"{gpu.major}.{gpu.minor}"))
-    return tuple(accelerators)
 
 
 # What a machine has besides its processor's name: NUMA nodes, disks, network cards, limits.
@@ -306,13 +305,22 @@ def cards(root: Path = Path("/")) -> list[NetworkCard]:
 
 def limits(root: Path = Path("/")) -> SystemLimits:
     """Returns the limits of this process."""
+    shared_memory = open_files = None
+    with contextlib.suppress(OSError):
+        size = os.statvfs(root / "dev/shm")
+        shared_memory = size.f_frsize * size.f_blocks
+    with contextlib.suppress(ImportError):  # no Unix
+        import resource
+
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        open_files = None if soft == resource.RLIM_INFINITY else soft
     return SystemLimits(
         cpus=_least([_cpus(group) for group in _groups(root, "cpu")]),
         memory_bytes=memory_limit(root),
         swap_bytes=_strictest(root, "memory", "memory.swap.max"),
         processes=_strictest(root, "pids", "pids.max"),
-        shared_memory_bytes=_shared_memory(root),
-        open_files=_open_files(),
+        shared_memory_bytes=shared_memory,
+        open_files=open_files,
         container=_container(root),
     )
 
@@ -360,23 +368,6 @@ def _cpus(group: Path) -> float | None:
 
 def _least(values: Sequence[Number | None]) -> Number | None:
     return min((value for value in values if value is not None), default=None)
-
-
-def _shared_memory(root: Path) -> int | None:
-    try:
-        size = os.statvfs(root / "dev/shm")
-    except OSError:
-        return None
-    return size.f_frsize * size.f_blocks
-
-
-def _open_files() -> int | None:
-    try:
-        import resource
-    except ImportError:  # no Unix
-        return None
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def _container(root: Path) -> str | None:

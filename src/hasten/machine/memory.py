@@ -11,7 +11,6 @@ memory.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import ctypes.util
 import functools
@@ -26,7 +25,7 @@ from typing import Any
 import psutil
 import torch
 
-from hasten.machine import host
+from hasten.machine import host, processes
 
 Meter = Callable[[], tuple[float, float]]
 REST = 1.05  # good and ceiling this close: stay (hysteresis)
@@ -139,8 +138,8 @@ def device_bytes(device: torch.device | str) -> int:
 
 def host_meter() -> Meter:
     """Resident bytes of this process against the container's limit or the machine's memory."""
-    limit = float(memory_limit())
-    return _peaks(lambda: _status("VmHWM"), lambda: _status("VmRSS"), lambda: limit)
+    limit = float(host.usable_memory())
+    return _peaks(processes.host_memory_peak, processes.resident_bytes, lambda: limit)
 
 
 def free_bytes(device: torch.device | str) -> float:
@@ -150,11 +149,8 @@ def free_bytes(device: torch.device | str) -> float:
     """
     torch_device = torch.device(device)
     if torch_device.type == "cpu":
-        free = float(psutil.virtual_memory().available)
-        with contextlib.suppress(ValueError):  # no limit of a container is known
-            used, limit = host_meter()()
-            free = min(free, limit - used)
-        return free
+        used, limit = host_meter()()
+        return min(float(psutil.virtual_memory().available), limit - used)
     try:
         free_on_device, _ = torch.accelerator.memory.get_memory_info(torch_device)
     except (RuntimeError, NotImplementedError):
@@ -176,30 +172,6 @@ def _peaks(peak: Callable[[], int], now: Callable[[], int], limit: Callable[[], 
         return float(before if rose else now()), limit()
 
     return read
-
-
-def memory_limit() -> int:
-    """Returns the bytes that this process may use on the host.
-
-    They are the control group's limit, or the machine's memory.
-
-    Raises:
-        ValueError: the system doesn't report it (only Linux does); pass your own meter.
-    """
-    total = _kilobytes("meminfo", "MemTotal")
-    return min(total, host.memory_limit() or total)
-
-
-def _status(field: str) -> int:
-    return _kilobytes("self/status", field)
-
-
-def _kilobytes(file: str, field: str) -> int:
-    path = Path("/proc") / file
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise ValueError(f"{path} doesn't give {field}; give meter=, a function () -> (used, limit)")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -35,7 +35,8 @@ PR_SET_PDEATHSIG = 1  # man 2 prctl
 def end_with_parent() -> None:
     """Ask the kernel to end this process when the one that started it ends, however (Linux).
 
-    A stopped process reads no pipe and would stay for ever.
+    A stopped process reads no pipe and would stay for ever. The kernel sends SIGKILL, which it
+    can't ignore either (prctl(2)).
     """
     with contextlib.suppress(OSError, AttributeError):  # another system: nothing is to be asked
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -85,13 +86,13 @@ def tree() -> list[psutil.Process]:
     return [me, *me.children(recursive=True)]
 
 
-def tree_seconds(processes: Sequence[psutil.Process] | None = None) -> float:
-    """Processor seconds of `tree`, or of these; of each with those that it started and that ended.
+def tree_seconds(processes: Sequence[psutil.Process]) -> float:
+    """Processor seconds of these processes, each with those that it started and that ended.
 
     Finding the processes reads all of the machine's (milliseconds); asking them is cheap.
     """
     total = 0.0
-    for process in tree() if processes is None else processes:
+    for process in processes:
         with contextlib.suppress(psutil.Error):  # one that ended just now is in its parent's sum
             total += sum(process.cpu_times()[:4])  # user, system, and both of waited-for children
     return total
@@ -141,8 +142,8 @@ class Instant:
     ours: float  # of this process and all that it started
 
 
-def read_clocks(processes: Sequence[psutil.Process] | None = None) -> Instant:
-    """The clocks now; ``processes``: of the tree, where they are known."""
+def read_clocks(processes: Sequence[psutil.Process]) -> Instant:
+    """The clocks now, ours of these processes."""
     return Instant(time.monotonic(), busy_seconds(), tree_seconds(processes))
 
 
@@ -281,23 +282,20 @@ def write_exit_reason(error: BaseException) -> bool:
         return False
     if folder is None:
         return False
+    lines = str(error).strip().splitlines() or [""]
+    advice = isinstance(error, InputError | StoppedError)
+    code = 2 if isinstance(error, InputError) else getattr(error, "code", 1)
+    words = {
+        "time": time.time(),
+        "code": code if isinstance(code, int) and advice else 1,
+        "line": " ".join(lines) if advice else f"{type(error).__name__}: {lines[0]}",
+        "traceback": "" if advice else "".join(traceback.format_exception(error)),
+    }
     path = words_file(folder, rank)
     if not path.exists():
         with contextlib.suppress(OSError):  # the disk may be why it ends
-            write_atomic(path, json.dumps(_words(error)), durable=False)
+            write_atomic(path, json.dumps(words), durable=False)
     return True
-
-
-def _words(error: BaseException) -> dict[str, Any]:
-    first = (str(error).strip().splitlines() or [""])[0]
-    advice = isinstance(error, InputError | StoppedError)
-    code = 2 if isinstance(error, InputError) else getattr(error, "code", 1)
-    return {
-        "time": time.time(),
-        "code": code if isinstance(code, int) and advice else 1,
-        "line": first if advice else f"{type(error).__name__}: {first}",
-        "traceback": "" if advice else "".join(traceback.format_exception(error)),
-    }
 
 
 @contextlib.contextmanager
@@ -311,14 +309,10 @@ def reporting_errors() -> Iterator[None]:
 
 
 def exit_with_parent() -> None:
-    """End with the supervisor, whatever ended it (Linux; elsewhere its own handlers have to do).
-
-    The kernel sends SIGKILL, which a stopped process can't ignore either (prctl(2)).
-    """
+    """End with the supervisor, whatever ended it (Linux; elsewhere its own handlers have to do)."""
     parent = environment.positive_number(environment.PARENT, _UNSET)
     if parent is None or not sys.platform.startswith("linux"):
         return
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    end_with_parent()
     if os.getppid() != parent:  # it ended before the leash was on
         os._exit(1)

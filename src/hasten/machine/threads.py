@@ -32,6 +32,7 @@ import torch
 from torch.optim import Optimizer
 
 from hasten.machine import environment
+from hasten.machine.host import numa_nodes
 from hasten.machine.memory import is_loaded
 
 WAITING = {  # how idle threads may wait
@@ -39,7 +40,6 @@ WAITING = {  # how idle threads may wait
     "asleep": "asleep",
     "spinning": "spinning",
 }
-NODES = Path("/sys/devices/system/node")
 
 
 def waiting(how: str) -> dict[str, str]:
@@ -89,14 +89,9 @@ def own_cores(
     return tuple(ordered[start:end])
 
 
-def memory_nodes(folder: Path = NODES) -> list[frozenset[int]]:
+def memory_nodes(root: Path = Path("/")) -> list[frozenset[int]]:
     """Returns the cores of each memory node that has any; empty if it isn't reported."""
-    nodes = []
-    for path in sorted(folder.glob("node[0-9]*/cpulist")):
-        cores = cpu_list(path.read_text())
-        if cores:
-            nodes.append(frozenset(cores))
-    return nodes
+    return [frozenset(cores) for node in numa_nodes(root) if (cores := cpu_list(node.cpus))]
 
 
 def cpu_list(text: str) -> list[int]:

@@ -16,14 +16,18 @@ import numpy as np
 
 from hasten.errors import InputError
 from hasten.formatting import did_you_mean
-from hasten.machine.accelerators import DEVICES, Device, device
+from hasten.machine.accelerators import DEVICES, device
 from hasten.models.architecture import Architecture
-from hasten.planner.candidate import PlanCandidate, candidate, micro_batches_of
+from hasten.planner.candidate import PlanCandidate, micro_batches_of
 from hasten.planner.cluster import Cluster
-from hasten.planner.layout import SIMULATED, Layouts, PlannedJob, PlannedLayout, why_impossible
-from hasten.planner.planning import MEMORY, ClusterPlan, EvaluatedLayouts, plan
-from hasten.planner.predict import FATAL, REASONS, predict
-from hasten.planner.simulate import resimulated
+from hasten.planner.layout import (
+    SIMULATED,
+    PlannedJob,
+    PlannedLayout,
+    has_format,
+    why_impossible,
+)
+from hasten.planner.planning import ClusterPlan
 
 # What a user writes on a command line, read: a layout's words, counts like 15T, changes to try.
 
@@ -33,6 +37,10 @@ _SHORT = {
     "gradients": "compression",
     "vpp": "virtual",
     "mbs": "micro_batch",
+}
+_BOOLEANS = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
 }
 CHANGES = ("gpu", "nodes", "gpus_per_node", "network", "link")
 
@@ -66,7 +74,9 @@ def layout_fields(assignments: Sequence[str]) -> dict[str, Any]:
                 f"a layout has no {word!r}{did_you_mean(key, kinds)}: write tp=8,recompute=full"
             )
         if isinstance(kinds[name], bool):
-            settings[name] = _switch(value, name)
+            if value.lower() not in _BOOLEANS:
+                raise InputError(f"{name} is {value!r}; write yes or no")
+            settings[name] = _BOOLEANS[value.lower()]
         elif isinstance(kinds[name], int):
             settings[name] = _whole(value, name)
         else:
@@ -90,9 +100,7 @@ def changed_cluster(cluster: Cluster, change: str) -> Cluster:
             "network=2x, link=100 (GB/s)"
         )
     if key == "gpu":
-        chip = device(value)
-        uses_device_link = cluster.intra == cluster.device.link
-        return replace(cluster, device=chip, intra=chip.link if uses_device_link else cluster.intra)
+        return cluster.with_device(device(value))
     if key == "nodes":
         return replace(cluster, nodes=_whole(value, key))
     if key == "gpus_per_node":
@@ -118,14 +126,6 @@ def _whole(value: str, name: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", value) or int(value) < least:
         raise InputError(f"{name} is {value!r}; give a whole number, {least} at least")
     return int(value)
-
-
-def _switch(value: str, name: str) -> bool:
-    booleans = {"1": True, "true": True, "yes": True, "on": True}
-    booleans |= {"0": False, "false": False, "no": False, "off": False}
-    if value.lower() not in booleans:
-        raise InputError(f"{name} is {value!r}; write yes or no")
-    return booleans[value.lower()]
 
 
 # Reasons.
@@ -157,28 +157,14 @@ class RejectedLayout:
 
 def why_not(cluster_plan: ClusterPlan, layout: PlannedLayout) -> list[str]:
     """Why that layout isn't the best of the plan, a sentence each; empty: it is."""
-    model, job = cluster_plan.model, cluster_plan.job
-    against = impossibilities(model, cluster_plan.cluster, job, layout)
+    model, cluster, best = cluster_plan.model, cluster_plan.cluster, cluster_plan.best[0]
+    against = impossibilities(model, cluster, cluster_plan.job, layout)
     if against:
         return against
-    rows = Layouts.of([layout])
-    prediction = predict(
-        model, cluster_plan.cluster, job, rows, cluster_plan.calibration, cluster_plan.stack
-    )
-    one = resimulated(
-        model, candidate(prediction, rows, 0, cluster_plan.cluster, job), job.task == "lora"
-    )
-    bits = int(prediction.reasons[0])
-    reasons = [too_much(one)] if bits & MEMORY else []
-    reasons += [
-        sentence.partition(": ")[2]
-        for index, sentence in enumerate(REASONS)
-        if bits >> index & 1 and index and FATAL >> index & 1
-    ]
-    best = cluster_plan.best[0]
-    if reasons or layout == best.layout:
-        return reasons
-    return [dominated(one, best)]
+    one = cluster_plan.simulated(cluster_plan.closed_form(layout))
+    if not one.fits:
+        return [too_much(one)]
+    return [] if layout == best.layout else [dominated(one, best)]
 
 
 def impossibilities(
@@ -212,6 +198,8 @@ def impossibilities(
             f"ep {layout.ep} must divide the {experts} routed experts and the {ranks} ranks of a "
             "stage"
         )
+    if not has_format(cluster, layout.precision):
+        reasons.append(f"{cluster.device.name} has no unit for products in {layout.precision}")
     if layout.pp > 1 and layout.schedule in SIMULATED and not job.global_batch % share:
         schedule_reason = why_impossible(
             layout.schedule, layout.pp, micro_batches_of(layout, job), layout.virtual
@@ -252,24 +240,23 @@ def dominated(one: PlanCandidate, best: PlanCandidate) -> str:
 def rejected(cluster_plan: ClusterPlan, limit: int | None = None) -> list[RejectedLayout]:
     """Each way to deal out all devices that isn't among the best, the nearest to them first."""
     evaluated, best = cluster_plan.considered[0], cluster_plan.best[0]
-    shown = {_deal(c.layout) for c in cluster_plan.best}
-    rows = best_of_each_deal(evaluated)
-    rows = sorted(rows, key=lambda row: float(evaluated.predictions.step_seconds[row]))
+    rows, predictions = evaluated.layouts, evaluated.predictions
+    # Of each deal the quickest that fits, or the leanest.
+    value = np.where(predictions.fits, predictions.step_seconds, predictions.memory_p90)
+    order = np.lexsort((value, ~predictions.fits))
+    deals = np.stack([rows.dp, rows.tp, rows.pp, rows.ep, rows.cp], axis=1)
+    _, first = np.unique(deals[order], axis=0, return_index=True)
+    shown = {c.layout.deal for c in cluster_plan.best}
     rejected_layouts: list[RejectedLayout] = []
-    for row in rows:
+    for row in sorted(order[first], key=lambda row: float(predictions.step_seconds[row])):
         if limit is not None and len(rejected_layouts) == limit:
             break
-        one = evaluated.candidate(row)
-        if _deal(one.layout) in shown:
+        one = evaluated.candidate(int(row))
+        if one.layout.deal in shown:
             continue
-        bits = int(evaluated.predictions.reasons[row]) & FATAL
-        if not bits:
-            one = resimulated(cluster_plan.model, one, cluster_plan.job.task == "lora")
-            reason = dominated(one, best)
-        elif bits & MEMORY:
-            reason = too_much(one)
-        else:
-            reason = "; ".join(REASONS[p] for p in range(len(REASONS)) if bits >> p & 1)
+        if one.fits:
+            one = cluster_plan.simulated(one)
+        reason = dominated(one, best) if one.fits else too_much(one)
         rejected_layouts.append(
             RejectedLayout(one.layout, reason, one.step_seconds.middle, one.fits)
         )
@@ -280,22 +267,10 @@ def refusals(cluster_plan: ClusterPlan) -> list[str]:
     """How many ways to deal out the devices each rule has left out, and how many didn't fit."""
     evaluated = cluster_plan.considered[0]
     sentences = [f"{count} x {rule}" for rule, count in evaluated.enumeration.refused.items()]
-    bits = evaluated.predictions.reasons & FATAL
-    full = int(np.count_nonzero(bits & MEMORY))
-    if full:
-        sentences.append(f"{full:,} of {len(bits):,} layouts don't fit into memory")
+    fits = evaluated.predictions.fits
+    if full := int(np.count_nonzero(~fits)):
+        sentences.append(f"{full:,} of {len(fits):,} layouts don't fit into memory")
     return sentences
-
-
-def best_of_each_deal(evaluated: EvaluatedLayouts) -> list[int]:
-    """For each way to deal out the devices the row of its quickest that fits, or leanest."""
-    rows, predictions = evaluated.layouts, evaluated.predictions
-    deals = np.stack([rows.dp, rows.tp, rows.pp, rows.ep, rows.cp], axis=1)
-    # Those that fit come first, by time; those that don't, by memory.
-    value = np.where(predictions.fits, predictions.step_seconds, predictions.memory_p90)
-    order = np.lexsort((value, ~predictions.fits))
-    _, first = np.unique(deals[order], axis=0, return_index=True)
-    return [int(row) for row in order[first]]
 
 
 def read_layout(words_: Sequence[str], like: PlannedLayout) -> PlannedLayout:
@@ -315,10 +290,6 @@ def read_layout(words_: Sequence[str], like: PlannedLayout) -> PlannedLayout:
     elif settings.get("schedule", like.schedule) != like.schedule:
         settings = {"virtual": 1} | settings
     return replace(like, **settings)
-
-
-def _deal(layout: PlannedLayout) -> tuple[int, ...]:
-    return layout.dp, layout.tp, layout.pp, layout.ep, layout.cp
 
 
 # What would change the answer: a faster network, other devices or formats, another model shape.
@@ -357,6 +328,8 @@ def sensitivity(cluster_plan: ClusterPlan) -> list[LayoutChange]:
     """The effect on the rate of doubling or halving each property of the machine."""
     planned_cluster = cluster_plan.cluster
     chip = planned_cluster.device
+    names = ("peak16", "peak8", "peak4", "peak32", "reached16", "reached8", "reached32")
+    faster: dict[str, Any] = {name: 2 * getattr(chip, name) for name in names}
     twice = {
         "twice the network": replace(planned_cluster, inter=2 * planned_cluster.inter),
         "half the network": replace(planned_cluster, inter=planned_cluster.inter / 2),
@@ -365,7 +338,7 @@ def sensitivity(cluster_plan: ClusterPlan) -> list[LayoutChange]:
         "twice the memory's rate": replace(
             planned_cluster, device=replace(chip, memory_rate=2 * chip.memory_rate)
         ),
-        "twice the products' rate": replace(planned_cluster, device=_faster(chip, 2.0)),
+        "twice the products' rate": replace(planned_cluster, device=replace(chip, **faster)),
         "twice the memory": replace(
             planned_cluster, device=replace(chip, memory_bytes=2 * chip.memory_bytes)
         ),
@@ -399,21 +372,8 @@ def devices(cluster_plan: ClusterPlan) -> list[HardwareOption]:
         if name == cluster_plan.cluster.device.name:
             choices.append(HardwareOption(name, cluster_plan.best[0], "", 1.0))
             continue
-        uses_device_link = cluster_plan.cluster.intra == cluster_plan.cluster.device.link
-        other_cluster = replace(
-            cluster_plan.cluster,
-            device=chip,
-            intra=chip.link if uses_device_link else cluster_plan.cluster.intra,
-        )
         try:
-            best = plan(
-                *(cluster_plan.model, other_cluster, cluster_plan.job),
-                space=cluster_plan.space,
-                top=1,
-                fewer_nodes=False,
-                calibration=cluster_plan.calibration,
-                stack=cluster_plan.stack,
-            ).best[0]
+            best = cluster_plan.best_on(cluster_plan.cluster.with_device(chip)).best[0]
         except InputError as error:
             choices.append(HardwareOption(name, None, str(error)))
             continue
@@ -422,7 +382,7 @@ def devices(cluster_plan: ClusterPlan) -> list[HardwareOption]:
     return sorted(choices, key=lambda c: -c.price_ratio if c.best else 0.0)
 
 
-def what_if(cluster_plan: ClusterPlan, change: str) -> tuple[Cluster, ClusterPlan]:
+def what_if(cluster_plan: ClusterPlan, change: str) -> ClusterPlan:
     """Plans again with one change.
 
     Examples: ``gpu=a100``, ``nodes=8``, ``network=25``, ``network=2x``.
@@ -430,21 +390,7 @@ def what_if(cluster_plan: ClusterPlan, change: str) -> tuple[Cluster, ClusterPla
     Raises:
         InputError: a change that can't be read, or a cluster on which nothing fits.
     """
-    other_cluster = changed_cluster(cluster_plan.cluster, change)
-    return other_cluster, plan(
-        *(cluster_plan.model, other_cluster, cluster_plan.job),
-        space=cluster_plan.space,
-        top=1,
-        fewer_nodes=False,
-        calibration=cluster_plan.calibration,
-        stack=cluster_plan.stack,
-    )
-
-
-def _faster(chip: Device, times: float) -> Device:
-    names = ("peak16", "peak8", "peak4", "peak32", "reached16", "reached8", "reached32")
-    rates: dict[str, Any] = {name: times * getattr(chip, name) for name in names}
-    return replace(chip, **rates)
+    return cluster_plan.best_on(changed_cluster(cluster_plan.cluster, change))
 
 
 def _changed(cluster_plan: ClusterPlan, name: str, cluster: Cluster) -> LayoutChange:
@@ -467,43 +413,10 @@ def _ratio(
     cluster_plan: ClusterPlan, cluster: Cluster, layouts: list[PlannedLayout]
 ) -> list[float]:
     """Rates of the layouts there, over that of the plan's best here; nan where they don't fit."""
-    rows = Layouts.of(layouts)
-    prediction = predict(
-        cluster_plan.model,
-        cluster,
-        cluster_plan.job,
-        rows,
-        cluster_plan.calibration,
-        cluster_plan.stack,
-    )
-    base_prediction = predict(
-        *(
-            cluster_plan.model,
-            cluster_plan.cluster,
-            cluster_plan.job,
-            Layouts.of([cluster_plan.best[0].layout]),
-        ),
-        *(cluster_plan.calibration, cluster_plan.stack),
-    )
-    ratio = base_prediction.step_seconds[0] / prediction.step_seconds
-    return [
-        float(r) if fits else float("nan") for r, fits in zip(ratio, prediction.fits, strict=True)
-    ]
-
-
-def predicted(cluster_plan: ClusterPlan, layout: PlannedLayout) -> PlanCandidate:
-    """The prediction for a user's layout on the plan's cluster."""
-    rows = Layouts.of([layout])
-    prediction = predict(
-        cluster_plan.model,
-        cluster_plan.cluster,
-        cluster_plan.job,
-        rows,
-        cluster_plan.calibration,
-        cluster_plan.stack,
-    )
-    one = candidate(prediction, rows, 0, cluster_plan.cluster, cluster_plan.job)
-    return resimulated(cluster_plan.model, one, cluster_plan.job.task == "lora")
+    there = cluster_plan.predict(layouts, cluster)
+    best = cluster_plan.predict([cluster_plan.best[0].layout])
+    ratio = best.step_seconds[0] / there.step_seconds
+    return [float(r) if fits else float("nan") for r, fits in zip(ratio, there.fits, strict=True)]
 
 
 # Advice on a model's shape: neighbours of the same size that would train faster, and why.
@@ -532,20 +445,25 @@ class Shape:
 
 def shape_advice(cluster_plan: ClusterPlan, most: int = 5) -> list[Shape]:
     """The neighbours that gain the most in the plan's best layout, one for each kind of change."""
-    like = cluster_plan.best[0]
-    base = _predicted(cluster_plan, cluster_plan.model, like)
+    layout = cluster_plan.best[0].layout
+    base = cluster_plan.closed_form(layout)
     shapes: dict[str, Shape] = {}
     for kind, description, model in neighbours(cluster_plan.model):
-        one = _predicted(cluster_plan, model, like)
-        if not one.fits:
+        one = cluster_plan.closed_form(layout, model)
+        against = impossibilities(model, cluster_plan.cluster, cluster_plan.job, layout)
+        if against or not one.fits:
             continue
         size = model.parameters() / cluster_plan.model.parameters()
         gain = base.step_seconds.middle / one.step_seconds.middle * size - 1
         if gain < WORTH_SHAPING:
             continue
-        shape = Shape(model, description, size, gain, _reason(base, one, size))
+        # The part of the step that shrinks the most.
+        gaps = {name: base.step_parts[name] * size - one.step_parts[name] for name in PARTS}
+        part = max(gaps, key=gaps.__getitem__)
+        step = base.step_seconds.middle
+        reason = f"{PARTS[part]} takes {gaps[part]:.3g} s less of {step:.3g}"
         if kind not in shapes or gain > shapes[kind].gain:
-            shapes[kind] = shape
+            shapes[kind] = Shape(model, description, size, gain, reason)
     return sorted(shapes.values(), key=lambda s: -s.gain)[:most]
 
 
@@ -564,19 +482,12 @@ def _changes(model: Architecture) -> Iterator[tuple[str, str, Architecture]]:
         for ffn in (model.ffn // tile * tile, -(-model.ffn // tile) * tile):
             if ffn:
                 yield "ffn", f"ffn {ffn}", replace(model, ffn=ffn)
-    yield from _heads(model)
-    yield from _depths(model)
-
-
-def _heads(model: Architecture) -> Iterator[tuple[str, str, Architecture]]:
-    """Fewer, wider heads (or the other way round) of the same width in all."""
-    if model.latent:
-        return
-    for width in (64, 128, 256):
+    for width in (64, 128, 256) if not model.latent else ():  # of the same width in all
         heads, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
         if heads % width == 0 and keys % width == 0 and (heads // width) % (keys // width) == 0:
             changed = replace(model, head_dim=width, heads=heads // width, kv_heads=keys // width)
             yield "heads", f"{heads // width} heads of {width}", changed
+    yield from _depths(model)
 
 
 def _depths(model: Architecture) -> Iterator[tuple[str, str, Architecture]]:
@@ -602,26 +513,3 @@ def _wide(model: Architecture, layers: int, width: int) -> Architecture:
     if model.moe is None:
         return replace(model, layers=layers, ffn=width)
     return replace(model, layers=layers, moe=replace(model.moe, width=width))
-
-
-def _predicted(
-    cluster_plan: ClusterPlan, model: Architecture, like: PlanCandidate
-) -> PlanCandidate:
-    """That model in the layout of the plan's best, by the closed form as all of them are."""
-    rows = Layouts.of([like.layout])
-    prediction = predict(
-        model,
-        cluster_plan.cluster,
-        cluster_plan.job,
-        rows,
-        cluster_plan.calibration,
-        cluster_plan.stack,
-    )
-    return candidate(prediction, rows, 0, cluster_plan.cluster, cluster_plan.job)
-
-
-def _reason(base: PlanCandidate, one: PlanCandidate, size: float) -> str:
-    """The part of the step that shrinks the most."""
-    gaps = {name: base.step_parts[name] * size - one.step_parts[name] for name in PARTS}
-    most = max(gaps, key=gaps.__getitem__)
-    return f"{PARTS[most]} takes {gaps[most]:.3g} s less of {base.step_seconds.middle:.3g}"

@@ -8,13 +8,13 @@ is that of one message between two neighbours, software included.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hasten.errors import InputError
 from hasten.foreign_files import read_json_object
-from hasten.launch.cluster import TOPOLOGIES, CloudConfig
+from hasten.launch.cluster import CloudConfig
 from hasten.machine.accelerators import PCIE4, Device, device
 
 _G = 1e9
@@ -54,6 +54,12 @@ class Cluster:
     @property
     def devices(self) -> int:
         return self.nodes * self.per_node
+
+    def with_device(self, chip: Device) -> Cluster:
+        """The cluster with other devices; they bring their link where it is that of the device."""
+        return replace(
+            self, device=chip, intra=chip.link if self.intra == self.device.link else self.intra
+        )
 
     @classmethod
     def preset(cls, topology: str, nodes: int, per_node: int = 8, device_name: str = "") -> Cluster:
@@ -115,6 +121,7 @@ def own_machine(
             f"{name} doesn't hold what `hasten env --bench -o` writes: measure this machine again"
         ) from error
     single = max(best.get("fp32", 0.0), best.get("tf32", 0.0))
+    on_cpu = str(rates.get("device") or "").startswith("cpu")
     chip = Device(
         name=str(rates.get("device_name") or rates.get("device") or "this machine"),
         peak16=half,
@@ -122,15 +129,13 @@ def own_machine(
         memory_rate=memory_rate,
         link=link,
         per_node=devices,
+        units=1 if on_cpu else Device.units,  # it takes tiles one by one, so none stand idle
         peak8=best.get("fp8", 0.0),
         peak32=single,
         reached16=half,
         reached8=best.get("fp8", 0.0),
         reached32=single,
-        gloo=str(rates.get("device") or "").startswith("cpu"),
+        gloo=on_cpu,
         source=f"hasten env --bench, {rates.get('measured_at', 'undated')}",
     )
     return Cluster(chip, 1, devices, link, link, topology="single_node")
-
-
-__all__ = ["TOPOLOGIES", "Cluster", "Device", "device", "own_machine"]

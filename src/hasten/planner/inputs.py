@@ -1,4 +1,4 @@
-"""Reads the inputs of ``hasten plan``: cluster, job, price, runs to compare with."""
+"""Reads the inputs of ``hasten estimate``: cluster, job, price, runs to compare with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,13 +18,20 @@ from hasten.launch.cluster import CloudConfig
 from hasten.machine.accelerators import PCIE4, Device, device
 from hasten.models.architecture import Architecture
 from hasten.models.presets import PRESETS
-from hasten.planner import own_runs as actual
 from hasten.planner.advice import count_of
 from hasten.planner.candidate import candidate, layout_text
 from hasten.planner.cluster import Cluster, own_machine
-from hasten.planner.layout import Layouts, LayoutSpace, PlannedJob, PlannedLayout
+from hasten.planner.layout import Layouts, PlannedJob, PlannedLayout
 from hasten.planner.numbers import Calibration, calibrated
-from hasten.planner.own_runs import OWN_STACK, OwnRun, calibrate_machine, measured_steps
+from hasten.planner.own_runs import (
+    OWN_STACK,
+    CalibratedTerm,
+    OwnRun,
+    calibrate_machine,
+    measured_steps,
+    table,
+    terms_of_run,
+)
 from hasten.planner.predict import predict
 from hasten.recipe.price import Price, price_of
 from hasten.recipe.yaml_reader import read_yaml_file
@@ -42,34 +48,6 @@ SPLIT = ("tensor_parallel", "hybrid", "pipeline", "expert_parallel", "deep_speed
 HALF = ("autocast", "bf16_master_weights", "float8")  # techniques that don't multiply in float32
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    """Options of ``hasten estimate``; see ``cli.estimate``."""
-
-    cluster: str
-    gpu: str
-    nodes: int
-    gpus_per_node: int
-    memory: float | None
-    task: str | None
-    sequence: int | None
-    global_batch: int | None
-    tokens: str | None
-    price: Path | None
-    precision: str | None
-    schedules: str | None
-    lossy: bool
-    stack: str | None
-    calibrate: Sequence[Path]
-    top: int
-    why: Sequence[str]
-    what_if: Sequence[str]
-    gpus: bool
-    shapes: bool
-    measured: Path | None
-    check_simulation: bool
-
-
 def recipe_of(name: str, overrides: Sequence[str]) -> Recipe | None:
     """The recipe of that name; None for a model."""
     if not name.endswith((".yaml", ".yml")):
@@ -81,63 +59,60 @@ def recipe_of(name: str, overrides: Sequence[str]) -> Recipe | None:
     return load_recipe(Path(name), overrides)
 
 
-def cluster_of(options: PlanOptions) -> Cluster:
-    """The cluster that the options describe."""
-    cloud = CloudConfig(options.nodes, options.gpus_per_node, options.cluster)
-    if not options.gpu.endswith(".json"):
-        return Cluster.of(cloud, options.gpu)
-    path = Path(options.gpu)
+def cluster_of(
+    topology: str, gpu: str, nodes: int, per_node: int, memory_gb: float | None = None
+) -> Cluster:
+    """The cluster of these devices: of a name, or of a file with a device's figures.
+
+    Raises:
+        InputError: an unknown name, or a file that lacks something.
+    """
+    cloud = CloudConfig(nodes, per_node, topology)
+    if not gpu.endswith(".json"):
+        return Cluster.of(cloud, gpu)
+    path = Path(gpu)
     figures = read_json_object(path, "file of a device's figures")
     if figures.get("kind") == "hasten machine rates":
-        if not options.memory:
+        if not memory_gb:
             raise InputError(f"{path} has no memory size: give --memory, GB of a device")
         link = number(figures.get("link")) or LINK
-        measured_cluster = own_machine(figures, memory_bytes=options.memory * 1e9, link=link)
-        if str(figures.get("device")) == "cpu":  # it takes tiles one by one, so none stand idle
-            measured_cluster = dataclasses.replace(
-                measured_cluster, device=dataclasses.replace(measured_cluster.device, units=1)
-            )
-        return dataclasses.replace(
-            measured_cluster, nodes=options.nodes, per_node=options.gpus_per_node
-        )
+        measured_cluster = own_machine(figures, memory_bytes=memory_gb * 1e9, link=link)
+        return dataclasses.replace(measured_cluster, nodes=nodes, per_node=per_node)
     like = Cluster.of(cloud, "h100")
     chip = _device(path, figures)
     return dataclasses.replace(like, device=chip, intra=chip.link)
 
 
 def job_of(
-    options: PlanOptions, recipe: Recipe | None, cluster: Cluster
+    recipe: Recipe | None,
+    devices: int,
+    task: str | None,
+    sequence: int | None,
+    batch: int | None,
+    tokens: str | None,
+    formats: Sequence[str],
 ) -> tuple[PlannedJob, list[str]]:
     """The job, and the values that were assumed because they aren't given."""
     assumed = []
-    task = options.task or _task(recipe)
-    sequence = options.sequence or (recipe.cutoff_len if recipe else None)
+    adapts = recipe is not None and recipe.finetuning_type == "lora"
+    from_scratch = recipe is None or recipe.from_scratch
+    task = task or ("pretrain" if from_scratch else "lora" if adapts else "full")
+    sequence = sequence or (recipe.cutoff_len if recipe else None)
     if sequence is None:
         sequence = 4096
         assumed.append("--sequence 4096")
-    batch = options.global_batch or (_batch(recipe, sequence) if recipe else None)
+    batch = batch or (batch_of(recipe, sequence) if recipe else None)
     if batch is None:
         few = BATCH_TOKENS / sequence if task == "pretrain" else 64
-        batch = cluster.devices * 2 ** max(0, round(math.log2(few / cluster.devices)))
+        batch = devices * 2 ** max(0, round(math.log2(few / devices)))
         assumed.append(f"--global-batch {batch}")
     halves = recipe and any(name in str(entry) for entry in recipe.plan for name in HALF)
-    if recipe is not None and not options.precision and not halves:
+    if recipe is not None and not formats and not halves:
         assumed.append("16-bit products (the recipe's plan names none, and would train in float32)")
-    tokens = count_of(options.tokens, "--tokens") if options.tokens else 0.0
-    if not tokens and recipe is not None:
-        tokens = float(recipe.max_tokens or (recipe.max_steps or 0) * batch * sequence)
-    return PlannedJob(sequence, batch, task, tokens), assumed
-
-
-def space_of(options: PlanOptions, cluster: Cluster) -> LayoutSpace:
-    """The layout choices that the planner may vary."""
-    formats, schedules = _listed(options.precision), _listed(options.schedules)
-    space = LayoutSpace.everything(cluster) if options.lossy else LayoutSpace()
-    return dataclasses.replace(
-        space,
-        precisions=formats or space.precisions,
-        schedules=schedules or space.schedules,
-    )
+    count = count_of(tokens, "--tokens") if tokens else 0.0
+    if not count and recipe is not None:
+        count = float(recipe.max_tokens or (recipe.max_steps or 0) * batch * sequence)
+    return PlannedJob(sequence, batch, task, count), assumed
 
 
 def price_from(path: Path | None) -> Price | None:
@@ -150,21 +125,23 @@ def price_from(path: Path | None) -> Price | None:
         raise InputError(f"--price: {error}") from error
 
 
-def calibration_of(options: PlanOptions, cluster: Cluster) -> tuple[Calibration | None, str | None]:
+def calibration_of(
+    cluster: Cluster, folders: Sequence[Path], stack: str | None
+) -> tuple[Calibration | None, str | None]:
     """The calibration and the stack: of runs of the user's own where they are given.
 
     Raises:
         InputError: a folder that isn't a run's, or runs on more devices than the cluster has.
     """
     stacks = calibrated().stacks
-    if options.stack is not None and options.stack not in stacks:
+    if stack is not None and stack not in stacks:
         raise InputError(
-            f"no measurements of {options.stack!r} were fitted; leave --stack out, or take one of "
+            f"no measurements of {stack!r} were fitted; leave --stack out, or take one of "
             f"{', '.join(sorted(stacks))}"
         )
-    if not options.calibrate:
-        return None, options.stack
-    runs = [own_run(folder, cluster) for folder in options.calibrate]
+    if not folders:
+        return None, stack
+    runs = [own_run(folder, cluster) for folder in folders]
     return calibrate_machine(runs), OWN_STACK
 
 
@@ -181,7 +158,9 @@ def own_run(folder: Path, cluster: Cluster) -> OwnRun:
     model = Architecture.from_config(str(recipe["model"]))
     if recipe["model"] in PRESETS and recipe.get("vocabulary"):
         model = dataclasses.replace(model, vocabulary=_count_of(folder, recipe, "vocabulary", 0))
-    ranks = _ranks(folder, recipe)
+    size = _object(folder / "summary.json").get("world_size")  # a launcher's is only there
+    is_size = isinstance(size, int) and 0 < size <= MOST_RANKS
+    ranks = int(size or 0) if is_size else _count_of(folder, recipe, "nproc", 1)
     sequence = _count_of(folder, recipe, "cutoff_len", 2048)
     positions = statistics.median(number(row.get("positions")) or 0.0 for row in rows)
     share = max(1, round(positions / sequence / ranks))
@@ -209,14 +188,6 @@ def own_run(folder: Path, cluster: Cluster) -> OwnRun:
     return OwnRun(model, run_cluster, PlannedJob(sequence, share * ranks, task), layout, seconds)
 
 
-def _ranks(folder: Path, recipe: Mapping[str, Any]) -> int:
-    """Number of ranks of a finished run; with a launcher, only the run's summary has it."""
-    size = _object(folder / "summary.json").get("world_size")
-    if isinstance(size, int) and 0 < size <= MOST_RANKS:
-        return int(size)
-    return _count_of(folder, recipe, "nproc", 1)
-
-
 def _count_of(folder: Path, recipe: Mapping[str, Any], key: str, default: int) -> int:
     """A key of a run's recipe, which anybody may have written."""
     count = recipe.get(key) or default
@@ -225,17 +196,8 @@ def _count_of(folder: Path, recipe: Mapping[str, Any], key: str, default: int) -
     return int(count)
 
 
-def _listed(text: str | None) -> tuple[str, ...]:
-    return tuple(word.strip() for word in (text or "").split(",") if word.strip())
-
-
-def _task(recipe: Recipe | None) -> str:
-    if recipe is None or recipe.from_scratch:
-        return "pretrain"
-    return "lora" if recipe.finetuning_type == "lora" else "full"
-
-
-def _batch(recipe: Recipe, sequence: int) -> int:
+def batch_of(recipe: Recipe, sequence: int) -> int:
+    """Sequences of a recipe's step."""
     from hasten.recipe.schema import DEFAULT_BATCH
 
     if recipe.global_batch_tokens:
@@ -265,7 +227,7 @@ def _device(path: Path, figures: Mapping[str, Any]) -> Device:
 
 # A finished run, predicted as it ran, beside what it measured: for ``plan`` and ``report``.
 
-RATES = ("ceiling.json",)  # files of hasten env --bench that a run may have kept
+RATES = "ceiling.json"  # the file of hasten env --bench that a run may have kept
 UNCALIBRATED = "fitted to published measurements of GPUs; --calibrate RUN fits to this machine"
 
 
@@ -282,8 +244,7 @@ def predicted_and_measured(
 ) -> str:
     """A table of terms: predicted, measured, and if the measurement is in the interval."""
     head, terms = _closing(folder, cluster, calibration, stack)
-    shown = aligned(actual.table(terms))
-    return f"{head}\n{shown}" + ("" if calibration else f"\n{UNCALIBRATED}")
+    return f"{head}\n{aligned(table(terms))}" + ("" if calibration else f"\n{UNCALIBRATED}")
 
 
 def predicted_section(folder: Path) -> dict[str, Any] | None:
@@ -303,13 +264,13 @@ def _closing(
     cluster: Cluster,
     calibration: Calibration | None = None,
     stack: str | None = None,
-) -> tuple[str, list[actual.CalibratedTerm]]:
+) -> tuple[str, list[CalibratedTerm]]:
     run = own_run(folder, cluster)
     rows = Layouts.of([run.layout])
     prediction = predict(run.architecture, run.cluster, run.job, rows, calibration, stack)
     one = candidate(prediction, rows, 0, run.cluster, run.job)
     head = f"{folder}, {layout_text(run.layout)}: predicted as it ran on {run.cluster.device.name}"
-    return head, actual.terms_of_run(one, folder)
+    return head, terms_of_run(one, folder)
 
 
 def machine_of(folder: Path) -> Cluster:
@@ -334,14 +295,10 @@ def machine_of(folder: Path) -> Cluster:
             )
         joined = chip.link if count <= chip.per_node else PCIE4 * 1e9
         return Cluster(chip, 1, count, joined, joined, topology="single_node")
-    for name in RATES:
-        rates = _object(folder / name)
-        if rates.get("kind") == "hasten machine rates":
-            memory = number(hardware.get("memory_limit_bytes")) or 16e9
-            measured_cluster = own_machine(rates, memory_bytes=memory, link=LINK)
-            return dataclasses.replace(
-                measured_cluster, device=dataclasses.replace(measured_cluster.device, units=1)
-            )
+    rates = _object(folder / RATES)
+    if rates.get("kind") == "hasten machine rates":
+        memory = number(hardware.get("memory_limit_bytes")) or 16e9
+        return own_machine(rates, memory_bytes=memory, link=LINK)
     raise InputError(
         f"{folder}: it ran on a processor, and no datasheet has its rates: hasten env --bench -o "
         f"bench.json, then hasten estimate {folder} --gpu bench.json --memory GB"

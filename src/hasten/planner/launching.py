@@ -19,7 +19,7 @@ from hasten.machine import host
 from hasten.machine.benchmark import core_flops
 from hasten.models.presets import PRESETS
 from hasten.planner.layout import PlannedJob, PlannedLayout
-from hasten.recipe.schema import DEFAULT_BATCH, Recipe, recipe_from
+from hasten.recipe.schema import Recipe, recipe_from
 
 TRIED = 50  # layouts, best first, until Megatron-LM can run one
 REACHED = 0.4  # of a device's peak, as a share that training reaches
@@ -51,12 +51,11 @@ def planned(
         return layout, batch
     from hasten.planner import plan
     from hasten.planner.cluster import Cluster
+    from hasten.planner.inputs import batch_of
     from hasten.planner.layout import LayoutSpace
 
     sequence = recipe.cutoff_len
-    size = (
-        recipe.global_batch_size or (recipe.global_batch_tokens or 0) // sequence or DEFAULT_BATCH
-    )
+    size = batch_of(recipe, sequence)
     job = {"sequence": sequence, "global_batch": size, "task": recipe.finetuning_type}
     batch = _batch(recipe, job)
     if recipe.finetuning_type == "lora":
@@ -188,9 +187,15 @@ def records() -> str:
 
 def tiny_recipe(recipe: Recipe, ranks: int, output: Path, dataset: Path) -> Recipe:
     """The same plan on a model of the same family that a processor trains in seconds."""
+    from hasten.models.load import read_config
+
+    preset = PRESETS.get(recipe.model)
+    family = preset.architecture if preset else str(read_config(recipe.model).model_type)
+    if family not in TINY:
+        raise InputError(f"--rehearse: there is no tiny {family}; there is {', '.join(TINY)}")
     values: dict[str, Any] = recipe.model_dump(mode="json")
     values |= {
-        "model": TINY[_family(recipe)],
+        "model": TINY[family],
         "tokenizer": None,
         "dataset": str(dataset),
         "columns": {},
@@ -218,13 +223,3 @@ def tiny_recipe(recipe: Recipe, ranks: int, output: Path, dataset: Path) -> Reci
         "transport": {},
     }
     return recipe_from(values, "the recipe of the rehearsal")
-
-
-def _family(recipe: Recipe) -> str:
-    from hasten.models.load import read_config
-
-    preset = PRESETS.get(recipe.model)
-    family = preset.architecture if preset else str(read_config(recipe.model).model_type)
-    if family not in TINY:
-        raise InputError(f"--rehearse: there is no tiny {family}; there is {', '.join(TINY)}")
-    return family

@@ -34,6 +34,7 @@ TASKS = ("pretrain", "full", "lora")
 FP8, MXFP8, NVFP4, FP32 = (PRECISIONS.index(p) for p in ("fp8", "mxfp8", "nvfp4", "fp32"))
 SELECTIVE, FULL, LIGHT = (RECOMPUTE.index(r) for r in ("selective", "full", "light"))
 Column = NDArray[np.float64]
+Deal = tuple[int, int, int, int, int]  # dp, tp, pp, ep, cp
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,11 @@ class PlannedLayout:
     def devices(self) -> int:
         return self.dp * self.tp * self.pp * self.cp
 
+    @property
+    def deal(self) -> Deal:
+        """The division of the devices."""
+        return self.dp, self.tp, self.pp, self.ep, self.cp
+
 
 _WORDS = {
     "schedule": SCHEDULES,
@@ -135,7 +141,12 @@ class Layouts:
     def of(cls, layouts: Iterable[PlannedLayout]) -> Layouts:
         """The columns of these layouts, in order."""
         rows = list(layouts)
-        return cls(**{f.name: _column([getattr(r, f.name) for r in rows], f.name) for f in _FIELDS})
+        columns: dict[str, Column] = {}
+        for name in (f.name for f in _FIELDS):
+            values = [getattr(row, name) for row in rows]
+            coded = [_WORDS[name].index(value) for value in values] if name in _WORDS else values
+            columns[name] = np.asarray(coded, dtype=np.float64)
+        return cls(**columns)
 
     def at(self, row: int) -> PlannedLayout:
         """One row as a Layout again."""
@@ -154,12 +165,6 @@ class Layouts:
 
 
 _FIELDS = fields(PlannedLayout)
-
-
-def _column(values: Sequence[Any], name: str) -> Column:
-    choices = _WORDS.get(name)
-    coded = [choices.index(value) for value in values] if choices else values
-    return np.asarray(coded, dtype=np.float64)
 
 
 def why_impossible(schedule: str, stages: int, micro_batches: int, virtual: int = 1) -> str:
@@ -191,7 +196,6 @@ def why_impossible(schedule: str, stages: int, micro_batches: int, virtual: int 
 LEAST_TOKENS = 2048  # of a sequence that one rank of context parallelism is left with
 MOST_TOKENS = 131_072  # of one micro-batch; larger ones gain nothing
 ONLY_FP16 = ("v100", "t4")  # devices without bf16
-Deal = tuple[int, int, int, int, int]  # dp, tp, pp, ep, cp
 
 
 @dataclass(frozen=True)
@@ -221,11 +225,9 @@ class LayoutSpace:
     @classmethod
     def everything(cls, cluster: Cluster) -> LayoutSpace:
         """With the formats that the device has, and with compressed gradients."""
-        chip = cluster.device
-        formats = [own_format(cluster)]
-        formats += ["fp8"] if chip.peak8 else []
-        formats += ["mxfp8", "nvfp4"] if chip.peak4 else []
-        return cls(precisions=tuple(formats), compressions=COMPRESSIONS)
+        formats = ["fp8"] if has_format(cluster, "fp8") else []
+        formats += ["mxfp8", "nvfp4"] if has_format(cluster, "nvfp4") else []
+        return cls(precisions=(own_format(cluster), *formats), compressions=COMPRESSIONS)
 
 
 @dataclass(frozen=True)
@@ -241,46 +243,57 @@ def own_format(cluster: Cluster) -> str:
     return "fp16" if cluster.device.name.startswith(ONLY_FP16) else "bf16"
 
 
+def has_format(cluster: Cluster, precision: str) -> bool:
+    """Returns True if the devices have a unit for products in a format; 16 and 32 bits all have."""
+    chip = cluster.device
+    return {"fp8": chip.peak8, "mxfp8": chip.peak8, "nvfp4": chip.peak4}.get(precision, 1.0) > 0
+
+
 def enumerate_layouts(
     model: Architecture, cluster: Cluster, job: PlannedJob, space: LayoutSpace | None = None
 ) -> EnumeratedLayouts:
-    """All layouts that the rules allow, as columns."""
+    """All layouts that the rules allow, as columns.
+
+    Raises:
+        InputError: the devices have no unit for the formats that were asked for.
+    """
     space = space or LayoutSpace()
     refused: Counter[str] = Counter()
     rows: list[tuple[int, ...]] = []
     formats = space.precisions or (own_format(cluster),)
+    usable = [name for name in formats if has_format(cluster, name)]
+    if not usable:
+        raise InputError(
+            f"format: {cluster.device.name} has no unit for products in {' or '.join(formats)}"
+        )
+    refused.update(f"format: the device has no unit for {n}" for n in formats if n not in usable)
+    # Megatron Core and DeepSeek recompute norms and activation functions alone beside experts.
+    usual = [word for word in RECOMPUTE if word != "light" or model.moe is not None]
     combinations = list(
         itertools.product(
-            [RECOMPUTE.index(r) for r in space.recompute or _recompute(model)],
-            [PRECISIONS.index(p) for p in formats],
+            [RECOMPUTE.index(r) for r in space.recompute or usual],
+            [PRECISIONS.index(p) for p in usable],
             [COMPRESSIONS.index(c) for c in space.compressions],
         )
     )
-    for dp, tp, pp, ep, cp in _deals(model, cluster, job, refused):
+    for deal in _deals(model, cluster, job, refused):
+        dp, pp, cp = deal[0], deal[2], deal[4]
         # One rank alone has nothing to shard or to compress.
         zeros = space.zero if dp * cp > 1 else space.zero[:1]
         more = (
             combinations if dp * cp > 1 else [r for r in combinations if r[2] == combinations[0][2]]
         )
-        for micro in micro_batches(job, dp):
-            count = job.global_batch // (dp * micro)
-            ways = _schedules(space, model, pp, count)
-            for zero, (schedule, virtual), (again, number, small) in itertools.product(
-                zeros, ways, more
-            ):
-                rows.append(
-                    (dp, tp, pp, ep, cp, zero, micro, schedule, virtual, again, number, small)
-                )
-    return EnumeratedLayouts(_columns(rows), dict(refused))
-
-
-def micro_batches(job: PlannedJob, dp: int) -> list[int]:
-    """Powers of two that divide what a rank gets of a step."""
-    if job.global_batch % dp:
-        return []
-    share = job.global_batch // dp
-    most = max(1, MOST_TOKENS // job.sequence)
-    return [m for m in (2**k for k in range(18)) if m <= most and share % m == 0]
+        share = job.global_batch // dp
+        for micro in (2**k for k in range(18)):
+            if micro > max(1, MOST_TOKENS // job.sequence) or share % micro:
+                continue
+            ways = _schedules(space, model, pp, share // micro)
+            for zero, way, others in itertools.product(zeros, ways, more):
+                rows.append((*deal, zero, micro, *way, *others))
+    table = np.asarray(rows, dtype=np.float64).reshape(len(rows), 12)
+    columns = dict(zip((f.name for f in _FIELDS), table.T, strict=False))
+    on = np.ones(len(rows))
+    return EnumeratedLayouts(Layouts(**columns, sequence_parallel=on, flash=on), dict(refused))
 
 
 def _deals(
@@ -295,25 +308,17 @@ def _deals(
             if pp > model.layers:
                 refused["layers: fewer layers than pipeline stages"] += 1
                 continue
-            for cp in _context(job, devices // (tp * pp)):
+            most = max(1, job.sequence // LEAST_TOKENS)
+            for cp in _divisors(devices // (tp * pp)):
+                if cp > most or cp & (cp - 1):
+                    continue
                 dp = devices // (tp * pp * cp)
                 if job.global_batch % dp:
                     refused["batch: the global batch isn't a multiple of dp"] += 1
                     continue
-                for ep in _experts(model, dp * cp * tp):
-                    yield dp, tp, pp, ep, cp
-
-
-def _context(job: PlannedJob, devices: int) -> list[int]:
-    most = max(1, job.sequence // LEAST_TOKENS)
-    return [c for c in _divisors(devices) if c <= most and c & (c - 1) == 0]
-
-
-def _experts(model: Architecture, ranks: int) -> list[int]:
-    """Expert parallelism over ranks that hold the same stage."""
-    if model.moe is None:
-        return [1]
-    return [e for e in _divisors(model.moe.count) if ranks % e == 0]
+                for ep in _divisors(model.moe.count) if model.moe else (1,):
+                    if dp * cp * tp % ep == 0:  # over ranks that hold the same stage
+                        yield dp, tp, pp, ep, cp
 
 
 def _schedules(
@@ -334,19 +339,3 @@ def _schedules(
 def _divisors(number: int) -> tuple[int, ...]:
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return tuple(sorted({*small, *(number // d for d in small)}))
-
-
-def _recompute(model: Architecture) -> list[str]:
-    """The recomputation modes of a model; ``light`` only for models with experts.
-
-    Megatron Core and DeepSeek recompute only norms and activation functions there.
-    """
-    return [word for word in RECOMPUTE if word != "light" or model.moe is not None]
-
-
-def _columns(rows: list[tuple[int, ...]]) -> Layouts:
-    table = np.asarray(rows, dtype=np.float64).reshape(len(rows), 12)
-    deal = ("dp", "tp", "pp", "ep", "cp", "zero", "micro_batch", "schedule", "virtual")
-    columns = dict(zip((*deal, "recompute", "precision", "compression"), table.T, strict=True))
-    on = np.ones(len(rows))
-    return Layouts(**columns, sequence_parallel=on, flash=on)

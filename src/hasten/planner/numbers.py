@@ -10,13 +10,12 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hasten.errors import InputError
 from hasten.models.architecture import Architecture
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import FP32, Column, Layouts
@@ -124,23 +123,15 @@ def numbers(model: Architecture, sequence: int) -> ModelNumbers:
 def machine(cluster: Cluster) -> MachineNumbers:
     """The cluster as floats."""
     chip = cluster.device
+    rates = ("peak16", "best16", "best8", "peak8", "peak4", "best32", "memory_bytes", "memory_rate")
+    links = ("intra", "inter", "intra_latency", "inter_latency")
     return MachineNumbers(
-        peak16=chip.peak16,
-        best16=chip.best16,
-        best8=chip.best8,
-        peak8=chip.peak8,
-        peak4=chip.peak4,
+        **{name: getattr(chip, name) for name in rates},
+        **{name: getattr(cluster, name) for name in links},
         peak32=chip.peak("fp32"),
-        best32=chip.best32,
-        memory_bytes=chip.memory_bytes,
-        memory_rate=chip.memory_rate,
         per_node=float(cluster.per_node),
         units=float(chip.units),
         devices=float(cluster.devices),
-        intra=cluster.intra,
-        inter=cluster.inter,
-        intra_latency=cluster.intra_latency,
-        inter_latency=cluster.inter_latency,
         gloo=float(chip.gloo),
     )
 
@@ -280,8 +271,8 @@ class Calibration:
     def to_dict(self) -> dict[str, Any]:
         return {
             "kind": "hasten calibration",
-            "constants": {f.name: getattr(self.constants, f.name) for f in fields(Constants)},
-            "memory": {f.name: getattr(self.memory, f.name) for f in fields(MemoryConstants)},
+            "constants": vars(self.constants),
+            "memory": vars(self.memory),
             "stacks": dict(self.stacks),
             "spread": {name: list(pair) for name, pair in self.spread.items()},
             "provenance": dict(self.provenance),
@@ -289,21 +280,14 @@ class Calibration:
 
     @classmethod
     def from_dict(cls, stored: Any) -> Calibration:
-        """The inverse of ``to_dict``, also through JSON; InputError for other values."""
-        try:
-            if stored["kind"] != "hasten calibration":
-                raise KeyError("kind")
-            return cls(
-                Constants(**{k: float(v) for k, v in stored["constants"].items()}),
-                MemoryConstants(**{k: float(v) for k, v in stored["memory"].items()}),
-                {str(k): float(v) for k, v in stored["stacks"].items()},
-                {str(k): (float(v[0]), float(v[1])) for k, v in stored["spread"].items()},
-                stored["provenance"],
-            )
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise InputError(
-                f"the calibration can't be used ({error}): write it again with `make calibrate`"
-            ) from error
+        """The inverse of ``to_dict``, also through JSON."""
+        return cls(
+            Constants(**stored["constants"]),
+            MemoryConstants(**stored["memory"]),
+            stored["stacks"],
+            {kind: (low, high) for kind, (low, high) in stored["spread"].items()},
+            stored["provenance"],
+        )
 
 
 # Before any fit: half to twice the figure for time, about a doubt for memory.

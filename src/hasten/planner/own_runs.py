@@ -22,7 +22,7 @@ from hasten.errors import InputError
 from hasten.foreign_files import json_lines
 from hasten.formatting import number
 from hasten.models.architecture import Architecture
-from hasten.planner.candidate import PlanCandidate, Span
+from hasten.planner.candidate import PlanCandidate
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import Column, Layouts, PlannedJob, PlannedLayout
 from hasten.planner.numbers import (
@@ -35,7 +35,7 @@ from hasten.planner.numbers import (
 )
 from hasten.planner.predict import steps
 
-STACK_SPREAD = 0.15
+STACK_SPREAD = 0.15  # of a software stack's own factor, as a logarithm
 ODD = 2.5  # noises from which on a row counts less than half
 STEPS = 25
 NUDGE = 1e-4  # of a logarithm, for derivatives by forward differences
@@ -50,7 +50,6 @@ def fit(
     noise: float,
     one_hot: Column,
     free: Sequence[str] | None = None,
-    stack_spread: float = STACK_SPREAD,
     at_once: bool = False,
 ) -> tuple[C, Column]:
     """The constants named ``free`` (all by default), and one addend per column of ``one_hot``.
@@ -62,7 +61,7 @@ def fit(
     spread = np.array([f.metadata["spread"] for f in chosen])
     extra = one_hot.shape[1]
     middle = np.concatenate([prior, np.zeros(extra)])
-    scale = np.concatenate([spread, np.full(extra, stack_spread)])
+    scale = np.concatenate([spread, np.full(extra, STACK_SPREAD)])
     theta, damping = middle.copy(), 1e-2
 
     def constants(at: Column) -> C:
@@ -183,7 +182,19 @@ def calibrate_machine(
     start = calibration or calibrated()
 
     def seconds(factors: MachineFactors) -> Column:
-        return np.log(_seconds(runs, factors.applied(start.constants)))
+        c = factors.applied(start.constants)
+        totals = [
+            steps(
+                numbers(run.architecture, run.job.sequence),
+                machine(run.cluster),
+                Layouts.of([run.layout]),
+                float(run.job.global_batch),
+                c,
+                run.job.task == "lora",
+            ).total[0]
+            for run in runs
+        ]
+        return np.log(totals)
 
     target = np.log([run.step_seconds for run in runs])
     even, no_stacks = np.ones(len(runs)), np.zeros((len(runs), 0))
@@ -200,37 +211,20 @@ def calibrate_machine(
     return Calibration(factors.applied(start.constants), start.memory, stacks, spread, provenance)
 
 
-def _seconds(runs: Sequence[OwnRun], c: Constants) -> Column:
-    return np.array([float(_one(run, c)[0]) for run in runs])
-
-
-def _one(run: OwnRun, c: Constants) -> Column:
-    return steps(
-        numbers(run.architecture, run.job.sequence),
-        machine(run.cluster),
-        Layouts.of([run.layout]),
-        float(run.job.global_batch),
-        c,
-        run.job.task == "lora",
-    ).total
-
-
 # After the run: what was predicted of each part of a step against what was measured.
 #
 # A run's metrics know three parts (waiting for data, passes, optimizer); the prediction has ten.
 # They are gathered into what both can tell, so that no part is compared with another thing.
 
 WARM_UP = 3  # steps that are left out, where there are enough
-# What a run measures -> the predicted parts that lie within it; data is predicted as nothing.
-TERMS: Mapping[str, tuple[str, ...]] = {
-    "passes": ("compute", "attention", "head", "recompute", "tp", "dp", "pp", "ep"),
-    "optimizer": ("optimizer", "other"),
-    "waiting for data": (),
-}
-_KEYS = {
-    "passes": "passes_seconds",
-    "optimizer": "optimizer_seconds",
-    "waiting for data": "data_seconds",
+# What a run measures: its metric, and the predicted parts in it; data is predicted as nothing.
+TERMS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "passes": (
+        "passes_seconds",
+        ("compute", "attention", "head", "recompute", "tp", "dp", "pp", "ep"),
+    ),
+    "optimizer": ("optimizer_seconds", ("optimizer", "other")),
+    "waiting for data": ("data_seconds", ()),
 }
 
 
@@ -261,14 +255,18 @@ def terms_of_run(predicted: PlanCandidate, run: Path) -> list[CalibratedTerm]:
     tokens = _median(rows, "positions")
     rate = tokens / step / predicted.devices if step and tokens else None
     memory = max((peak for r in rows if (peak := number(r.get("peak_memory_bytes")))), default=None)
-    terms = [
-        _told("step", "s", predicted.step_seconds, step),
-        _told("rate of a device", "tokens/s", predicted.tokens_per_second_per_device, rate),
-        _told("peak memory", "bytes", predicted.memory_bytes, memory),
-    ]
-    for name, parts in TERMS.items():
+    spans = (
+        ("step", "s", predicted.step_seconds, step),
+        ("rate of a device", "tokens/s", predicted.tokens_per_second_per_device, rate),
+        ("peak memory", "bytes", predicted.memory_bytes, memory),
+    )
+    terms = []
+    for name, unit, span, measured in spans:
+        within = None if measured is None else span.low <= measured <= span.high
+        terms.append(CalibratedTerm(name, unit, span.middle, measured, within))
+    for name, (key, parts) in TERMS.items():
         expected = sum(predicted.step_parts[part] for part in parts)
-        terms.append(CalibratedTerm(name, "s", expected, _median(rows, _KEYS[name]), None))
+        terms.append(CalibratedTerm(name, "s", expected, _median(rows, key), None))
     return terms
 
 
@@ -298,11 +296,6 @@ def table(terms: list[CalibratedTerm]) -> list[list[str]]:
         within = {None: "-", True: "yes", False: "no"}[term.within]
         rows.append([term.name, _number(term.predicted, term.unit), measured, ratio, within])
     return rows
-
-
-def _told(name: str, unit: str, span: Span, measured: float | None) -> CalibratedTerm:
-    within = None if measured is None else span.low <= measured <= span.high
-    return CalibratedTerm(name, unit, span.middle, measured, within)
 
 
 def _median(rows: list[dict[str, Any]], key: str) -> float | None:

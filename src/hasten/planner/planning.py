@@ -13,7 +13,8 @@ aren't among the best (``advice``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,86 +29,21 @@ from hasten.models.architecture import Architecture
 from hasten.planner.candidate import PlanCandidate, candidate
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import (
+    Deal,
     EnumeratedLayouts,
     Layouts,
     LayoutSpace,
     PlannedJob,
+    PlannedLayout,
     enumerate_layouts,
 )
-from hasten.planner.memory import MemoryColumns
 from hasten.planner.numbers import Calibration
-from hasten.planner.predict import FATAL, Prediction, predict, reason_sentences
+from hasten.planner.predict import Prediction, predict
 from hasten.planner.simulate import resimulated
 
-# What would make a job fit that fits nowhere: more nodes, a larger device, fewer weights to train.
-#
-# Every way out is tried with the same prediction, so none is promised that wouldn't be found.
-
-MEMORY = 1  # the bit of ``Prediction.reasons`` that says so
-Fits = Callable[[Architecture, Cluster, PlannedJob], bool]
-
-
-def nothing_fits(
-    model: Architecture, cluster: Cluster, job: PlannedJob, evaluated: EvaluatedLayouts, fits: Fits
-) -> str:
-    """Why no layout can run, by how much, and what would, in one sentence."""
-    cluster_text = f"{cluster.devices} x {cluster.device.name}"
-    bits = evaluated.predictions.reasons & FATAL
-    lean = np.flatnonzero((bits & ~MEMORY) == 0)
-    if not len(lean):
-        rarest = reason_sentences(int(bits[np.argmin([int(b).bit_count() for b in bits])]))
-        return f"{model.name} has no layout on {cluster_text}: {'; '.join(rarest)}"
-    row = int(lean[np.argmin(evaluated.predictions.memory_p90[lean])])
-    needs, has = evaluated.predictions.memory_p90[row] / 1e9, cluster.device.memory_bytes / 1e9
-    part = largest_part(evaluated.predictions.memory, row)
-    fixes = suggested_fixes(model, cluster, job, fits)
-    fit = f"it would fit {' or '.join(fixes)}" if fixes else "nothing that was tried would fit it"
-    return (
-        f"{model.name} doesn't fit on {cluster_text}: its leanest layout needs {needs:.1f} GB "
-        f"(P90) of "
-        f"{has:.1f}, most of it {part}; {fit}"
-    )
-
-
-def suggested_fixes(
-    model: Architecture, cluster: Cluster, job: PlannedJob, fits: Fits
-) -> list[str]:
-    """Changes that make the job fit: more nodes, larger device, LoRA, shorter sequences."""
-    fixes = []
-    for times in (2, 4, 8, 16, 32, 64):
-        nodes = cluster.nodes * times
-        batch = max(job.global_batch, nodes * cluster.per_node)
-        if fits(model, replace(cluster, nodes=nodes), replace(job, global_batch=batch)):
-            more = "" if batch == job.global_batch else f" with a global batch of {batch}"
-            fixes.append(f"on {nodes} nodes{more}")
-            break
-    larger = sorted(
-        (d for d in DEVICES.values() if d.memory_bytes > cluster.device.memory_bytes),
-        key=lambda d: d.memory_bytes,
-    )
-    for chip in larger:
-        if fits(model, replace(cluster, device=chip), job):
-            fixes.append(f"on as many {chip.name}")
-            break
-    if job.task != "lora" and fits(model, cluster, replace(job, task="lora")):
-        fixes.append("as a LoRA")
-    if job.sequence > 2048 and fits(model, cluster, replace(job, sequence=2048)):
-        fixes.append("with sequences of 2,048 tokens")
-    return fixes
-
-
-def largest_part(memory_columns: MemoryColumns, row: int) -> str:
-    """The largest part of a layout's memory, with its size."""
-    sizes = {
-        name: float(np.atleast_1d(column)[row]) for name, column in vars(memory_columns).items()
-    }
-    name = max(sizes, key=sizes.__getitem__)
-    return f"{name} ({sizes[name] / 1e9:.1f} GB)"
-
-
-# The plan.
-
 CHUNK = 100_000  # layouts predicted at a time
+LIMITS = 12  # of memory, below each of which the quickest layout is looked for
+MOST_HALVES = 3  # a half, a quarter and an eighth of the nodes are tried, while they are whole
 SAME_TIME, SAME_MEMORY = 1.02, 1.10  # differences below are none to choose by
 DEAR = 2.0  # times the cheapest's device hours: nobody's choice
 Model = Architecture | Mapping[str, Any] | str | Path
@@ -136,6 +72,28 @@ class EvaluatedLayouts:
         seconds = np.round(np.log(self.predictions.step_seconds[rows]), 3)
         return np.asarray(rows[np.lexsort((self.predictions.memory_p90[rows], seconds))])
 
+    def quickest(self, count: int) -> list[PlanCandidate]:
+        """The quickest that fit, one for each way to deal out devices and to schedule."""
+        chosen: dict[tuple[float, ...], int] = {}
+        rows = self.layouts
+        columns = [rows.dp, rows.tp, rows.pp, rows.ep, rows.cp, rows.schedule, rows.virtual]
+        for row in self.order():
+            chosen.setdefault(tuple(float(c[row]) for c in columns), int(row))
+            if len(chosen) == count:
+                break
+        return [self.candidate(row) for row in chosen.values()]
+
+    def corners(self) -> list[PlanCandidate]:
+        """For each of some limits of memory the quickest layout below it."""
+        order = self.order()
+        if not len(order):
+            return []
+        needed = self.predictions.memory_p90[order]
+        most = max(needed.max(), needed.min() * 1.001)
+        limits = np.geomspace(needed.min() * 1.0001, most, LIMITS)
+        rows = {int(order[np.flatnonzero(needed <= limit)[0]]) for limit in limits}
+        return [self.candidate(row) for row in sorted(rows)]
+
 
 @dataclass(frozen=True)
 class ClusterPlan:
@@ -155,6 +113,44 @@ class ClusterPlan:
     def layouts(self) -> int:
         """How many layouts were predicted."""
         return sum(len(each.layouts) for each in self.considered)
+
+    def predict(
+        self,
+        layouts: Sequence[PlannedLayout],
+        cluster: Cluster | None = None,
+        model: Architecture | None = None,
+    ) -> Prediction:
+        """Any layouts of the job, also on another cluster or of another model."""
+        return predict(
+            *(model or self.model, cluster or self.cluster, self.job, Layouts.of(layouts)),
+            *(self.calibration, self.stack),
+        )
+
+    def closed_form(
+        self, layout: PlannedLayout, model: Architecture | None = None
+    ) -> PlanCandidate:
+        """One layout as the closed forms predict it, also of another model."""
+        rows = Layouts.of([layout])
+        return candidate(self.predict([layout], model=model), rows, 0, self.cluster, self.job)
+
+    def simulated(self, one: PlanCandidate) -> PlanCandidate:
+        """The candidate with its pipeline simulated."""
+        return resimulated(self.model, one, self.job.task == "lora")
+
+    def best_on(self, cluster: Cluster) -> ClusterPlan:
+        """The plan of the same job on another cluster, with a single best layout.
+
+        Raises:
+            InputError: nothing fits there.
+        """
+        return plan(
+            *(self.model, cluster, self.job),
+            space=self.space,
+            top=1,
+            fewer_nodes=False,
+            calibration=self.calibration,
+            stack=self.stack,
+        )
 
 
 def plan(
@@ -193,24 +189,71 @@ def plan(
     lora = job.task == "lora"
     evaluated = evaluate_layouts(architecture, machines, job, space, calibration, stack)
     if not np.any(evaluated.predictions.fits):
-        raise InputError(
-            nothing_fits(architecture, machines, job, evaluated, _tried(space, calibration))
-        )
-    best = [
-        resimulated(architecture, c, lora) for c in distinct(evaluated, 3 * top, by_schedule=True)
-    ]
-    best = _each_deal_once(sorted(best, key=lambda c: c.step_seconds.middle))[:top]
-    considered = [evaluated]
-    for fewer in _fewer(machines) if fewer_nodes else ():
-        try:
+        raise InputError(nothing_fits(architecture, evaluated, space, calibration))
+    played = [resimulated(architecture, one, lora) for one in evaluated.quickest(3 * top)]
+    by_deal: dict[Deal, PlanCandidate] = {}
+    for one in sorted(played, key=lambda c: c.step_seconds.middle):
+        by_deal.setdefault(one.layout.deal, one)
+    best = list(by_deal.values())[:top]
+    considered, nodes = [evaluated], machines.nodes
+    while fewer_nodes and nodes % 2 == 0 and nodes > machines.nodes / 2**MOST_HALVES:
+        nodes //= 2
+        fewer = replace(machines, nodes=nodes)
+        with contextlib.suppress(InputError):  # the batch suits all nodes and not half of them
             considered.append(evaluate_layouts(architecture, fewer, job, space, calibration, stack))
-        except InputError:  # the batch suits all nodes and not half of them
-            continue
-    corners = pareto([c for each in considered for c in _corners(each)])
+    corners = pareto([c for each in considered for c in each.corners()])
     front = pareto([*best, *(resimulated(architecture, c, lora) for c in corners)])
     return ClusterPlan(
         *(architecture, machines, job, tuple(considered), tuple(best), tuple(front)),
         *(calibration, stack, space),
+    )
+
+
+def nothing_fits(
+    model: Architecture,
+    evaluated: EvaluatedLayouts,
+    space: LayoutSpace | None,
+    calibration: Calibration | None,
+) -> str:
+    """By how much no layout fits, and what would, in one sentence.
+
+    Every way out is tried with the same prediction: more nodes, a larger device, LoRA, shorter
+    sequences.
+    """
+    cluster, job = evaluated.cluster, evaluated.job
+
+    def fits(cluster: Cluster = cluster, **changes: Any) -> bool:
+        try:
+            tried = evaluate_layouts(model, cluster, replace(job, **changes), space, calibration)
+        except InputError:
+            return False
+        return bool(np.any(tried.predictions.fits))
+
+    fixes = []
+    for times in (2, 4, 8, 16, 32, 64):
+        nodes = cluster.nodes * times
+        batch = max(job.global_batch, nodes * cluster.per_node)
+        if fits(replace(cluster, nodes=nodes), global_batch=batch):
+            more = "" if batch == job.global_batch else f" with a global batch of {batch}"
+            fixes.append(f"on {nodes} nodes{more}")
+            break
+    for chip in sorted(DEVICES.values(), key=lambda d: d.memory_bytes):
+        larger = chip.memory_bytes > cluster.device.memory_bytes
+        if larger and fits(replace(cluster, device=chip)):
+            fixes.append(f"on as many {chip.name}")
+            break
+    if job.task != "lora" and fits(task="lora"):
+        fixes.append("as a LoRA")
+    if job.sequence > 2048 and fits(sequence=2048):
+        fixes.append("with sequences of 2,048 tokens")
+    fit = f"it would fit {' or '.join(fixes)}" if fixes else "nothing that was tried would fit it"
+    leanest = evaluated.candidate(int(np.argmin(evaluated.predictions.memory_p90)))
+    part = max(leanest.memory_parts, key=leanest.memory_parts.__getitem__)
+    return (
+        f"{model.name} doesn't fit on {cluster.devices} x {cluster.device.name}: its leanest "
+        f"layout needs {leanest.memory_bytes.high / 1e9:.1f} GB (P90) of "
+        f"{cluster.device.memory_bytes / 1e9:.1f}, most of it {part} "
+        f"({leanest.memory_parts[part] / 1e9:.1f} GB); {fit}"
     )
 
 
@@ -241,21 +284,6 @@ def evaluate_layouts(
     return EvaluatedLayouts(cluster, job, all_of_them, joined(parts))
 
 
-def distinct(
-    evaluated: EvaluatedLayouts, count: int, by_schedule: bool = False
-) -> list[PlanCandidate]:
-    """The quickest that fit, one for each way to deal out devices (and to schedule)."""
-    chosen: dict[tuple[float, ...], int] = {}
-    rows = evaluated.layouts
-    columns = [rows.dp, rows.tp, rows.pp, rows.ep, rows.cp]
-    columns += [rows.schedule, rows.virtual] if by_schedule else []
-    for row in evaluated.order():
-        chosen.setdefault(tuple(float(c[row]) for c in columns), int(row))
-        if len(chosen) == count:
-            break
-    return [evaluated.candidate(row) for row in chosen.values()]
-
-
 def pareto(candidates: list[PlanCandidate]) -> list[PlanCandidate]:
     """Candidates that no other beats in time, memory and device hours.
 
@@ -284,19 +312,6 @@ def joined(parts: list[T]) -> T:
     return made
 
 
-def _corners(evaluated: EvaluatedLayouts, steps: int = 12) -> list[PlanCandidate]:
-    """For each of some limits of memory the quickest layout below it."""
-    order = evaluated.order()
-    if not len(order):
-        return []
-    memory_bytes = evaluated.predictions.memory_p90[order]
-    limits = np.geomspace(
-        memory_bytes.min() * 1.0001, max(memory_bytes.max(), memory_bytes.min() * 1.001), steps
-    )
-    rows = {int(order[np.flatnonzero(memory_bytes <= limit)[0]]) for limit in limits}
-    return [evaluated.candidate(row) for row in sorted(rows)]
-
-
 def _as_good(one: PlanCandidate, other: PlanCandidate) -> bool:
     hours = one.step_seconds.middle * one.devices
     return (
@@ -304,34 +319,3 @@ def _as_good(one: PlanCandidate, other: PlanCandidate) -> bool:
         and one.memory_bytes.high <= SAME_MEMORY * other.memory_bytes.high
         and hours <= SAME_TIME * other.step_seconds.middle * other.devices
     )
-
-
-def _each_deal_once(candidates: list[PlanCandidate]) -> list[PlanCandidate]:
-    by_deal: dict[tuple[int, ...], PlanCandidate] = {}
-    for one in candidates:
-        way = one.layout
-        by_deal.setdefault((way.dp, way.tp, way.pp, way.ep, way.cp), one)
-    return list(by_deal.values())
-
-
-def _fewer(cluster: Cluster) -> list[Cluster]:
-    """A half, a quarter ... of the nodes, while there are whole ones."""
-    clusters: list[Cluster] = []
-    nodes = cluster.nodes
-    while nodes % 2 == 0 and len(clusters) < 3:
-        nodes //= 2
-        clusters.append(replace(cluster, nodes=nodes))
-    return clusters
-
-
-def _tried(space: LayoutSpace | None, calibration: Calibration | None) -> Any:
-    """A function that tests if a model fits under other conditions, for an error's advice."""
-
-    def fits(model: Architecture, cluster: Cluster, job: PlannedJob) -> bool:
-        try:
-            evaluated = evaluate_layouts(model, cluster, job, space, calibration)
-        except InputError:
-            return False
-        return bool(np.any(evaluated.predictions.fits))
-
-    return fits

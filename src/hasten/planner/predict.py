@@ -6,6 +6,8 @@
   4. Once per step: the optimizer on its shard, the fixed part.
   5. The software's factor, and the interval of held-out errors of such predictions.
 
+The layouts are valid ones; ``advice.impossibilities`` returns what speaks against one.
+
 All of it is arithmetic on columns: one layout or a hundred thousand need the same few
 calls.
 """
@@ -18,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hasten.models.architecture import Architecture
-from hasten.planner import seconds as timed
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import DUALPIPE, FP8, FP32, MXFP8, NVFP4, Column, Layouts, PlannedJob
 from hasten.planner.memory import LORA_SHARE, MemoryColumns, first_rank, memory, rank_parameters
@@ -32,23 +33,19 @@ from hasten.planner.numbers import (
     machine,
     numbers,
 )
-from hasten.planner.seconds import PlannedCommunication, bubble_stages, communication, stage_seconds
+from hasten.planner.seconds import (
+    PlannedCommunication,
+    again,
+    bubble_stages,
+    communication,
+    forward,
+    passes,
+    stage_seconds,
+)
 
 # DualPipe sends tokens to experts while others compute, and gives 20 of an H800's 132
 # multiprocessors to sending (arXiv 2412.19437, section 3.2).
 SENDING = 20 / 132
-# Why a layout can't run, as bits of ``Prediction.reasons``.
-REASONS = (
-    "memory: the fullest rank needs more than the device has",
-    "devices: dp x tp x pp x cp is more than the cluster has",
-    "batch: the global batch isn't a multiple of dp x micro-batch",
-    "heads: tp doesn't divide the attention heads",
-    "layers: fewer layers than pipeline stages",
-    "experts: ep doesn't divide the experts, or the ranks that could share them",
-    "format: the device has no unit for this precision",
-    "nodes: tensor parallelism reaches beyond a node",
-)
-FATAL = 0b0111_1111  # tensor parallelism over nodes is slow, not impossible
 
 
 @dataclass(frozen=True)
@@ -90,13 +87,7 @@ class Prediction:
     memory_bytes: Column
     memory_p10: Column
     memory_p90: Column
-    fits: NDArray[np.bool_]  # can run, and its memory's P90 lies within the device's
-    reasons: NDArray[np.int64]  # bits; see ``reason_sentences``
-
-
-def reason_sentences(bits: int) -> list[str]:
-    """The sentences behind a row of ``Prediction.reasons``."""
-    return [sentence for index, sentence in enumerate(REASONS) if int(bits) >> index & 1]
+    fits: NDArray[np.bool_]  # the P90 of its memory lies within the device's
 
 
 def predict(
@@ -118,42 +109,20 @@ def predict(
     seconds = steps(
         model, machine_numbers, layouts, float(job.global_batch), fitted.constants, lora
     )
+    factor = fitted.stack(stack)
+    step = PredictedStep(**{name: value * factor for name, value in vars(seconds).items()})
     kind = "moe" if architecture.moe else "dense"
     kind += "" if stack in fitted.stacks else "_new_stack"
+    total = step.total
+    low, high = (total * np.exp(q) for q in fitted.quantiles(kind))
     count = _micro_batches(layouts, job.global_batch)
-    memory_columns = memory(model, layouts, count, fitted.memory, lora)
-    return finish(
-        *(model, machine_numbers, layouts, job, seconds, memory_columns),
-        factor=fitted.stack(stack),
-        time_spread=fitted.quantiles(kind),
-        memory_spread=fitted.quantiles("memory"),
-    )
-
-
-def finish(
-    model: ModelNumbers,
-    machine_numbers: MachineNumbers,
-    layouts: Layouts,
-    job: PlannedJob,
-    step: PredictedStep,
-    memory_columns: MemoryColumns,
-    *,
-    factor: float,
-    time_spread: tuple[float, float],
-    memory_spread: tuple[float, float],
-) -> Prediction:
-    """Rates, intervals and reasons from seconds and bytes."""
-    scaled = PredictedStep(**{name: value * factor for name, value in vars(step).items()})
-    total, used = scaled.total, memory_columns.total
-    low, high = (total * np.exp(q) for q in time_spread)
-    least, most = (used * np.exp(q * memory_columns.doubt) for q in memory_spread)
-    tokens = job.global_batch * model.sequence
-    rate = tokens / layouts.devices
-    reasons = _reasons(model, machine_numbers, layouts, job.global_batch)
-    reasons = reasons | (most > machine_numbers.memory_bytes).astype(np.int64)
-    learned = 2 / 3 if job.task == "lora" else 1.0
+    parts = memory(model, layouts, count, fitted.memory, lora)
+    used = parts.total
+    least, most = (used * np.exp(q * parts.doubt) for q in fitted.quantiles("memory"))
+    rate = job.global_batch * model.sequence / layouts.devices
+    learned = 2 / 3 if lora else 1.0
     return Prediction(
-        step=scaled,
+        step=step,
         step_seconds=total,
         step_p10=low,
         step_p90=high,
@@ -161,12 +130,11 @@ def finish(
         tokens_p10=rate / high,
         tokens_p90=rate / low,
         mfu=learned * rate / total * model.training_flops / _peak(machine_numbers, layouts),
-        memory=memory_columns,
+        memory=parts,
         memory_bytes=used,
         memory_p10=least,
         memory_p90=most,
-        fits=(reasons & FATAL) == 0,
-        reasons=reasons,
+        fits=most <= machine_numbers.memory_bytes,
     )
 
 
@@ -180,20 +148,24 @@ def steps(
 ) -> PredictedStep:
     """Seconds of a step before the software's factor."""
     M = _micro_batches(layouts, global_batch)
-    part = timed.forward(model, machine_numbers, layouts, c, lora)
+    part = forward(model, machine_numbers, layouts, c, lora)
     sent = communication(model, machine_numbers, layouts, c, lora)
-    back, back_attention = timed.passes(lora)
+    back, back_attention = passes(lora)
     core = part.products + part.experts
     work = core * (1 + back) + part.elementwise * 3 + part.fixed
     attention = part.attention * (1 + back_attention)
-    again = timed.again(part, layouts, c)
+    repeated = again(part, layouts, c)
     # An all-reduce stops everything; the gathers and scatters of sequence parallelism can be cut
     # into pieces that travel while others are multiplied.
     waits = np.where(layouts.sequence_parallel > 0, c.tp_exposed, c.tp_waits)
     tensor = waits * sent.tp + c.cp_exposed * sent.cp
-    experts = _expert_seconds(sent.ep, work + attention + again, layouts, c)
-    layers = work + attention + again + tensor + experts
-    slow, mean = stage_seconds(model, layouts, layers, part.head)
+    # Expert parallelism's exchanges that nothing hides; where all hide, what hiding them costs.
+    exchanges, busy = c.ep_exposed * sent.ep, work + attention + repeated
+    hidden = np.maximum(exchanges - busy, 0) + busy * SENDING / (1 - SENDING)
+    overlaps = (layouts.schedule == DUALPIPE) & (layouts.pp > 1) & (sent.ep > 0)
+    experts = np.where(overlaps, hidden, exchanges)
+    layers = work + attention + repeated + tensor + experts
+    slow, mean = stage_seconds(model.layers, layouts, layers, part.head)
     sends = (c.pp_exposed * sent.pp + c.stage_seconds) * layouts.virtual
     bubble = c.bubble * bubble_stages(layouts) * (mean + sends)
     backward = core * back + attention * back_attention / (1 + back_attention)
@@ -203,7 +175,7 @@ def steps(
         compute=work * share,
         attention=attention * share,
         head=part.head * share,
-        recompute=again * share,
+        recompute=repeated * share,
         tp=tensor * share,
         dp=exposed + sent.encode * np.where(sent.dp_each > 0, M, 1.0),
         pp=M * (slow - mean) + np.where(layouts.pp > 1, M * sends, 0.0) + bubble,
@@ -211,14 +183,6 @@ def steps(
         optimizer=_owned(model, layouts, lora) * c.optimizer_bytes / machine_numbers.memory_rate,
         other=c.step_seconds + 0 * M,
     )
-
-
-def _expert_seconds(seconds: Column, work: Column, layouts: Layouts, c: Constants) -> Column:
-    """Expert parallelism's exchanges that nothing hides; where all hide, what hiding them costs."""
-    waited = c.ep_exposed * seconds
-    hidden = np.maximum(waited - work, 0) + work * SENDING / (1 - SENDING)
-    overlaps = (layouts.schedule == DUALPIPE) & (layouts.pp > 1) & (seconds > 0)
-    return np.where(overlaps, hidden, waited)
 
 
 def _owned(model: ModelNumbers, layouts: Layouts, lora: Value) -> Column:
@@ -261,28 +225,3 @@ def _peak(machine_numbers: MachineNumbers, layouts: Layouts) -> Column:
     peak = np.where(eight, machine_numbers.peak8, machine_numbers.peak16 * np.ones(len(layouts)))
     peak = np.where(four, machine_numbers.peak4, peak)
     return np.asarray(np.where(p == FP32, machine_numbers.peak32, peak))
-
-
-def _reasons(
-    model: ModelNumbers, machine_numbers: MachineNumbers, layouts: Layouts, global_batch: Value
-) -> NDArray[np.int64]:
-    """Bits of ``REASONS``, memory excluded."""
-    eight = timed.low_bits(layouts) > 0
-    four = layouts.precision == NVFP4
-    lacks = (eight & ~four & (machine_numbers.peak8 <= 0)) | (four & (machine_numbers.peak4 <= 0))
-    shared = layouts.dp * layouts.cp * layouts.tp
-    uneven = (np.mod(model.experts, layouts.ep) > 0) | (np.mod(shared, layouts.ep) > 0)
-    violations = (
-        layouts.devices > machine_numbers.devices,
-        np.mod(global_batch, layouts.dp * layouts.micro_batch) > 0,
-        np.mod(model.heads, layouts.tp) > 0,
-        # Input and output may be stages of their own, as in Llama 3 405B: 126 layers, 128 stages.
-        layouts.pp * layouts.virtual > model.layers + 2,
-        uneven,
-        lacks,
-        layouts.tp > machine_numbers.per_node,
-    )
-    bits = np.zeros(len(layouts), dtype=np.int64)
-    for index, wrong in enumerate(violations, start=1):
-        bits |= np.asarray(wrong).astype(np.int64) << index
-    return bits

@@ -230,16 +230,16 @@ def again(part: Forward, layouts: Layouts, c: Constants) -> Column:
 
 
 def stage_seconds(
-    model: ModelNumbers, layouts: Layouts, layers: Column, head: Column
+    layers: Value, layouts: Layouts, seconds: Value, head: Value
 ) -> tuple[Column, Column]:
     """Seconds of the slowest stage and of the mean one for a micro-batch, both directions.
 
-    ``layers`` are those of all layers together; the last stage has the head as well.
+    ``seconds`` are those of all layers together; the last stage has the head as well.
     """
-    dealt = stage_layers(model.layers, layouts.pp, layouts.virtual)
-    one = layers / model.layers
+    dealt = stage_layers(layers, layouts.pp, layouts.virtual)
+    one = seconds / layers
     slow = np.maximum(dealt.most * one, dealt.last * one + head)
-    mean = (layers + head) / layouts.pp
+    mean = (seconds + head) / layouts.pp
     return np.where(layouts.pp > 1, np.maximum(slow, mean), mean), mean
 
 

@@ -5,7 +5,7 @@ backward pass of a micro-batch through a stage. I is its half that computes the 
 of the input, the only half that the previous stage waits for. W is the half that
 computes the gradient of the weights. The simulator is independent of schedules: it
 starts each piece of work as soon as its rank and its inputs are available. Stages may
-therefore differ in length, which closed forms don't allow (``idle_seconds``).
+therefore differ in length, which closed forms don't allow (``bubble_stages``).
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from hasten.errors import InputError
 from hasten.models.architecture import Architecture
 from hasten.parts.distributed.pipeline.schedules import orders as trained
 from hasten.parts.distributed.pipeline.timetable import StageEvent, drawing
 from hasten.planner.candidate import PlanCandidate, Span
-from hasten.planner.layout import PlannedLayout, why_impossible
-from hasten.planner.numbers import stage_layers
+from hasten.planner.layout import Layouts, PlannedLayout, why_impossible
+from hasten.planner.seconds import bubble_stages, stage_seconds
 
 Op = tuple[str, int, int]  # kind, stage, micro-batch
 Cell = tuple[Op, ...]  # what a rank does at a time: one piece, or two that overlap (DualPipe)
@@ -49,36 +47,6 @@ class StageSeconds:
         return backward + (0.0 if kind == "I" else self.weights[stage])
 
 
-@dataclass(frozen=True)
-class PipelineEvent:
-    """A cell in time."""
-
-    rank: int
-    cell: Cell
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
-class Timetable:
-    """When each rank does what; ``peaks`` counts micro-batches of one stage that a rank keeps."""
-
-    events: tuple[PipelineEvent, ...]
-    ranks: int
-    seconds: float
-    busy: tuple[float, ...]
-    peaks: tuple[int, ...]
-
-    def passes(self) -> list[StageEvent]:
-        """One event for each piece of work, to be drawn."""
-        return [StageEvent(e.rank, *op, e.start, e.end) for e in self.events for op in e.cell]
-
-    @property
-    def idle_share(self) -> float:
-        """Share of the ranks' time in which they wait: the bubble, uneven stages included."""
-        return 1 - sum(self.busy) / (self.ranks * self.seconds)
-
-
 def orders(schedule: str, stages: int, micro_batches: int, virtual: int = 1) -> Orders:
     """The order of work on each of ``stages`` ranks.
 
@@ -97,19 +65,18 @@ def orders(schedule: str, stages: int, micro_batches: int, virtual: int = 1) -> 
     return [[(op,) for op in of_rank] for of_rank in trained(schedule, stages, micro_batches)]
 
 
-def simulate(order: Orders, seconds: Callable[[Op], float], overlap: float = 1.0) -> Timetable:
+def simulate(order: Orders, seconds: Callable[[Op], float]) -> list[StageEvent]:
     """The timetable of an order of passes that take ``seconds``, all of the stages' first to last.
 
-    A cell of two takes ``overlap`` times the sum of both.
+    A cell of two takes the sum of both; its passes have the same start and end.
 
     Raises:
         ValueError: ranks wait for each other for ever, so the order is none.
     """
     ranks, last = len(order), max(op[1] for cells in order for cell in cells for op in cell)
     ends: dict[Op, float] = {}
-    at, clock, busy = [0] * ranks, [0.0] * ranks, [0.0] * ranks
-    in_flight, peaks = [0] * ranks, [0] * ranks
-    events: list[PipelineEvent] = []
+    at, clock = [0] * ranks, [0.0] * ranks
+    events: list[StageEvent] = []
     moved = True
     while moved:
         moved = False
@@ -120,19 +87,15 @@ def simulate(order: Orders, seconds: Callable[[Op], float], overlap: float = 1.0
                 if None in needed:
                     break
                 start = max([clock[rank], *(n for n in needed if n is not None)])
-                spent = sum(map(seconds, cell)) * (overlap if len(cell) > 1 else 1.0)
-                clock[rank] = start + spent
-                busy[rank] += spent
+                clock[rank] = start + sum(map(seconds, cell))
                 for op in cell:  # the halves of a backward pass end like the whole of one
                     ends[("B" if op[0] == "I" else op[0], op[1], op[2])] = clock[rank]
-                    in_flight[rank] += (op[0] == "F") - (op[0] in "BW")
-                    peaks[rank] = max(peaks[rank], in_flight[rank])
-                events.append(PipelineEvent(rank, cell, start, clock[rank]))
+                    events.append(StageEvent(rank, *op, start, clock[rank]))
                 at[rank] += 1
                 moved = True
     if any(at[rank] < len(cells) for rank, cells in enumerate(order)):
         raise ValueError("in this order ranks wait for each other for ever")
-    return Timetable(tuple(events), ranks, max(clock), tuple(busy), tuple(peaks))
+    return events
 
 
 def _needs(op: Op, last: int) -> list[Op]:
@@ -143,26 +106,6 @@ def _needs(op: Op, last: int) -> list[Op]:
         return [("B", stage, micro)]
     after: list[Op] = [("B", stage + 1, micro)] if stage < last else []
     return [("F", stage, micro), *after]
-
-
-def idle_seconds(
-    schedule: str, stages: int, forward: float, inputs: float, weights: float, virtual: int = 1
-) -> float:
-    """A rank's idle time in a step with equal stages: the papers' closed forms.
-
-    - GPipe and 1F1B: (P-1)(F+B). Interleaved: 1/v of it (arXiv 2104.04473).
-    - ZB1P: (P-1)(F+B-2W) (ZB-H1 of arXiv 2401.10241).
-    - DualPipe: (P/2-1)(F&B+B-3W) (arXiv 2412.19437, table 2). Here F&B = F+B: doing both at
-      a time gains nothing.
-
-    Seconds are those of a whole rank.
-    """
-    backward = inputs + weights
-    if schedule == "dualpipe":
-        return max(stages / 2 - 1, 0) * (forward + 2 * backward - 3 * weights)
-    if schedule == "zb1p":
-        return (stages - 1) * (forward + backward - 2 * weights)
-    return (stages - 1) * (forward + backward) / virtual
 
 
 def _one(kind: str, stage: int, micro: int) -> Cell:
@@ -328,7 +271,7 @@ def pipeline_seconds(layout: PlannedLayout, count: int, seconds: StageSeconds) -
 
     def played(micro_batches: int) -> float:
         order = orders(layout.schedule, layout.pp, micro_batches, layout.virtual)
-        return simulate(order, seconds).seconds
+        return max(event.end for event in simulate(order, seconds))
 
     few, more = (2 * times * layout.pp for times in PLAYED)
     if count <= more:
@@ -351,24 +294,14 @@ def micro_batch(model: Architecture, candidate: PlanCandidate, lora: bool) -> Pl
     forward = products / (2 if lora else 3) + attention / 3.5 + comm_seconds / 2
     total_seconds = products + attention + comm_seconds + part["recompute"]
     # Taken apart as the prediction put it together: uneven stages, handing over, bubble.
-    mean = (total_seconds + part["head"]) / layout.pp
-    slow = max(mean, _slowest(model, layout, total_seconds, part["head"]))
-    backward = mean * 2 / 3
-    bubble = idle_seconds(
-        layout.schedule, layout.pp, mean - backward, backward / 2, backward / 2, layout.virtual
-    )
-    waits = candidate.step_parts["pp"] - count * (slow - mean) - bubble
-    sends = max(0.0, waits / (count + bubble / mean))
+    rows = Layouts.of([layout])
+    slow, mean = stage_seconds(model.layers, rows, total_seconds, part["head"])
+    bubble = float(bubble_stages(rows)[0])
+    waits = candidate.step_parts["pp"] - count * float((slow - mean)[0]) - bubble * float(mean[0])
+    sends = max(0.0, waits / (count + bubble))
     return PlannedMicroBatch(
         forward, total_seconds - forward - weights, weights, part["head"], sends
     )
-
-
-def _slowest(model: Architecture, layout: PlannedLayout, layers: float, head: float) -> float:
-    """The slowest stage where layers are dealt evenly, as the closed form has it."""
-    dealt_evenly = stage_layers(model.layers, layout.pp, layout.virtual)
-    one = layers / model.layers
-    return float(np.maximum(dealt_evenly.most * one, dealt_evenly.last * one + head))
 
 
 def stages(
@@ -418,7 +351,7 @@ def draw_schedule(
     fits = MOST_CELLS // (3 * stages * virtual)
     few = max(2 * stages, fits // stages * stages)
     shown = min(micro_batches, few)
-    table = simulate(orders(schedule, stages, shown, virtual), seconds)
+    events = simulate(orders(schedule, stages, shown, virtual), seconds)
     title = f"{schedule}, {stages} stages, {shown} micro-batches"
     title += f" drawn of {micro_batches}" if shown < micro_batches else ""
-    return drawing(table.passes(), title)
+    return drawing(events, title)

@@ -6,12 +6,9 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
 
-from hasten.errors import InputError
 from hasten.formatting import fitted
-from hasten.machine.files import write_atomic
 from hasten.models.architecture import Architecture
 from hasten.planner.advice import PARTS, HardwareOption, LayoutChange, RejectedLayout, Shape
 from hasten.planner.candidate import JobCost, PlanCandidate, Span, layout_text, spending
@@ -331,18 +328,6 @@ def page(
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{STYLE}</style><main>{''.join(body)}</main></html>\n"
     )
-
-
-def write(path: Path, content: str) -> None:
-    """The file, complete or not there.
-
-    Raises:
-        InputError: the folder doesn't exist, or nothing can be written there.
-    """
-    try:
-        write_atomic(path, content)
-    except OSError as error:
-        raise InputError(f"{path} can't be written: {error.strerror or error}") from error
 
 
 def _layouts(

@@ -79,7 +79,7 @@ def ceiling_of(recipe: Recipe, context: JobContext) -> PeakFlops | None:
         row = datasheet(device_name(context)) if context.on_gpu else None
         if row is None:
             return None
-        return PeakFlops(row.bf16, f"{_tera(row.bf16)}, datasheet of {row.name}: {row.source}")
+        return PeakFlops(row.peak16, f"{_tera(row.peak16)}, datasheet of {row.name}: {row.source}")
     if recipe.ceiling == "measure":
         rates = _stored_rates(recipe, context)
     else:

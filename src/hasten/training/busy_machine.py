@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable
 
 from hasten.core.timing import StepMetrics
+from hasten.machine import host
 from hasten.machine.processes import LoadMeter
-from hasten.machine.threads import usable_cores
 
 FEWEST_STEPS, WATCHED_STEPS = 8, 50  # that a step is compared with
 SLOWER = 3.0  # times the median seconds of a position
@@ -30,7 +30,7 @@ class BusyMachine:
 
     def __init__(self, tell: Callable[[str], None], load: LoadMeter | None = None) -> None:
         self._tell = tell
-        self._load = load or LoadMeter(len(usable_cores()) or 1)
+        self._load = load or LoadMeter(host.usable_cores())
         self._load_since = time.monotonic()
         self._seconds: deque[float] = deque(maxlen=WATCHED_STEPS)  # of a position
         self._is_over = False

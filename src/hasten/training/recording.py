@@ -22,7 +22,6 @@ from hasten.machine import environment, host
 from hasten.machine.files import write_atomic
 from hasten.machine.gpu import GpuReading, Gpus
 from hasten.machine.processes import LoadMeter
-from hasten.machine.threads import usable_cores
 from hasten.recipe.schema import Recipe
 from hasten.training.metric_writers import Writers
 
@@ -127,7 +126,7 @@ class Recording:
         psutil.cpu_percent()  # these count from here on
         psutil.cpu_times_percent()
         # With several ranks, the others of this run would count as foreign.
-        load = LoadMeter(len(usable_cores()) or 1) if self._ranks == 1 else None
+        load = LoadMeter(host.usable_cores()) if self._ranks == 1 else None
         while not self._over.wait(self._every):
             with contextlib.suppress(OSError):  # a disk that is full now may have room later
                 state = sample(self._folder, gpus, load)

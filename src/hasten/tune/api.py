@@ -85,30 +85,26 @@ class _Tuning:
     ) -> None:
         self._subject, self._seconds, self._options = subject, seconds, options
         self._audience, self._began = audience, began
-        option_values = dataclasses.asdict(options)
-        for name in ("trials", "fresh"):  # how much, not what
-            option_values.pop(name)
-        self._key = key_of({"subject": subject.key(), "wishes": option_values})
-        self._folder = StudyFolder(subject.folder / self._key, self._key, audience)
+        wishes = dataclasses.replace(options, trials=None, fresh=False)  # how much, not what
+        key = key_of({"subject": subject.key(), "wishes": dataclasses.asdict(wishes)})
+        self._folder = StudyFolder(subject.folder / key, key, audience)
 
     def run(self) -> StudyResult:
-        folder, tell = self._folder, self._audience.tell
-        with folder.opened(self._options.fresh) as record:
-            if (earlier := folder.finished(record)) is not None:
-                return self._result(earlier)
-            if any(e["event"] == "trial" for e in record.events):
-                tell(f"going on with {folder.path}")
-            with one_measurement(tell, self._seconds):
-                self._audience.begin()
-                with self._subject.opened(folder.path):
-                    study, remaining_seconds = self._search(record)
-                    document = self._judge(study, remaining_seconds)
-            document["said"] = result_sentence(document)
-            result = self._result(document)
-            folder.keep(document)
-            if is_proven(document):
-                record.append("done")  # else a second start has the final comparison
-        return result
+        document = self._folder.run(self._options.fresh, self._study, is_proven)
+        space, winner = self._subject.space, document["winner"]
+        settings = winner["settings"] if winner else document["start"]["settings"]
+        text = self._subject.text(space.point(settings), [result_sentence(document)])
+        if is_proven(document):
+            self._folder.keep_best(text)
+        return StudyResult(document, settings, text, self._folder.path)
+
+    def _study(self, record: ExperimentRecord) -> dict[str, Any]:
+        with one_measurement(self._audience.tell, self._seconds):
+            self._audience.begin()
+            with self._subject.opened(self._folder.path):
+                study, remaining_seconds = self._search(record)
+                document = self._judge(study, remaining_seconds)
+        return {**document, "said": result_sentence(document)}
 
     def _search(self, record: ExperimentRecord) -> tuple[Study, float]:
         subject, options = self._subject, self._options
@@ -216,12 +212,3 @@ class _Tuning:
             if i >= 2 and is_fit(row) and base and (row["peak_memory_bytes"] or base) < 0.99 * base
         ]
         return min(fine, key=lambda i: rows[i]["peak_memory_bytes"], default=None)
-
-    def _result(self, document: dict[str, Any]) -> StudyResult:
-        space = self._subject.space
-        winner = document["winner"]
-        settings = winner["settings"] if winner else document["start"]["settings"]
-        text = self._subject.text(space.point(settings), [result_sentence(document)])
-        if is_proven(document):
-            self._folder.keep_best(text)
-        return StudyResult(document, settings, text, self._folder.path)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,14 @@ from typing import Any
 from hasten.errors import InputError
 from hasten.machine.cache import key_of
 from hasten.measure.recipe_experiment import prepared
+from hasten.measure.record import ExperimentRecord
 from hasten.progress import Audience, SilentProgress
 from hasten.recipe.schema import Recipe
 from hasten.recipe.suggest import recipe_text
 from hasten.recipe.yaml_reader import read_duration
 from hasten.tune.learning import Learning, LearningResult
 from hasten.tune.report import SCHEMA
-from hasten.tune.space import Point, Space
+from hasten.tune.space import Space
 from hasten.tune.study_folder import StudyFolder, StudyResult
 from hasten.tune.surrogate import PlanGaussianProcess, importance
 from hasten.tune.whole_trainings import RecipeTrainings
@@ -37,7 +38,14 @@ SEED_NOISE = 0.003  # of a loss between seeds, as a logarithm, for the importanc
 
 def document(learnt: LearningResult, space: Space, about: Mapping[str, Any]) -> dict[str, Any]:
     """The study as plain values."""
-    start_loss = float(learnt.rows[0]["loss"])
+    start_loss, ratio = float(learnt.rows[0]["loss"]), learnt.ratio
+    winner = None
+    if learnt.best is not None and ratio is not None and learnt.better and not learnt.unproven:
+        winner = {
+            "settings": space.settings(learnt.best),
+            "changes": space.changes(learnt.best),
+            "ratio": ratio.summary(),
+        }
     trials = [
         {
             **row,
@@ -47,6 +55,9 @@ def document(learnt: LearningResult, space: Space, about: Mapping[str, Any]) -> 
         }
         for row in learnt.rows
     ]
+    fine = [t for t in trials if t["log_rate"] is not None]
+    points, values = [space.point(t["settings"]) for t in fine], [t["log_rate"] for t in fine]
+    believed = PlanGaussianProcess(space, noise=SEED_NOISE).after(points, values)
     return {
         "schema": SCHEMA,
         "study": "learning",
@@ -58,8 +69,8 @@ def document(learnt: LearningResult, space: Space, about: Mapping[str, Any]) -> 
         "final_comparison": _final_comparison(learnt),
         "pairs": learnt.pairs,
         "unproven": learnt.unproven,
-        "winner": _winner(learnt, space),
-        "importance": _importance(trials, space),
+        "winner": winner,
+        "importance": importance(space, lambda wanted: believed(wanted).mean.tolist()),
     }
 
 
@@ -107,24 +118,6 @@ def _final_comparison(learnt: LearningResult) -> dict[str, Any] | None:
         "rounds": [p["start"] / p["best"] for p in learnt.pairs],
     }
     return {"variants": [row]}
-
-
-def _winner(learnt: LearningResult, space: Space) -> dict[str, Any] | None:
-    ratio = learnt.ratio
-    if learnt.best is None or ratio is None or not learnt.better or learnt.unproven is not None:
-        return None
-    return {
-        "settings": space.settings(learnt.best),
-        "changes": space.changes(learnt.best),
-        "ratio": ratio.summary(),
-    }
-
-
-def _importance(trials: list[dict[str, Any]], space: Space) -> dict[str, float]:
-    fine = [t for t in trials if t["log_rate"] is not None]
-    points, values = [space.point(t["settings"]) for t in fine], [t["log_rate"] for t in fine]
-    believed = PlanGaussianProcess(space, noise=SEED_NOISE).after(points, values)
-    return importance(space, lambda wanted: believed(wanted).mean.tolist())
 
 
 # The study on a recipe.
@@ -184,82 +177,48 @@ def learn(
     options, audience = options or LearningOptions(), audience or SilentProgress()
     seconds = read_duration(str(budget))
     subject = prepared(recipe if isinstance(recipe, Recipe) else Path(recipe), audience)
-    return _Study(RecipeTrainings(subject, options.only), seconds, options, audience, began).run()
+    job = RecipeTrainings(subject, options.only)
+    key = key_of(job.key())
+    folder = StudyFolder(job.folder / key, key, audience)
 
+    def text_of(settings: Mapping[str, Any], comment: str) -> str:
+        return recipe_text(job.recipe_at(job.space.point(settings)), subject.plan, [comment])
 
-class _Study:
-    """A running study."""
-
-    def __init__(
-        self,
-        job: RecipeTrainings,
-        seconds: float,
-        options: LearningOptions,
-        audience: Audience,
-        began: float,
-    ) -> None:
-        self._job, self._seconds, self._options = job, seconds, options
-        self._audience, self._began = audience, began
-        key = key_of(job.key())
-        self._folder = StudyFolder(job.folder / key, key, audience)
-
-    def run(self) -> StudyResult:
-        folder, job = self._folder, self._job
-        with folder.opened(self._options.fresh) as record:
-            if (study := folder.finished(record)) is not None:
-                return self._result(study)
-            if any(e["event"] == "trained" for e in record.events):
-                self._audience.tell(f"going on with {folder.path}")
-            self._audience.begin()
-            search = Learning(
-                job.space,
-                job.begin,
-                record,
-                budget_seconds=self._seconds,
-                looks=job.looks,
-                most=self._options.trials,
-                seed=job.given.recipe.seed,
-                tell=self._audience.show,
-                on_training=self._keep,
-                began=self._began,
-            )
-            with job.opened(folder.path):
-                learnt = search.run()
-            about = {
-                "title": f"Learning of {job.given.recipe.model}",
-                "budget_seconds": self._seconds,
-                "seconds": round(time.monotonic() - self._began, 1),
-            }
-            study = document(learnt, job.space, about)
-            study["said"] = learning_sentence(study)
-            result = self._result(study)
-            folder.keep(study)
-            if learnt.unproven is None:
-                record.append("done")  # else a second start has the pairs that are missing
-        return result
-
-    def _keep(self, learnt: LearningResult) -> None:
+    def keep(learnt: LearningResult) -> None:
         """The best so far, on the disk before the next training begins."""
         last = learnt.rows[-1]
         losses = [r["loss"] for r in learnt.rows if r["loss"] is not None]
-        if last["loss"] is None or last["loss"] > min(losses, default=math.inf):
-            return
-        comments = [f"Best of {len(learnt.rows)} trainings so far, not proven by pairs."]
-        self._write(self._job.space.point(last["settings"]), comments)
+        if last["loss"] is not None and last["loss"] <= min(losses):
+            comment = f"Best of {len(learnt.rows)} trainings so far, not proven by pairs."
+            folder.keep_best(text_of(last["settings"], comment))
 
-    def _write(self, point: Point, comments: Sequence[str]) -> str:
-        text = recipe_text(self._job.recipe_at(point), self._job.given.plan, comments)
-        self._folder.keep_best(text)
-        return text
+    def study(record: ExperimentRecord) -> dict[str, Any]:
+        audience.begin()
+        search = Learning(
+            job.space,
+            job.begin,
+            record,
+            budget_seconds=seconds,
+            looks=job.looks,
+            most=options.trials,
+            seed=subject.recipe.seed,
+            tell=audience.show,
+            on_training=keep,
+            began=began,
+        )
+        with job.opened(folder.path):
+            learnt = search.run()
+        about = {
+            "title": f"Learning of {subject.recipe.model}",
+            "budget_seconds": seconds,
+            "seconds": round(time.monotonic() - began, 1),
+        }
+        result = document(learnt, job.space, about)
+        return {**result, "said": learning_sentence(result)}
 
-    def _result(self, document: dict[str, Any]) -> StudyResult:
-        winner = document["winner"]
-        settings = winner["settings"] if winner else document["start"]["settings"]
-        point = self._job.space.point(settings)
-        if document["unproven"]:  # best.yaml keeps what the trainings found
-            text = recipe_text(
-                self._job.recipe_at(point), self._job.given.plan, [learning_sentence(document)]
-            )
-        else:
-            text = self._write(point, [learning_sentence(document)])
-        return StudyResult(document, settings, text, self._folder.path)
+    result = folder.run(options.fresh, study, lambda one: one["unproven"] is None)
+    settings = (result["winner"] or result["start"])["settings"]
+    text = text_of(settings, learning_sentence(result))
+    if not result["unproven"]:  # else best.yaml keeps what the trainings found
+        folder.keep_best(text)
+    return StudyResult(result, settings, text, folder.path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -19,11 +20,12 @@ from hasten.report.judgement import (
     verdict_word,
 )
 from hasten.report.markup import html_table
+from hasten.report.svg import Bar, Curve, bar_chart, line_chart
 from hasten.tune.space import Space
 from hasten.tune.study import Study
 
 SCHEMA = 1
-WIDTH, HEIGHT, LEFT, ROW = 720, 220, 44, 22
+WIDTH, HEIGHT = 720, 220  # pixels of a drawing
 
 
 def study_document(
@@ -205,57 +207,25 @@ def _trials(trials: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _history(trials: Sequence[Mapping[str, Any]]) -> str:
-    """A dot for each trial, a cross where there was no result, and the best so far as a line."""
-    ratios = [math.exp(t["log_rate"]) for t in trials if t["log_rate"] is not None]
-    if not ratios:
+    """The ratio of each trial that had a result, and the best so far."""
+    ratios = [None if t["log_rate"] is None else math.exp(t["log_rate"]) for t in trials]
+    if not any(ratios):
         return "<p>No trial had a result.</p>"
-    low, high = min(1.0, *ratios), max(1.0, *ratios)
-    room = (high - low) or 1.0
-
-    def y(ratio: float) -> float:
-        return HEIGHT - 30 - (ratio - low) / room * (HEIGHT - 50)
-
-    across = (WIDTH - LEFT - 20) / max(len(trials), 1)
-    marks, line, best = [], [], 1.0
-    for index, t in enumerate(trials):
-        x = LEFT + (index + 0.5) * across
-        if t["log_rate"] is None:
-            bottom = HEIGHT - 30
-            marks.append(f'<path class="cross" d="M{x - 4:.1f} {bottom - 4}l8 8m0 -8l-8 8"/>')
-        else:
-            ratio = math.exp(t["log_rate"])
-            best = max(best, ratio)
-            marks.append(f'<circle class="dot" cx="{x:.1f}" cy="{y(ratio):.1f}" r="3.5"/>')
-        line.append(f"{x:.1f},{y(best):.1f}")
-    grid = "".join(
-        f'<line class="axis" x1="{LEFT}" x2="{WIDTH}" y1="{y(v):.1f}" y2="{y(v):.1f}" '
-        f'stroke-dasharray="2 4"/><text x="0" y="{y(v) + 4:.1f}">{v:.2f}×</text>'
-        for v in sorted({low, 1.0, high})
-    )
-    name = f"{len(trials)} trials, the best {best:.3f} of the start"
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{name}">{grid}{"".join(marks)}'
-        f'<polyline class="best" points="{" ".join(line)}"/></svg>'
-    )
+    best = itertools.accumulate((ratio or 1.0 for ratio in ratios), max, initial=1.0)
+    curves = [
+        Curve("the best so far", list(enumerate(best)), "best"),
+        Curve("each trial", list(enumerate(ratios, start=1)), "trial"),
+    ]
+    name = f"{len(trials)} trials: their ratio to the start"
+    return line_chart(name, curves, (WIDTH, HEIGHT), lambda trial: f"{trial:g}")
 
 
 def _importance(shares: Mapping[str, float]) -> str:
-    shown = [(n, s) for n, s in shares.items() if s > 0][:12]
-    if not shown:
+    bars = [Bar(name, f"{share:.0%}", share) for name, share in shares.items() if share > 0]
+    if not bars:
         return "<p>Nothing is known of it.</p>"
-    rows = []
-    for index, (name, share) in enumerate(shown):
-        top, width = index * ROW, share / shown[0][1] * (WIDTH - 330)
-        rows.append(
-            f'<text x="0" y="{top + 15}">{escape(name)}</text><rect class="bar" x="250" '
-            f'y="{top + 4}" height="14" width="{width:.1f}"/>'
-            f'<text x="{258 + width:.1f}" y="{top + 15}">{share:.0%}</text>'
-        )
-    height = ROW * len(shown)
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="share of each decision in '
-        f'what settings change">{"".join(rows)}</svg>'
-    )
+    title = "share of each decision in what settings change"
+    return bar_chart(title, bars[:12], WIDTH, 0, lambda share: f"{share:.0%}")
 
 
 def _plain(value: Any) -> Any:

@@ -218,7 +218,7 @@ class ForecastProposer(Proposer):
         return chosen
 
     def believed(self, points: Sequence[Point]) -> list[float]:
-        means: list[float] = self._speed.at(points, *self._measured()).mean.tolist()
+        means: list[float] = self._speed.after(*self._measured())(points).mean.tolist()
         return means
 
     def _strangers(self, point: Point) -> list[Point]:
@@ -235,7 +235,7 @@ class ForecastProposer(Proposer):
 
     def _worth(self, untried: Sequence[Point]) -> np.ndarray:
         measured, values, noises = self._measured()
-        together = self._speed.at([*untried, *measured], measured, values, noises)
+        together = self._speed.after(measured, values, noises)([*untried, *measured])
         best = float(together.mean[len(untried) :].max())
         posterior = type(together)(
             together.mean[: len(untried)], together.deviation[: len(untried)]
@@ -275,8 +275,8 @@ class ForecastProposer(Proposer):
             offset = math.log(self._known.memory(self.space.start))
         else:
             offset = min(math.log(peak) for peak in peaks.values() if peak)
-        posterior = self._memory.at(
-            untried, [p for p, _ in measured], [v - offset for _, v in measured]
+        posterior = self._memory.after([p for p, _ in measured], [v - offset for _, v in measured])(
+            untried
         )
         return 1 - normal_cdf((edge - offset - posterior.mean) / posterior.deviation)
 

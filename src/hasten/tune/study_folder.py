@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hasten.errors import InputError
 from hasten.foreign_files import read_json_object
 from hasten.machine.files import write_atomic
-from hasten.machine.locks import one_writer
+from hasten.machine.locks import alone_in
 from hasten.measure.record import ExperimentRecord
 from hasten.progress import Audience
 from hasten.tune.report import page
@@ -71,32 +70,37 @@ class StudyFolder:
             InputError: the folder can't be written.
         """
         path = self.path / "record.jsonl"
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            with one_writer(self.path / "lock", self._audience.tell):
-                if fresh:
-                    path.unlink(missing_ok=True)
-                with ExperimentRecord(path, self._key) as record:
-                    yield record
-        except OSError as error:
-            raise InputError(
-                f"output: can't write into {self.path}: {error.strerror or error}; choose another "
-                "folder"
-            ) from error
+        with alone_in(self.path, self._audience.tell):
+            if fresh:
+                path.unlink(missing_ok=True)
+            with ExperimentRecord(path, self._key) as record:
+                yield record
 
-    def finished(self, record: ExperimentRecord) -> dict[str, Any] | None:
-        """The study's JSON, where an earlier start has finished it."""
-        path = self.path / "study.json"
-        if not record.done or not path.is_file():
-            return None
-        self._audience.tell(f"studied before: {self.path} (--fresh measures anew)")
-        return read_json_object(path, "study")
+    def run(
+        self,
+        fresh: bool,
+        study: Callable[[ExperimentRecord], dict[str, Any]],
+        is_complete: Callable[[dict[str, Any]], bool],
+    ) -> dict[str, Any]:
+        """The study's JSON: of an earlier start that has finished it, else of ``study``.
+
+        A study that isn't complete is kept, and a second start does what it lacks.
+        """
+        path, tell = self.path / "study.json", self._audience.tell
+        with self.opened(fresh) as record:
+            if record.done and path.is_file():
+                tell(f"studied before: {self.path} (--fresh measures anew)")
+                return read_json_object(path, "study")
+            if any(event["event"] in ("trial", "trained") for event in record.events):
+                tell(f"going on with {self.path}")
+            document = study(record)
+            write_atomic(path, json.dumps(document, indent=1))
+            text = page(document, document["title"], document["said"])
+            write_atomic(self.path / "study.html", text)
+            if is_complete(document):
+                record.append("done")
+        return document
 
     def keep_best(self, text: str) -> None:
         """``text`` as the best recipe so far."""
         write_atomic(self.path / "best.yaml", text)
-
-    def keep(self, document: dict[str, Any]) -> None:
-        """The study as JSON and as a page."""
-        write_atomic(self.path / "study.json", json.dumps(document, indent=1))
-        write_atomic(self.path / "study.html", page(document, document["title"], document["said"]))

@@ -140,21 +140,20 @@ class RecipeSubject:
         if not self._device.startswith("cpu"):
             free = min((g.memory_bytes for g in hardware.accelerators), default=free)
             free -= int(memory or 0)
-        limit = SHARE * free
-        if memory is None:
-            return PriorKnowledge(self._plans.gain, None, limit, noise, self._effort)
         first = self._plans.resident(self.space.start)
 
+        def effort(point: Point) -> float:
+            return self._workers.effort(self._plans.plan(point))
+
         def peak(point: Point) -> float:
+            assert memory is not None
             return max(memory + self._plans.resident(point) - first, 0.1 * memory)
 
-        return PriorKnowledge(self._plans.gain, peak, limit, noise, self._effort)
+        known_peak = None if memory is None else peak
+        return PriorKnowledge(self._plans.gain, known_peak, SHARE * free, noise, effort)
 
     def start(self, point: Point) -> Worker:
         return self._workers.start(self._plans.plan(point))
-
-    def _effort(self, point: Point) -> float:
-        return self._workers.effort(self._plans.plan(point))
 
     def final_comparison(
         self,
@@ -176,10 +175,9 @@ class RecipeSubject:
             step_seconds: seconds of a step of the start.
             ``tell``: reports progress.
         """
-        steps = turn_steps(self._options.steps, step_seconds, self.together)
         design = replace(
             DUEL,
-            steps=steps,
+            steps=turn_steps(self._options.steps, step_seconds, self.together),
             seed=self._options.seed,
             evaluations=1,
             budget_seconds=max(FINISH * seconds, 1.0),

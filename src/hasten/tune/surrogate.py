@@ -67,16 +67,6 @@ class PlanGaussianProcess:
         weights = [KNOB**2 if d.needs else 1.0 for d in space.dimensions]
         self._weights: Array = np.array(weights)
 
-    def at(
-        self,
-        wanted: Sequence[Point],
-        measured: Sequence[Point],
-        values: Sequence[float],
-        noises: Sequence[float] | None = None,
-    ) -> Posterior:
-        """Predictions for the wanted points after these measurements (see `after`)."""
-        return self.after(measured, values, noises)(wanted)
-
     def after(
         self,
         measured: Sequence[Point],

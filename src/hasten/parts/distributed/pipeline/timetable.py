@@ -29,12 +29,15 @@ class StageEvent:
 
 
 def bubble_share(events: Sequence[StageEvent]) -> float:
-    """The share of the ranks' time without a pass, from the first event to the last."""
+    """The share of the ranks' time without a pass, from the first event to the last.
+
+    Passes that overlap (DualPipe) have the same start and end, and count once.
+    """
     if not events:
         raise ValueError("there are no events: example a step first")
     ranks = {e.rank for e in events}
     span = max(e.end for e in events) - min(e.start for e in events)
-    busy = sum(e.end - e.start for e in events)
+    busy = sum(end - start for _, start, end in {(e.rank, e.start, e.end) for e in events})
     return 1 - busy / (len(ranks) * span)
 
 
