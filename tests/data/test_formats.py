@@ -170,13 +170,13 @@ def test_a_line_separator_inside_a_text_is_no_line_break(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("turns", "reason"),
     [
-        ("uua", "turn 2 is user's"),
-        ("au", "turn 1 is assistant's"),
+        ("au", "lacks an answer"),
         ("uau", "lacks an answer"),
-        ("us", "turn 2 is system's"),
+        ("us", "lacks an answer: its last turn is the system's"),
+        ("sa", "turns of assistant alone"),
         ("s", "is empty"),
         ("", "is empty"),
-        ("ut", "turn 2 is tool's, expected assistant's"),
+        ("ut", "turn 2 is tool's, expected user's or assistant's or system's"),
         ("ux", "role 'robot'"),
     ],
 )
