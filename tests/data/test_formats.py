@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.data.readers import Message, ReadExamples, read_examples
+from hasten.data.turns import message
 from hasten.errors import InputError
 
 GOOD = {"question": "How many?", "answer": "Four."}
@@ -185,6 +186,13 @@ def test_turns_out_of_order_are_rejected(tmp_path: Path, turns: str, reason: str
     example = {"messages": [{"role": roles[turn], "content": "x"} for turn in turns]}
     with pytest.raises(InputError, match=reason):
         one(tmp_path, example)
+
+
+@pytest.mark.parametrize(
+    ("name", "role"), [("developer", "system"), ("model", "assistant"), ("ipython", "tool")]
+)
+def test_roles_of_other_formats_are_read(name: str, role: str) -> None:
+    assert message({"role": name, "content": "x"}) == Message(role, "x")
 
 
 def test_too_many_rejects_name_count_budget_places_and_way_out(tmp_path: Path) -> None:
