@@ -456,8 +456,8 @@ def _prompt(render: _Render, messages: Sequence[Message]) -> str:
         return render(messages, prompt=True)
     # Many templates make no prompt without a question, but write an answer that comes first.
     before = render([*messages, Message("assistant", _STAND_IN)]).partition(_STAND_IN)[0]
-    asked = [*messages, Message("user", "?")]
-    opening = render(asked, prompt=True).removeprefix(render(asked))
+    dialogue = [*messages, Message("user", "?")]
+    opening = render(dialogue, prompt=True).removeprefix(render(dialogue))
     return before[: before.rfind(opening) + len(opening)] if opening in before else before
 
 

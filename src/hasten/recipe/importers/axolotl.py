@@ -333,9 +333,9 @@ def template(draft: RecipeDraft, key: str, value: Any) -> None:
         draft.row(key, value, "unmapped", explanation)
 
 
-def own_template(draft: RecipeDraft, key: str, value: Any) -> None:
+def own_template(draft: RecipeDraft, key: str, setting: Any) -> None:
     """The text of a template; axolotl uses it where ``chat_template`` is left out or ``jinja``."""
-    if not is_off(value):
+    if not is_off(setting):
         draft.note(key, "unmapped", "write it into a .jinja file and name it as chat_template")
 
 

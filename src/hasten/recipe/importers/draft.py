@@ -213,8 +213,8 @@ def unmapped(explanation: str, off: tuple[Any, ...] = ()) -> Handler:
 def always(explanation: str) -> Handler:
     """A key for what hasten does in any case; a file that switches it off differs."""
 
-    def handle(draft: RecipeDraft, key: str, value: Any) -> None:
-        draft.note(key, "unmapped" if value is False else "needless", explanation)
+    def handle(draft: RecipeDraft, key: str, setting: Any) -> None:
+        draft.note(key, "unmapped" if setting is False else "needless", explanation)
 
     return handle
 

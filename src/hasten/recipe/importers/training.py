@@ -366,9 +366,10 @@ def found_file(name: str, folder: Path) -> Path | None:
     return path.relative_to(working_dir) if path.is_relative_to(working_dir) else path
 
 
-def four_bits(draft: RecipeDraft, key: str, value: Any) -> None:
+def four_bits(draft: RecipeDraft, key: str, setting: Any) -> None:
     """The format of a frozen base in 4 bits, alone or among the settings of bitsandbytes."""
-    kind = value.get("bnb_4bit_quant_type") if isinstance(value, Mapping) else value
+    is_mapping = isinstance(setting, Mapping)
+    kind = setting.get("bnb_4bit_quant_type") if is_mapping else setting
     frozen = (draft.source.get(name) for name in ("load_in_4bit", "quantization_bit", "quant_bits"))
     if is_off(kind) or kind == "nf4" or not any(bits in (True, 4, "4") for bits in frozen):
         draft.note(key, "needless", "weights in 4 bits are nf4")
@@ -376,9 +377,10 @@ def four_bits(draft: RecipeDraft, key: str, value: Any) -> None:
         draft.note(key, "unmapped", f"weights in 4 bits are nf4 here, not {kind}")
 
 
-def accelerator(draft: RecipeDraft, key: str, value: Any) -> None:
+def accelerator(draft: RecipeDraft, key: str, setting: Any) -> None:
     """Settings of accelerate; one of them shares a batch out instead of multiplying it."""
-    settings = parse_json(value, key) if isinstance(value, str) and value[:1] == "{" else value
+    is_json = isinstance(setting, str) and setting[:1] == "{"
+    settings = parse_json(setting, key) if is_json else setting
     if isinstance(settings, Mapping) and not settings.get("split_batches"):
         draft.note(key, "needless", "hasten starts its own processes, or joins the launcher's")
     elif not is_off(settings):
