@@ -244,7 +244,7 @@ class PackedCollator:
 
 
 class HostBatches:
-    """A loader whose batches carry two layouts, with the host's batches for a look at it.
+    """Gives the host's batches of a loader that carries two layouts of each.
 
     Args:
         loader: with a :class:`PackedCollator`; what it packs after the decision stays packed.
