@@ -253,6 +253,7 @@ def test_a_folder_stands_for_its_files_of_every_container(tmp_path: Path) -> Non
     for name, (write, _, _) in WRITERS.items():
         put(tmp_path, name, write(GOOD))
     put(tmp_path, "notes.txt", b"x")
+    put(tmp_path, "dataset_infos.json", b'{"default": {"features": {}}}')
     reading = read_examples([tmp_path])
     assert len(reading.conversations) == len(WRITERS) * len(GOOD)
     assert {Path(file).name for file in reading.containers} == {*WRITERS}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.data.readers import ReadExamples, read_examples
-from hasten.data.turns import Message
+from hasten.data.turns import Message, message
 from hasten.errors import InputError
 
 GOOD = {"question": "How many?", "answer": "Four."}
@@ -171,13 +171,13 @@ def test_a_line_separator_inside_a_text_is_no_line_break(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("turns", "reason"),
     [
-        ("uua", "turn 2 is user's"),
-        ("au", "turn 1 is assistant's"),
+        ("au", "lacks an answer"),
         ("uau", "lacks an answer"),
-        ("us", "turn 2 is system's"),
+        ("us", "lacks an answer: its last turn is the system's"),
+        ("sa", "turns of assistant alone"),
         ("s", "is empty"),
         ("", "is empty"),
-        ("ut", "turn 2 is tool's, expected assistant's"),
+        ("ut", "turn 2 is tool's, expected user's or assistant's or system's"),
         ("ux", "role 'robot'"),
     ],
 )
@@ -186,6 +186,13 @@ def test_turns_out_of_order_are_rejected(tmp_path: Path, turns: str, reason: str
     example = {"messages": [{"role": roles[turn], "content": "x"} for turn in turns]}
     with pytest.raises(InputError, match=reason):
         one(tmp_path, example)
+
+
+@pytest.mark.parametrize(
+    ("name", "role"), [("developer", "system"), ("model", "assistant"), ("ipython", "tool")]
+)
+def test_roles_of_other_formats_are_read(name: str, role: str) -> None:
+    assert message({"role": name, "content": "x"}) == Message(role, "x")
 
 
 def test_too_many_rejects_name_count_budget_places_and_way_out(tmp_path: Path) -> None:

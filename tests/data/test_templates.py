@@ -31,6 +31,8 @@ CHATML = """\
 {%- if add_generation_prompt %}{{ '<im>assistant\n' }}{% endif %}"""
 
 
+# Qwen's fails on a dialogue without turns.
+NEEDS_A_QUESTION = "{%- set first = messages[0].role ~ '' %}" + CHATML
 SMALL = train_bpe(["a question ab ba"] * 3, 300)
 
 
@@ -117,6 +119,47 @@ def test_a_template_that_keeps_only_the_last_thought_is_taken_as_it_is(tokenizer
     text, trained = rendered(tokenizer, "q", "<think>a</think>1", "r", "<think>b</think>2")
     assert text.endswith(f"<A>1{EOS}<U>r<A><think>b</think>2{EOS}")
     assert trained == [f"1{EOS}", f"<think>b</think>2{EOS}"]
+
+
+@pytest.mark.parametrize(
+    ("turns", "trained"),
+    [
+        (["user one", "user two", "assistant yes"], ["yes"]),
+        (["assistant hi", "user two", "assistant yes"], ["hi", "yes"]),
+        (["system s", "assistant hi", "user two", "assistant yes"], ["hi", "yes"]),
+        (["user one", "assistant a", "assistant b"], ["a", "b"]),
+        (["user one", "assistant a", "system s", "user two", "assistant b"], ["a", "b"]),
+        (["system s", "system t", "user two", "assistant b"], ["b"]),
+    ],
+)
+def test_turns_stand_in_any_order_that_the_template_writes(
+    tokenizer: Any, turns: list[str], trained: list[str]
+) -> None:
+    messages = tuple(Message(*turn.split()) for turn in turns)
+    written = "".join(f"<im>{m.role}\n{m.content}{EOS}\n" for m in messages)
+    for template in (CHATML, NEEDS_A_QUESTION):
+        tokenizer.chat_template = template
+        (example,) = encode(tokenizer, Conversation(messages, None, "a:1"), 10_000).examples
+        assert parts(tokenizer, example) == (written, [answer + EOS for answer in trained])
+
+
+def test_a_greeting_is_trained_from_where_a_prompt_ends(tokenizer: Any) -> None:
+    greeted = (Message("assistant", "Hi"), Message("user", "one"), Message("assistant", "yes"))
+    (example,) = encode(tokenizer, Conversation(greeted, None, "a:1"), 10_000).examples
+    assert parts(tokenizer, example)[1] == [f" Hi{EOS}", f" yes{EOS}"]  # as deepseek-llm writes it
+
+
+@pytest.mark.parametrize("name", ["llama2", "mistral-v3"])
+@pytest.mark.parametrize("order", ["uua", "aua", "uaa"])
+def test_formats_whose_answers_have_no_beginning_of_their_own_need_turns_in_turn(
+    tokenizer: Any, name: str, order: str
+) -> None:
+    tokenizer.chat_template = PROMPT_FORMATS[name]
+    roles = {"u": "user", "a": "assistant"}
+    messages = tuple(Message(roles[role], "text") for role in order)
+    reason = encode(tokenizer, Conversation(messages, None, "a:1"), 10_000).reason
+    assert reason is not None
+    assert "has no turns of" in reason
 
 
 def test_a_template_without_answers_gives_a_reason(tokenizer: Any) -> None:

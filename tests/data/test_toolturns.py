@@ -260,7 +260,7 @@ FINE = calls([call("Ulm", 1)])
 @pytest.mark.parametrize(
     ("example", "reason"),
     [
-        (asked(RESULT, ANSWER), "turn 2 is tool's, expected assistant's"),
+        (asked(RESULT, ANSWER), "turn 2 is tool's, expected user's or assistant's"),
         (asked(FINE, ANSWER), "turn 3 is assistant's, expected tool's"),
         (asked(FINE, {"role": "user", "content": "q"}, ANSWER), "turn 3 is user's"),
         (asked(FINE, RESULT), "its last turn is the tool's"),

@@ -237,6 +237,26 @@ def test_a_look_at_the_loader_shows_the_hosts_own_batches(tmp_path: Path) -> Non
         assert trainer.compute_loss(trainer.model, dict(batch)).isfinite()
 
 
+def test_callbacks_read_the_hosts_own_batches_of_the_loader(tmp_path: Path) -> None:
+    batches: list[Any] = []
+
+    class Looks(TrainerCallback):
+        def on_train_begin(self, *_: Any, train_dataloader: Any = None, **more: Any) -> None:
+            assert len(train_dataloader) > 0
+            batches.append(next(iter(train_dataloader)))
+
+    for joins in (False, True):
+        trainer = trainer_of(tmp_path)
+        trainer.add_callback(Looks())
+        if joins:
+            hasten.speed_up(trainer, PLAN)
+        trainer.train()
+    assert joined(trainer) == PLAN
+    plain, seen = batches
+    assert plain.keys() == seen.keys()
+    assert all(torch.equal(plain[key], seen[key]) for key in plain)
+
+
 class Reads(Trainer):
     """Reads the padding of each batch."""
 

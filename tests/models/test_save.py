@@ -330,3 +330,12 @@ def test_a_tokenizer_is_written_in_words_of_transformers_4(
     assert again.extra_special_tokens == ["<mark>"]
     assert again.chat_template == marked.chat_template
     save_model(model, marked, tmp_path / "model")  # its folder of templates is its own
+
+
+def test_a_sentencepiece_vocabulary_stays_beside_its_tokenizer(
+    model: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    tokenizer.save_pretrained(tmp_path / "before")
+    (tmp_path / "before" / "tokenizer.model").write_bytes(b"pieces")
+    assert save_model(model, load_tokenizer(str(tmp_path / "before")), tmp_path / "after") == []
+    assert (tmp_path / "after" / "tokenizer.model").read_bytes() == b"pieces"

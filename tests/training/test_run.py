@@ -309,7 +309,7 @@ def test_the_schedule_ends_with_the_data_whatever_the_order_makes_of_it(tmp_path
     summary, session = run(values)
     rates = [line["learning_rate"] for line in lines(tmp_path / "run" / "metrics.jsonl")]
     assert session.setup.job.schedule.total_steps == summary["steps"]
-    assert rates[-1] == 0 < rates[-2]
+    assert rates[-1] == pytest.approx(rates[0] / summary["steps"])  # the next would be 0
 
 
 def test_pretraining_on_plain_text_trains_every_token(tmp_path: Path) -> None:
@@ -331,8 +331,6 @@ def test_a_finished_run_continues_to_more_epochs(tmp_path: Path) -> None:
 
     with pytest.raises(InputError, match=r"learning_rate was 0\.003"):
         longer(learning_rate=1e-3)
-    with pytest.raises(InputError, match="has reached 0"):
-        longer(extend="constant")
     second = longer()
     assert second["steps"] == 2 * first["steps"]
     (resumed,) = [line for line in lines if line.startswith("resuming from")]

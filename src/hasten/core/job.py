@@ -221,7 +221,8 @@ class Schedule:
     Args:
         kind: shape after the warm-up.
         warmup_steps: steps of linear rise; the first step already has a rate above zero.
-        total_steps: steps of the whole run; the floor is reached on the last one.
+        total_steps: steps of the whole run; the floor would be reached by the step after it, so
+            that each step of the run learns.
         floor: lowest factor of the decay.
         decay_share: part of the run that WSD decays in.
         extend: what a longer run does with it when it resumes: stretch it over all steps, or keep
@@ -258,7 +259,7 @@ class Schedule:
         start, total = self.warmup_steps, self.shape_steps or self.total_steps  # of the decay
         if self.kind == "wsd":
             start = max(total - max(round(total * self.decay_share), 1), start)
-        length = max(total - 1 - start, 1)
+        length = max(total - start, 1)
         progress = min(max((step - start) / length, 0.0), 1.0)
         shape = 1 - progress
         if self.kind == "constant":

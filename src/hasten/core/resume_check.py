@@ -80,28 +80,18 @@ def extended(
 
     It is laid out over all steps of the run, or with ``extend: constant`` keeps the rate of the
     last step before the checkpoint. A run that was extended so once keeps that rate.
-
-    Raises:
-        InputError: the rate to be kept is zero.
     """
     if schedule.extend == "stretch" or not step:
         return schedule
     old = _schedule(saved)
     if old.constant_from is None and not _other_end(saved, new_settings):
         return schedule
-    longer = replace(
+    return replace(
         schedule,
         warmup_steps=old.warmup_steps,
         shape_steps=old.shape_steps or old.total_steps,
         constant_from=old.constant_from or step,
     )
-    if longer(step) <= 1e-12:
-        raise InputError(
-            f"extend: constant keeps the learning rate of step {step:,}, the last one, and "
-            f"lr_schedule {longer.kind} has reached 0 there: use extend: stretch, or resume from "
-            "an earlier checkpoint"
-        )
-    return longer
 
 
 def check_same_job(

@@ -441,6 +441,17 @@ def _whole(render: _Render, messages: Sequence[Message]) -> tuple[str, int | Non
     return text, begin
 
 
+def _prompt(render: _Render, messages: Sequence[Message]) -> str:
+    """The text up to where a model would begin to write the next answer."""
+    if any(message.role == "user" for message in messages):
+        return render(messages, prompt=True)
+    # Many templates make no prompt without a question, but write an answer that comes first.
+    before = render([*messages, Message("assistant", _STAND_IN)]).partition(_STAND_IN)[0]
+    dialogue = [*messages, Message("user", "?")]
+    opening = render(dialogue, prompt=True).removeprefix(render(dialogue))
+    return before[: before.rfind(opening) + len(opening)] if opening in before else before
+
+
 def _dropped_role(messages: Sequence[Message], text: str) -> str:
     """The role of a text before an answer that isn't in the result; empty if none is missing."""
     squashed = _squash(text)
@@ -472,7 +483,7 @@ def _earlier(
     None where it isn't found. What a template leaves out of an earlier answer is its thought.
     """
     answer = messages[turn]
-    upto, prompt = render(messages[: turn + 1]), render(messages[:turn], prompt=True)
+    upto, prompt = render(messages[: turn + 1]), _prompt(render, messages[:turn])
     begin = _begin(upto, prompt, answer.content)
     if begin is not None and text.startswith(upto):
         return begin, _close(upto, ends), True

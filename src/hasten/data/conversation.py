@@ -48,8 +48,8 @@ class Conversation:
     """One example before tokenising: a dialogue that ends with an answer, or plain text.
 
     Exactly one of `messages` and `text` is set. `messages` may begin with the available
-    tools and a system turn. User and assistant turns then alternate, with the tools' turns
-    after the calls.
+    tools and a system turn. User and assistant turns follow, with the tools' turns after
+    the calls.
     """
 
     messages: tuple[Message, ...]

@@ -152,6 +152,7 @@ def placeholder_words(placeholders: Mapping[str, int]) -> str:
     )
 
 
+_DESCRIPTION = "dataset_infos.json"
 _OTHER_SPLIT = re.compile(r"(test|dev|val|valid|validation|eval|evaluation)(?![a-z])")
 
 
@@ -172,9 +173,11 @@ def _files(path: Path) -> list[Path]:
                 f"{unusable[0]} is a pipe, a socket, a device, or a link to nothing: remove it "
                 f"from the folder {path}, or list the files"
             )
-        # A text beside data is a licence or a list of packages.
+        # A text beside data is a licence or a list of packages; a hub's older data sets lie beside
+        # a description of their columns.
         kinds = {file: container.kind for file in files if (container := named(file))}
-        files = [file for file, kind in kinds.items() if kind != "txt"] or files
+        files = [file for file in files if file.name != _DESCRIPTION] or files
+        files = [file for file in files if kinds.get(file) != "txt"] or files
         if any(file.name == FILE for file in files):
             raise InputError(f"{path} lists its data sets: add one's name, as in {path}:NAME")
         if not files:

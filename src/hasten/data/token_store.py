@@ -145,7 +145,11 @@ def tokenize(
     unusable = [r for r in store.rejected if not r.reason.startswith(NOT_THE_RECORDS_FAULT)]
     check_rejected(unusable, len(conversations), max_rejected)
     if not len(store):
-        raise InputError(f"none of {len(conversations)} examples is left after tokenising")
+        reasons = "; ".join(dict.fromkeys(each.reason for each in store.rejected[:3]))
+        raise InputError(
+            f"none of {len(conversations)} examples is left after tokenising ({reasons}): raise "
+            "cutoff_len, or give other examples"
+        )
     return store
 
 

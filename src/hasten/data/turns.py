@@ -20,19 +20,23 @@ from hasten.data.stages import MEDIA, is_label, is_preference
 from hasten.errors import InputError
 from hasten.foreign_files import unique_keys
 
-# OpenAI's names, ShareGPT's, and those of ms-swift's documentation (Custom-dataset.md).
+# OpenAI's names, ShareGPT's, Gemma's and Llama 3's, and those of ms-swift's documentation
+# (Custom-dataset.md).
 ROLES = {
     "system": "system",
+    "developer": "system",
     "user": "user",
     "human": "user",
     "assistant": "assistant",
     "gpt": "assistant",
     "bot": "assistant",
+    "model": "assistant",
     "function_call": "assistant",
     "tool_call": "assistant",
     "tool": "tool",
     "observation": "tool",
     "function": "tool",
+    "ipython": "tool",
     "tool_response": "tool",
 }
 CALLS = ("function_call", "tool_call")  # roles whose content is JSON of calls
@@ -251,26 +255,28 @@ def tools_turn(tool_list: Any) -> tuple[Message, ...]:
 
 
 def check_turns(messages: Sequence[Message]) -> None:
-    """Raise unless it is [tools] [system], then users and assistants in turn, an answer at last.
+    """Raise unless the turns are a dialogue: with a question, and an answer at last.
 
-    A call is an answer, and its results and the next answer follow it. A call may also be a part
-    of an answer's text (Hermes), so results may follow any answer.
+    Several questions or answers may follow each other, an answer or a further system text may come
+    first: the chat template decides if it writes them. A call is an answer, and its results and the
+    next answer follow it. A call may also be a part of an answer's text (Hermes), so results may
+    follow any answer.
     """
     turns = [turn for at, turn in enumerate(messages) if not _leads(messages, at)]
-    expected: tuple[str, ...] = ("user",)
+    expected: tuple[str, ...] = ("user", "assistant", "system")
     for number, turn in enumerate(turns, start=1):
         if turn.role not in expected:
-            if number == 1 == len(turns):
-                raise NoConversationError(
-                    f"has a turn of {turn.role} alone; a text without a question is written as "
-                    "{'text': ...}"
-                )
             wanted = " or ".join(f"{role}'s" for role in expected)
             raise NoConversationError(f"turn {number} is {turn.role}'s, expected {wanted}")
         if not turn.content.strip() and not turn.calls and turn.role != "tool":
-            kind = "a question" if turn.role == "user" else "an answer"
+            kind = {"user": "a question", "assistant": "an answer"}.get(turn.role, "a system text")
             raise NoConversationError(f"lacks {kind}: it is empty")
         expected = _after(turn)
+    if turns and not any(turn.role == "user" for turn in turns):
+        raise NoConversationError(
+            f"has turns of {turns[-1].role} alone; a text without a question is written as "
+            "{'text': ...}"
+        )
     answers = [turn for turn in turns if turn.role == "assistant"]
     if answers and not any(answer.trained for answer in answers):
         raise NoConversationError("its flags leave no answer to train")
@@ -284,7 +290,7 @@ def _after(turn: Message) -> tuple[str, ...]:
         return ("tool", "assistant")
     if turn.calls:
         return ("tool",)
-    return ("assistant",) if turn.role == "user" else ("user", "tool")
+    return ("user", "assistant", "system", *(["tool"] if turn.role == "assistant" else []))
 
 
 def _leads(messages: Sequence[Message], at: int) -> bool:

@@ -243,6 +243,28 @@ class PackedCollator:
         return PackedBatch(packed, host, labels), ""
 
 
+class HostBatches:
+    """Gives the host's batches of a loader that carries two layouts of each.
+
+    Args:
+        loader: with a :class:`PackedCollator`; what it packs after the decision stays packed.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            marks = batch if isinstance(batch, Mapping) else {}
+            yield marks.get(_HOST, marks.get(_PACKED, batch))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+
 class Pass(list[Any]):
     """The examples of a pass, as positions or as rows, and what its loss sum is divided by.
 

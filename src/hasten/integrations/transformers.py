@@ -40,6 +40,7 @@ from hasten.integrations.adapt import (
 )
 from hasten.integrations.batches import (
     KEEP,
+    HostBatches,
     PackedBatch,
     PackedCollator,
     StepBatches,
@@ -318,6 +319,7 @@ class TrainerTechniques(TrainerCallback):
         self._window: contextlib.ExitStack | None = None
         self._is_open = False
         self._host_batch: Any = None
+        self._look = _HostsLoader(trainer)
         self._reported: set[str] = set()
 
     # Joining a trainer and leaving it. These attributes are the instance's alone.
@@ -339,6 +341,7 @@ class TrainerTechniques(TrainerCallback):
             setattr(self._trainer, name, method)
         vars(self._trainer)[JOINED] = self
         self._trainer.add_callback(self)
+        self._trainer.callback_handler.callbacks.insert(0, self._look)
 
     def leave(self) -> None:
         """Give the trainer its own places back."""
@@ -349,6 +352,7 @@ class TrainerTechniques(TrainerCallback):
                 setattr(self._trainer, name, usual)
         vars(self._trainer).pop(JOINED, None)
         self._trainer.remove_callback(self)
+        self._trainer.remove_callback(self._look)
 
     # Data.
 
@@ -536,6 +540,16 @@ class TrainerTechniques(TrainerCallback):
     def _parameters(self) -> list[Any]:
         model: Any = self._trainer.model
         return [p for p in model.parameters() if p.requires_grad]
+
+
+class _HostsLoader(TrainerCallback):
+    """Before all other callbacks: they read the trainer's own batches of the loader."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._handler = trainer.callback_handler
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._handler.train_dataloader = HostBatches(self._handler.train_dataloader)
 
 
 class _TrainerPasses:

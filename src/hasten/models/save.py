@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from hasten.errors import InputError
+from hasten.foreign_files import read_bounded
 from hasten.machine.files import sync
 from hasten.models.load import quiet
 from hasten.models.weights import ADAPTER, NumberFormats
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 # The one folder that transformers itself puts into a model's folder.
 _OWN_FOLDERS: Final = frozenset({"additional_chat_templates"})
 _MARKS: Final = ("config.json", ADAPTER)
+_LARGEST_VOCABULARY: Final = 64 << 20  # bytes; Gemma's with 256,000 tokens has 4 million
 # How configs call their number of multi-token-prediction layers, which are never saved.
 _AHEAD_COUNTS: Final = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 AS_IN_MEMORY: Final = NumberFormats()
@@ -236,6 +238,11 @@ def _write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     if template:
         fields["chat_template"] = template
     _write_json(file, fields)
+    # The same vocabulary for readers of SentencePiece, as llama.cpp's converter is for Gemma.
+    vocabulary = Path(tokenizer.name_or_path or folder) / "tokenizer.model"
+    if vocabulary.is_file():
+        content = read_bounded(vocabulary, _LARGEST_VOCABULARY, "SentencePiece vocabulary")
+        (folder / vocabulary.name).write_bytes(content)
 
 
 def _write_json(file: Path, fields: dict[str, Any]) -> None:

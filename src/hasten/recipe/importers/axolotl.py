@@ -31,6 +31,7 @@ from hasten.recipe.importers.training import (
     batch,
     epochs,
     examples_kept,
+    four_bits,
     packed_rows,
     per_epoch,
     pure,
@@ -319,8 +320,7 @@ def template(draft: RecipeDraft, key: str, value: Any) -> None:
     if value == "tokenizer_default":
         draft.row(key, value, "mapped", "chat_template: auto, the tokenizer's own")
     elif value == "jinja":
-        explanation = "write chat_template_jinja into a .jinja file and name it as chat_template"
-        draft.row(key, value, "unmapped", explanation)
+        draft.row(key, value, "needless", "chat_template_jinja says it")
     elif base != value:
         explanation = f"chat_template: auto, the tokenizer's own; without one it isn't {base}"
         draft.row(key, value, "unmapped", explanation)
@@ -331,6 +331,12 @@ def template(draft: RecipeDraft, key: str, value: Any) -> None:
     else:
         explanation = f"hasten has no chat template {value!r}: give it as a .jinja file"
         draft.row(key, value, "unmapped", explanation)
+
+
+def own_template(draft: RecipeDraft, key: str, setting: Any) -> None:
+    """The text of a template; axolotl uses it where ``chat_template`` is left out or ``jinja``."""
+    if not is_off(setting):
+        draft.note(key, "unmapped", "write it into a .jinja file and name it as chat_template")
 
 
 PROMPTS: Mapping[str, str] = {
@@ -462,10 +468,11 @@ KEYS: dict[str, Handler] = (
         "warmup_steps": warmup,
         "load_in_8bit": implied("lora_base", "int8"),
         "load_in_4bit": implied("lora_base", "nf4"),
+        "bnb_config_kwargs": four_bits,
         "datasets": datasets,
         "pretraining_dataset": pretraining,
         "chat_template": template,
-        "chat_template_jinja": later,
+        "chat_template_jinja": own_template,
         "val_set_size": share_or_count,
         "excess_length_strategy": too_long,
         "adapter": adapter,

@@ -210,6 +210,15 @@ def unmapped(explanation: str, off: tuple[Any, ...] = ()) -> Handler:
     return handle
 
 
+def always(explanation: str) -> Handler:
+    """A key for what hasten does in any case; a file that switches it off differs."""
+
+    def handle(draft: RecipeDraft, key: str, setting: Any) -> None:
+        draft.note(key, "unmapped" if setting is False else "needless", explanation)
+
+    return handle
+
+
 def switch(technique: str, on: tuple[Any, ...] = (True, "auto", "true")) -> Handler:
     """A key that switches a technique on."""
 
@@ -253,6 +262,7 @@ def table(name: str) -> dict[str, Handler]:
     handlers: dict[str, Handler] = {}
     kinds: dict[str, Callable[[str], Handler]] = {
         "needless": needless,
+        "always": always,
         "unmapped": unmapped,
         "sizes": lambda explanation: unmapped(explanation, off=(1,)),  # of groups of ranks
     }

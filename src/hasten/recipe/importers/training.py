@@ -366,7 +366,33 @@ def found_file(name: str, folder: Path) -> Path | None:
     return path.relative_to(working_dir) if path.is_relative_to(working_dir) else path
 
 
+def four_bits(draft: RecipeDraft, key: str, setting: Any) -> None:
+    """The format of a frozen base in 4 bits, alone or among the settings of bitsandbytes."""
+    is_mapping = isinstance(setting, Mapping)
+    kind = setting.get("bnb_4bit_quant_type") if is_mapping else setting
+    frozen = (draft.source.get(name) for name in ("load_in_4bit", "quantization_bit", "quant_bits"))
+    if is_off(kind) or kind == "nf4" or not any(bits in (True, 4, "4") for bits in frozen):
+        draft.note(key, "needless", "weights in 4 bits are nf4")
+    else:
+        draft.note(key, "unmapped", f"weights in 4 bits are nf4 here, not {kind}")
+
+
+def accelerator(draft: RecipeDraft, key: str, setting: Any) -> None:
+    """Settings of accelerate; one of them shares a batch out instead of multiplying it."""
+    is_json = isinstance(setting, str) and setting[:1] == "{"
+    settings = parse_json(setting, key) if is_json else setting
+    if isinstance(settings, Mapping) and not settings.get("split_batches"):
+        draft.note(key, "needless", "hasten starts its own processes, or joins the launcher's")
+    elif not is_off(settings):
+        explanation = (
+            "split_batches shares a batch among the ranks there; here it is one rank's: "
+            "set global_batch_size"
+        )
+        draft.note(key, "unmapped", explanation)
+
+
 TRAINING: dict[str, Handler] = table("training") | {
+    "accelerator_config": accelerator,
     "num_train_epochs": epochs,
     "max_steps": steps,
     "lr_scheduler_type": schedule,

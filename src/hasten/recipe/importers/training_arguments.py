@@ -27,6 +27,7 @@ from hasten.recipe.importers.training import (
     TRAINING,
     batch,
     examples_kept,
+    four_bits,
     packed_rows,
     resolve_batch,
 )
@@ -273,6 +274,7 @@ KEYS: dict[str, Handler] = (
         "lora_target_modules": targets,
         "load_in_8bit": implied("lora_base", "int8"),
         "load_in_4bit": implied("lora_base", "nf4"),
+        "bnb_4bit_quant_type": four_bits,
         "use_rslora": named("lora_rslora", bool),
         "use_dora": named("lora_dora", bool),
         "shuffle_dataset": stopped_shuffle,
