@@ -32,20 +32,19 @@ class Checkpoints(Technique):
     interval: str | int = setting(
         DYNAMIC, "dynamic: from what saves cost; a number of steps; epoch: at each one's end"
     )
-    max_checkpoints: int = setting(3, "verified checkpoints that stay")
+    max_checkpoints: int = setting(3, "verified checkpoints that stay", least=1)
     compression: bool = setting(True, "pack them, where a measurement shows that it pays")
     folder: str | None = setting(
         None, "a path, or an address of fsspec; default: the run's own folder"
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         steps = type(self.interval) is int and self.interval >= 1
         if not (steps or self.interval in (DYNAMIC, EPOCH)):
             raise ValueError(
                 f"interval is {self.interval!r}; give dynamic, epoch, or a number of steps"
             )
-        if self.max_checkpoints < 1:
-            raise ValueError(f"max_checkpoints is {self.max_checkpoints}; at least 1 is kept")
 
     def apply(self, setup: Setup) -> None:
         if self.folder is None and setup.folder is None:

@@ -18,11 +18,7 @@ from hasten.parts.nn.causal_lm import causal_lm
 from hasten.techniques import probes
 
 KINDS = ("fused", "eager", "batched_mm", "grouped_mm")
-FUSED = (
-    "deepseek_v2",
-    "deepseek_v3",
-    "deepseek_v32",
-)  # architectures whose experts hasten's kernels run
+FUSED = ("deepseek_v2", "deepseek_v3", "deepseek_v32")  # whose experts hasten's kernels run
 # Operators that a kind is known by where it runs, the surest first: on a GPU, fused experts have
 # grouped products too, and MLA multiplies batches.
 SIGNS = {
@@ -31,7 +27,7 @@ SIGNS = {
     "eager": ("aten::index_add_",),
     "batched_mm": ("aten::bmm",),
 }
-ARCHITECTURES = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "qwen3_moe")
+ARCHITECTURES = (*FUSED, "qwen3_moe")
 
 
 @dataclass(frozen=True)
@@ -50,11 +46,7 @@ class ExpertsImplementation(Technique):
     slot = Slot.EXPERTS
     fidelity = Fidelity.ROUNDING
     auto = "usual"
-    kind: str = knob("fused", "fused, eager, grouped_mm or batched_mm", choices=KINDS)
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"kind is {self.kind!r}; choose from {', '.join(KINDS)}")
+    kind: str = knob("fused", "fused, eager, grouped_mm or batched_mm", only=KINDS)
 
     def apply(self, setup: Setup) -> None:
         def select(model: nn.Module) -> None:

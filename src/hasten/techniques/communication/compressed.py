@@ -29,7 +29,7 @@ from hasten.parts.comm.gradient_compressor import GradientCompressor
 from hasten.parts.distributed.compressed_shards import CopiedShards, ShardedGradients
 from hasten.parts.distributed.fsdp import why_not
 from hasten.parts.distributed.mesh import MeshSizes
-from hasten.techniques.communication.traffic import no_torch_distributed
+from hasten.techniques.layout.ranks import no_torch_distributed
 
 # What COMMUNICATION does where a layout deals weights out: which ranks exchange small gradients,
 # and how.
@@ -153,10 +153,8 @@ class CompressesGradients(Technique):
         """The compressor's settings that are the method's own."""
 
     def __post_init__(self) -> None:
-        settings = self.settings()
-        share = settings.get("dense_share", 0.0)
-        if settings["check_every"] < 0:
-            raise ValueError("check_every can't be negative")
+        super().__post_init__()
+        share = self.settings().get("dense_share", 0.0)
         if not 0 <= share <= 1:
             raise ValueError(f"dense_share is {share}; it is a share of the steps, 0 to 1")
         GradientCompressor(communication_backend=None, **self._compressor_settings())
@@ -171,7 +169,7 @@ class CompressesGradients(Technique):
         setup.communication = Compressed(setup, self.name(), arguments, settings["check_every"])
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
-        return no_torch_distributed()
+        return no_torch_distributed(context)
 
     def check_effect(self, session: Session) -> EffectCheck:
         communication = session.setup.communication
@@ -197,10 +195,8 @@ class Compressed:
     """
 
     def __init__(self, setup: Setup, kind: str, settings: dict[str, Any], check_every: int) -> None:
-        self.kind, self.compressor = (
-            kind,
-            GradientCompressor(communication_backend=None, **settings),
-        )
+        self.kind = kind
+        self.compressor = GradientCompressor(communication_backend=None, **settings)
         self.merged_from = self.lost_from = 0  # ranks whose memory became a mean, or was left
         self.shards: Exchange | None = None
         self._merges = True  # ranks' memories are of the same weights

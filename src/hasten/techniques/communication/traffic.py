@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.core.layout import CommTiming
@@ -80,8 +79,3 @@ class WeightTraffic:
         )
         self.begin()
         return timing
-
-
-def no_torch_distributed() -> tuple[str, ...]:
-    """The obstacle of every communication, where there is one."""
-    return () if dist.is_available() else ("this torch was built without torch.distributed",)

@@ -120,9 +120,15 @@ class Pipeline(Technique):
     """
 
     slot = Slot.LAYOUT
-    stages: int = setting(0, "ranks of one pipeline; 0: all there are")
+    fidelity = Fidelity.ROUNDING
+    stages: int = setting(0, "ranks of one pipeline; 0: all there are", least=0)
     micro_batch_size: int = knob(
-        1, "examples of a micro-batch; 0: as BATCH and SAMPLER cut them", low=1, high=64, log=True
+        1,
+        "examples of a micro-batch; 0: as BATCH and SAMPLER cut them",
+        low=1,
+        high=64,
+        log=True,
+        least=0,
     )
     schedule: str = knob("1f1b", "order of passes on a rank", choices=SCHEDULES)
     checkpoint: str = knob(
@@ -130,18 +136,8 @@ class Pipeline(Technique):
     )
 
     def __post_init__(self) -> None:
-        if self.stages < 0 or self.micro_batch_size < 0:
-            raise ValueError(
-                f"stages is {self.stages} and micro_batch_size {self.micro_batch_size}; neither "
-                "can be negative, and 0 leaves it to the ranks and to BATCH"
-            )
-        PipelineSettings(
-            self.schedule, max(self.stages, 1), self.checkpoint
-        )  # refuses what doesn't fit
-
-    @property
-    def fidelity(self) -> Fidelity:
-        return Fidelity.ROUNDING
+        super().__post_init__()
+        self.settings_on(1)  # refuses what doesn't fit
 
     def apply(self, setup: Setup) -> None:
         world = setup.context.world
@@ -215,6 +211,5 @@ class Pipeline(Technique):
             engine.passes > 0 and session.progress.step > 0,
             f"{layout.data_size} pipeline(s) of {layers} layers, {schedule}; this rank holds "
             f"{local_count:,} weights; {engine.passes} micro-batches, {engine.filler} of them "
-            f"filler, in "
-            f"{session.progress.step} steps",
+            f"filler, in {session.progress.step} steps",
         )
