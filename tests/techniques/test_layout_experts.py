@@ -76,7 +76,11 @@ def test_alone_it_changes_nothing_and_says_so() -> None:
 @pytest.mark.parametrize(
     ("technique", "context", "words"),
     [
-        (ExpertParallel(), facts_on(2, "llama"), "llama has no experts to share out here"),
+        (
+            ExpertParallel(),
+            facts_on(2, "llama"),
+            "not proven for the architecture llama; it is",
+        ),
         (ExpertParallel(size=3), facts_on(4), "4 ranks can't form groups of 3"),
         (ExpertParallel(size=8), facts_on(8), "4 experts of a layer can't be shared evenly by 8"),
         (ExpertParallel(), facts_on(3), "4 experts of a layer can't be shared evenly by 3"),

@@ -304,10 +304,14 @@ def known(world: int, heads: int = 4, architecture: str = "llama") -> JobContext
         (TensorParallel(), known(3), "the 4 attention heads of this llama can't be dealt out"),
         (TensorParallel(), known(4), "the 2 key and value heads"),
         (TensorParallel(size=2), known(4), "use hybrid with tp: 2"),
-        (TensorParallel(), known(2, architecture="gemma2"), "the layers of gemma2 isn't known"),
+        (
+            TensorParallel(),
+            known(2, architecture="gemma2"),
+            "for the architecture gemma2",
+        ),
         (Hybrid(dp=2, tp=2), known(2), "dp 2 x shard 1 x tp 2 x pp 1 is 4 ranks and 2 are running"),
         (Hybrid(dp=2, pp=3), known(6), "3 stages and llama has 2 layers"),
-        (Hybrid(dp=2, ep=2), known(2), "no experts to share out"),
+        (Hybrid(dp=2, ep=2), known(2), "llama; it is for models with experts"),
     ],
 )
 def test_what_cannot_be_cut_is_said_in_one_sentence(

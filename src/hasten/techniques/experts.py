@@ -61,14 +61,10 @@ class ExpertsImplementation(Technique):
         setup.experts = select
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
-        architectures = FUSED if self.kind == "fused" else ARCHITECTURES
-        if context.model.architecture not in architectures or not context.model.experts:
-            return (
-                f"there are no experts in {context.model.architecture} here that {self.kind} code "
-                f"can compute; it is for models with experts of {', '.join(architectures)}",
-            )
-        if self.kind != "fused":
-            return ()
+        proven = FUSED if self.kind == "fused" else ARCHITECTURES
+        reasons = context.model.why_not_of(proven, needs_experts=True)
+        if reasons or self.kind != "fused":
+            return reasons
         reason = fused_experts.why_not(context.device)
         if reason or context.on_gpu:  # a GPU's kernels are refused by name, and other code runs
             return (reason,) if reason else ()

@@ -58,12 +58,7 @@ class MultiTokenPrediction(Technique):
         setup.objective = add
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
-        if context.model.architecture in multi_token.ARCHITECTURES:
-            return ()
-        return (
-            f"the layers of {context.model.architecture} aren't known here; it is for "
-            + ", ".join(multi_token.ARCHITECTURES),
-        )
+        return context.model.why_not_of(multi_token.ARCHITECTURES)
 
     def forecast(self, context: JobContext) -> Forecast:
         model = context.model

@@ -56,17 +56,13 @@ class BalancedRouting(Technique):
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
         architecture = context.model.architecture
-        if architecture not in (*BIASED, *UNBIASED) or not context.model.experts:
-            return (
-                f"there are no routers that are known here in {architecture}; it is for models "
-                f"with experts of {', '.join((*BIASED, *UNBIASED))}",
-            )
-        if architecture in UNBIASED and self.speed:
+        reasons = context.model.why_not_of((*BIASED, *UNBIASED), needs_experts=True)
+        if not reasons and architecture in UNBIASED and self.speed:
             return (
                 f"the routers of {architecture} have no bias to move; give speed: 0 and a "
                 "sequence_loss (0.003 in its paper)",
             )
-        return ()
+        return reasons
 
     def check_effect(self, session: Session) -> EffectCheck:
         routing = session.setup.routing

@@ -67,13 +67,10 @@ class ExpertParallel(Technique):
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
         model, ranks, world = context.model, self._ranks(context), context.world.size
-        if model.architecture not in ARCHITECTURES or not model.experts:
-            return (
-                f"{model.architecture} has no experts to share out here; it is for models with "
-                f"experts of {', '.join(ARCHITECTURES)}",
-            )
-        if missing := no_torch_distributed(context):
-            return missing
+        if reasons := (
+            model.why_not_of(ARCHITECTURES, needs_experts=True) or no_torch_distributed(context)
+        ):
+            return reasons
         if world > 1 and world % ranks:
             return (
                 f"{world} ranks can't form groups of {ranks}; give a size that divides {world}",

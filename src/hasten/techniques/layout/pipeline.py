@@ -167,12 +167,7 @@ class Pipeline(Technique):
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
         ranks, layers = self.ranks(context.world.size), context.model.layers
-        architecture, reasons = context.model.architecture, []
-        if architecture not in KNOWN:
-            reasons.append(
-                f"{architecture} can't be cut into pipeline stages here; known are "
-                f"{', '.join(KNOWN)}"
-            )
+        architecture, reasons = context.model.architecture, [*context.model.why_not_of(KNOWN)]
         if context.model.router_loss:
             reasons.append(
                 f"the last stage computes the loss, and that of {architecture} has a part for the "

@@ -68,8 +68,8 @@ def no_plan(context: JobContext, size: int) -> tuple[str, ...]:
     if size == 1:
         return ()
     name, model = context.model.architecture, context.model
-    if name not in TENSOR_PLANS:
-        return (f"how to cut the layers of {name} isn't known; it is of {', '.join(TENSOR_PLANS)}",)
+    if reasons := model.why_not_of(tuple(TENSOR_PLANS)):
+        return reasons
     for heads, what in ((model.heads, "attention"), (model.key_value_heads, "key and value")):
         if heads % size:
             return (
