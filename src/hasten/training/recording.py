@@ -98,12 +98,12 @@ class Recording:
         if self._ranks > 1:
             self._note_rank()
         if self._writers is not None and self._names:
-            self._writers.step(metrics.to_dict())
+            self._writers.put("train", metrics.to_dict())
 
     def evaluation(self, evaluation: Any) -> None:
         """An evaluation is done."""
         if self._writers is not None and self._names:
-            self._writers.evaluation(evaluation.to_dict())
+            self._writers.put("eval", evaluation.to_dict())
 
     def _note_rank(self) -> None:
         if self._parts:

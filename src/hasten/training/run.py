@@ -65,7 +65,6 @@ from hasten.recipe.peak_flops import meter_of
 from hasten.recipe.prepare import (
     Tell,
     evaluations_before,
-    noting_first_step,
     resume_from,
     saved_formats,
     tell_what_trains,
@@ -81,7 +80,8 @@ from hasten.training.busy_machine import BusyMachine
 from hasten.training.chosen_plan import SpeedWatch, same_on_all_ranks, with_chosen_plan
 from hasten.training.first_pass import proven
 from hasten.training.folder import (
-    LineFiles,
+    STEP_LINES,
+    LineFile,
     archive_previous_run,
     form,
     keep_lines_until,
@@ -91,7 +91,7 @@ from hasten.training.folder import (
 )
 from hasten.training.recording import call_all, machine_facts, recording_of
 
-EVALUATED = "evaluations.jsonl"
+METRICS, EVALUATED, SAMPLES = STEP_LINES
 OnStep = Callable[[StepMetrics], None]
 OnEvaluation = Callable[[Evaluation], None]
 
@@ -164,9 +164,8 @@ def _prepare_and_train(
         if context.on_gpu:
             check_ranks(world, context.device)
         seconds["meeting"] = time.perf_counter() - met
-        run = _Run(prepared, output, tell if world.is_main else _silent)
-        noting = noting_first_step(began, *hooks[:2])
-        return _train(run, seconds, *noting, hooks[2])
+        run = _Run(prepared, output, tell if world.is_main else _silent, began)
+        return _train(run, seconds, *hooks)
 
 
 class _LinesOnly:
@@ -238,6 +237,7 @@ class _Run:
     prepared: PreparedJob
     output: Path
     tell: Tell
+    began: float  # of time.perf_counter
     formats: NumberFormats = AS_IN_MEMORY  # of saved weights
 
 
@@ -277,10 +277,7 @@ def _train(
     tell_what_trains(session, prepared.data, run.tell)
     on_start(session)
     heartbeat = Heartbeat(attempt_folder(), context.world.rank)
-    steps, evaluations = _observers(run, session, heartbeat)
-    if main:
-        steps.append(on_step)
-        evaluations.append(on_evaluation)
+    steps, evaluations = _observers(run, session, heartbeat, on_step, on_evaluation)
     energy = meter_of_run(context) if main else None
     if energy is not None:
         steps.append(energy.note)
@@ -346,35 +343,40 @@ def _schedule(
 
 
 def _observers(
-    run: _Run, session: Session, heartbeat: Heartbeat
+    run: _Run, session: Session, heartbeat: Heartbeat, on_step: OnStep, on_evaluation: OnEvaluation
 ) -> tuple[list[OnStep], list[OnEvaluation]]:
     """What follows each step and evaluation: every rank's heartbeat, the first one's lines."""
     recipe, world = run.prepared.recipe, run.prepared.context.world
     heartbeat.beat(session.progress.step)
     if world.is_main and attempt_number() > 1:
         keep_lines_until(run.output, session.progress.step)
-    lines = LineFiles(run.output, bool(recipe.samples)) if world.is_main else None
-    steps: list[OnStep] = [lambda metrics: heartbeat.beat(metrics.step)]
+
+    def first_step(metrics: StepMetrics) -> None:
+        spent = time.perf_counter() - run.began + session.startup_seconds["imports"]
+        session.startup_seconds.setdefault("until_first_step", spent)
+
+    steps: list[OnStep] = [first_step, lambda metrics: heartbeat.beat(metrics.step)]
     evaluations: list[OnEvaluation] = [lambda evaluation: heartbeat.beat(evaluation.step)]
     if recipe.samples:  # all ranks bring their part of the model
-        evaluations.append(SamplesInTime(run, session, lines).note)
-    if lines is not None:
-        steps += [SlowLink(run.tell).note, lambda m: lines.step(m.to_dict())]
-        evaluations.append(lambda e: lines.evaluation(e.to_dict()))
+        evaluations.append(SamplesInTime(run, session).note)
+    if world.is_main:
+        metric_lines, loss_lines = LineFile(run.output / METRICS), LineFile(run.output / EVALUATED)
+        steps += [SlowLink(run.tell).note, lambda m: metric_lines.add(m.to_dict())]
+        evaluations.append(lambda e: loss_lines.add(e.to_dict()))
         if world.size == 1:
             steps.append(BusyMachine(run.tell).note)
+        steps.append(on_step)
+        evaluations.append(on_evaluation)
     return steps, evaluations
 
 
 class SamplesInTime:
-    """Writes the answers of each evaluation's model to ``samples.jsonl``.
+    """Writes the answers of each evaluation's model to ``samples.jsonl``, on the first rank."""
 
-    Args:
-        lines: of the first rank; None on the others.
-    """
-
-    def __init__(self, run: _Run, session: Session, lines: LineFiles | None) -> None:
-        self._run, self._session, self._lines = run, session, lines
+    def __init__(self, run: _Run, session: Session) -> None:
+        self._run, self._session = run, session
+        is_main = run.prepared.context.world.is_main
+        self._lines = LineFile(run.output / SAMPLES) if is_main else None
         self._is_over = False
 
     def note(self, evaluation: Evaluation) -> None:
@@ -392,7 +394,7 @@ class SamplesInTime:
                 self._run.tell(f"warning: samples: none can be written in this run: {reason}")
                 return
         for sample in samples:
-            self._lines.sample({"step": evaluation.step, **asdict(sample)})
+            self._lines.add({"step": evaluation.step, **asdict(sample)})
 
 
 def _leave(
