@@ -25,7 +25,7 @@ from hasten.techniques.optimizer import FusedAdamW
 from hasten.techniques.precision import BF16MasterWeights
 from hasten.techniques.routing import BalancedRouting
 from ranks import on_ranks
-from techniques.sharded_rank_jobs import Case, outcome
+from techniques.sharded_rank_jobs import Case, check_same, outcome
 from tiny import job_context, language_job
 
 TWO = GradientAccumulation(micro_batch_size=2)
@@ -116,12 +116,7 @@ def same(four: list[Any], name: str) -> None:
     alone, one, close = outcome(CASES[name].session(World())), four[0][name], CLOSE
     if "deepseek" in case.architecture:
         close = CLOSE_EXPERTS if case.dtype is torch.float64 else 1e-4
-    for key in ("losses", "norms", "eval_data"):
-        assert one[key] == pytest.approx(alone[key], rel=close), key
-    assert one["tokens"] == alone["tokens"]
-    assert set(one["weights"]) == set(alone["weights"])
-    for weight, numbers in one["weights"].items():
-        assert numbers == pytest.approx(alone["weights"][weight], rel=close, abs=close), weight
+    check_same(one, alone, close)
     for other in four[1:]:
         assert other[name]["losses"] == one["losses"]
         assert other[name]["norms"] == one["norms"]

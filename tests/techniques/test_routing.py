@@ -230,11 +230,6 @@ def test_settings_outside_their_range_are_refused(bad: dict[str, float]) -> None
         BalancedRouting(**bad)
 
 
-def test_an_unknown_kind_of_experts_is_refused() -> None:
-    with pytest.raises(ValueError, match="choose from fused"):
-        ExpertsImplementation(kind="fast")
-
-
 @pytest.mark.parametrize("kind", ["eager", "batched_mm"])
 def test_only_the_instance_that_was_asked_changes_its_experts(kind: str) -> None:
     session = v3(ExpertsImplementation(kind=kind), steps=1)
