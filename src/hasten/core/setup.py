@@ -196,12 +196,6 @@ class NoCompression(Communication):
 # before an evaluation, before a checkpoint, at the end.
 
 
-class Sums(Protocol):
-    """Sums values over ranks: a layout."""
-
-    def all_reduce_data(self, values: Tensor) -> Tensor: ...
-
-
 @runtime_checkable
 class RankSync(Protocol):
     """A communication method that is one too takes the place of the default."""
@@ -236,7 +230,7 @@ class RankSync(Protocol):
 class SumsEachStep(RankSync):
     """Every sum is taken when it is asked for, so that ranks never differ."""
 
-    layout: Sums
+    layout: Layout
     diverged = False
 
     def counts(self, local_counts: WorkCounts, stop: bool) -> tuple[WorkCounts, bool]:

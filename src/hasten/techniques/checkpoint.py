@@ -15,7 +15,7 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.state import gather_objects, restore, state_of
 from hasten.core.technique import EffectCheck, Fidelity, Technique, setting
-from hasten.errors import InputError
+from hasten.errors import InputError, as_input_error
 from hasten.parts.checkpoint import SmartCheckpointer
 from hasten.parts.checkpoint.state import moments_to_come
 from hasten.parts.optim.compact_adamw import CompactAdamW
@@ -108,7 +108,7 @@ class SessionCheckpoints:
         """
         self._open(session)
         try:
-            with _as_advice():
+            with as_input_error("checkpoints"):
                 loaded = self.keeper.load_state(path)
                 if loaded is None:
                     return None
@@ -148,7 +148,7 @@ class SessionCheckpoints:
         local_bytes = sum(weights.values()) + moments_to_come(session.optimizer)
         # the first rank writes those of all stages
         expected = sum(gather_objects(session, local_bytes))
-        with _as_advice():
+        with as_input_error("checkpoints"):
             self.keeper.open(expected)
 
     def _first_rank_says(self, numbers: Sequence[float]) -> Sequence[float]:
@@ -156,14 +156,3 @@ class SessionCheckpoints:
         values = torch.tensor(list(numbers), dtype=torch.float64)
         received: list[float] = self._setup.layout.all_reduce_world(values * float(main)).tolist()
         return received
-
-
-@contextlib.contextmanager
-def _as_advice() -> Iterator[None]:
-    """Context that turns a part's errors about a folder into advice to the user."""
-    try:
-        yield
-    except InputError:
-        raise
-    except ValueError as error:
-        raise InputError(f"checkpoints: {error}") from error

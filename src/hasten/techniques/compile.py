@@ -21,7 +21,7 @@ from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Technique, knob, setting
-from hasten.errors import InputError
+from hasten.errors import as_input_error
 from hasten.parts.kernels.build import COMPILERS
 from hasten.parts.nn.compile import CompiledBlocks, filled_rows
 
@@ -151,10 +151,8 @@ class Compiling:
         self.blocks = blocks
 
     def __call__(self, module: nn.Module) -> None:
-        try:
+        with as_input_error("plan: compiled"):
             self.blocks(module)
-        except ValueError as error:
-            raise InputError(f"plan: compiled: {error}") from error
 
 
 class Bucketed:

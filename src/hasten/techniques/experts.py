@@ -11,7 +11,7 @@ from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Technique, knob
-from hasten.errors import InputError
+from hasten.errors import as_input_error
 from hasten.parts.kernels import registry
 from hasten.parts.nn import fused_experts, kernel_variants
 from hasten.parts.nn.causal_lm import causal_lm
@@ -50,13 +50,11 @@ class ExpertsImplementation(Technique):
 
     def apply(self, setup: Setup) -> None:
         def select(model: nn.Module) -> None:
-            try:
+            with as_input_error(self.name()):
                 if self.kind == "fused":
                     fused_experts.fuse_experts(causal_lm(model), setup.job.device)
                 else:
                     causal_lm(model).set_experts_implementation(self.kind)
-            except ValueError as error:
-                raise InputError(f"experts_implementation: {error}") from error
 
         setup.experts = select
 

@@ -19,7 +19,7 @@ from hasten.core.technique import (
     Technique,
     knob,
 )
-from hasten.errors import InputError
+from hasten.errors import InputError, as_input_error
 from hasten.parts.kernels import registry
 from hasten.parts.nn import kernel_variants
 from hasten.parts.nn.causal_lm import causal_lm
@@ -69,10 +69,8 @@ class LabelledTokenLoss(Technique):
                 )
             vocabulary = causal_lm(full_loss.model).config.vocab_size
             rows = chunk_rows(self.chunk, vocabulary, chunk_bytes_on(setup.job.device))
-            try:
+            with as_input_error(self.name(), "; leave it out"):
                 return LabelOnlyLoss(full_loss.model, rows, full_loss.terms)
-            except ValueError as error:
-                raise InputError(f"labelled_token_loss: {error}; leave it out") from error
 
         setup.loss = loss_of
 

@@ -16,7 +16,7 @@ from hasten.core.session import Session
 from hasten.core.setup import GivenPrecision, Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Claim, EffectCheck, Fidelity, Forecast, Technique, knob, setting
-from hasten.errors import InputError
+from hasten.errors import as_input_error
 from hasten.machine.gain import Gain
 from hasten.parts.distributed.local_shards import LocalShards
 from hasten.parts.nn.kernel_variants import bf16_gain
@@ -281,10 +281,8 @@ class AutocastRegion:
         if linear is not None:
             self._hooks.append(linear.register_forward_hook(self._look))
         if self.layers is not None:
-            try:
+            with as_input_error("float8"):
                 self.layers.attach(module)
-            except ValueError as error:
-                raise InputError(f"float8: {error}") from error
 
     def region(self) -> AbstractContextManager[Any]:
         region: AbstractContextManager[Any] = torch.autocast(self._device_type, self._dtype)

@@ -15,7 +15,7 @@ from hasten.core.setup import Routing, Setup
 from hasten.core.slot import Slot
 from hasten.core.step import forward_of
 from hasten.core.technique import EffectCheck, Fidelity, Technique, knob
-from hasten.errors import InputError
+from hasten.errors import InputError, as_input_error
 from hasten.parts.nn.causal_lm import causal_lm
 from hasten.parts.nn.router_balance import (
     BIASED,
@@ -106,10 +106,8 @@ class RouterBalancing:
 
     def prepare(self, model: nn.Module) -> None:
         inner = causal_lm(model)
-        try:
+        with as_input_error("balanced_routing"):
             self.balance = RouterBalance(inner, self.speed, self.sequence_loss)
-        except ValueError as error:
-            raise InputError(f"balanced_routing: {error}") from error
         if self.speed and not all(r.weight.requires_grad for r in self.balance.routers):
             raise InputError(
                 "balanced_routing: the routers don't learn here, and an adapter's files have no "

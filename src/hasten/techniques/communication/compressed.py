@@ -22,13 +22,14 @@ from hasten.core.session import Session
 from hasten.core.setup import Communication, Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Claim, EffectCheck, Fidelity, Technique
-from hasten.errors import InputError
+from hasten.errors import InputError, as_input_error
 from hasten.parts.comm.compression_settings import CompressionSettings
 from hasten.parts.comm.exchange import CommunicationError
 from hasten.parts.comm.gradient_compressor import GradientCompressor
 from hasten.parts.distributed.compressed_shards import CopiedShards, ShardedGradients
 from hasten.parts.distributed.fsdp import why_not
 from hasten.parts.distributed.mesh import MeshSizes
+from hasten.techniques.communication.traffic import of_the_same_plan
 from hasten.techniques.layout.ranks import no_torch_distributed
 
 # What COMMUNICATION does where a layout deals weights out: which ranks exchange small gradients,
@@ -66,12 +67,10 @@ def exchange_for(
     if reason:
         raise InputError(f"plan: {reason}")
     assert settings is not None  # otherwise there is a reason
-    try:
+    with as_input_error(f"plan: {layout}"):
         if sizes.dp == 1:
             return ShardedGradients(settings, scale)
         return CopiedShards(settings, members(mesh), scale)
-    except ValueError as error:
-        raise InputError(f"plan: {layout}: {error}") from error
 
 
 def members(mesh: DeviceMesh) -> list[tuple[int, ...]]:
@@ -243,25 +242,18 @@ class Compressed:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         world, states = self._setup.context.world, state["ranks"]
-        if state["technique"] != self.kind:
-            raise InputError(
-                f"the checkpoint was written with {state['technique']} and the plan has "
-                f"{self.kind}; resume with the plan that wrote it, or choose another folder"
-            )
-        if len(states) != world.size:
-            alike = self.compressor.settings()["scope"] == "all" and self._merges
-            if not alike or not _same_sizes(states):  # whose it was isn't whose it is
-                self.lost_from = len(states)
-                return
-            self.merged_from = len(states)
-            states = [_mean(states)] * world.size
-        try:
+        with of_the_same_plan(state, self.kind):
+            if len(states) != world.size:
+                alike = self.compressor.settings()["scope"] == "all" and self._merges
+                if not alike or not _same_sizes(states):  # whose it was isn't whose it is
+                    self.lost_from = len(states)
+                    return
+                self.merged_from = len(states)
+                states = [_mean(states)] * world.size
             if self.shards is not None:
                 self.shards.load(states[world.rank]["travel"])
             else:
                 self.compressor.load_state_dict(states[world.rank])
-        except ValueError as error:
-            raise InputError(f"{self.kind}: {error}; resume with the plan that wrote it") from error
 
     def proof(self, session: Session) -> EffectCheck:
         """Returns a check that gradients were compressed, with the number of bytes."""

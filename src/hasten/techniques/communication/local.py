@@ -22,7 +22,7 @@ from hasten.errors import InputError
 from hasten.parts.comm import local_sgd, streaming_local_sgd
 from hasten.parts.comm.codecs import codec
 from hasten.parts.comm.local_sgd import Buffers, LocalTraining, same_start
-from hasten.techniques.communication.traffic import WeightTraffic
+from hasten.techniques.communication.traffic import WeightTraffic, of_the_same_plan
 from hasten.techniques.layout.ranks import no_torch_distributed
 
 AUTO = "auto"
@@ -189,15 +189,8 @@ class LocalCommunication(Communication):
         return {"technique": self.kind, "part": self._running().state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["technique"] != self.kind:
-            raise InputError(
-                f"the checkpoint was written with {state['technique']} and the plan has "
-                f"{self.kind}; resume with the plan that wrote it, or choose another folder"
-            )
-        try:
+        with of_the_same_plan(state, self.kind):
             self._running().load_state_dict(state["part"])
-        except ValueError as error:
-            raise InputError(f"{self.kind}: {error}; resume with the plan that wrote it") from error
 
     def _running(self) -> LocalTraining:
         """The part, built when all ranks begin their first step, after weights were restored."""

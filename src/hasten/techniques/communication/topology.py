@@ -13,7 +13,7 @@ from hasten.core.session import Session
 from hasten.core.setup import Communication, Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob, setting
-from hasten.errors import InputError
+from hasten.errors import as_input_error
 from hasten.parts.comm.codecs import codec
 from hasten.parts.comm.collective_plan import CODECS, Route
 from hasten.parts.comm.collectives import TopoAwareCollective
@@ -97,10 +97,8 @@ class RoutedCommunication(Communication):
         return self.buckets.sent_bytes
 
     def attach(self, module: nn.Module) -> None:
-        try:
+        with as_input_error(self._kind):  # hosts or settings that don't go together
             self.buckets.attach(module)
-        except ValueError as error:  # hosts or settings that don't go together
-            raise InputError(f"{self._kind}: {error}") from error
 
     def after_update(self, parameters: Sequence[Tensor]) -> None:
         self.buckets.step()

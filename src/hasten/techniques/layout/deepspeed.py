@@ -19,7 +19,7 @@ from hasten.core.slot import Slot
 from hasten.core.step import EngineParts, StepNumbers, all_finite, forward_of
 from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob, setting
 from hasten.core.timing import BACKWARD, COMMUNICATION, FORWARD, OPTIMIZER
-from hasten.errors import InputError
+from hasten.errors import InputError, as_input_error
 from hasten.machine import environment
 from hasten.parts.distributed.deepspeed_config import (
     BATCH_KEYS,
@@ -74,7 +74,7 @@ class DeepSpeed(Technique):
         if self.offload:
             zero["offload_optimizer"] = {"device": "cpu"}
         config: dict[str, Any] = {"zero_optimization": zero}
-        try:
+        with as_input_error(self.name()):
             if self.config:
                 config = read_config(Path(self.config))
             enabled = {name: section_enabled(config, name) for name in DTYPES[1:]}
@@ -87,8 +87,6 @@ class DeepSpeed(Technique):
             # the rest of what the job decides isn't DeepSpeed's
             batch_sizes(config, trainer_settings)
             filled = fill_auto({k: v for k, v in config.items() if k not in JOBS}, trainer_settings)
-        except ValueError as error:
-            raise InputError(f"{self.name()}: {error}") from error
         if not (filled.get("zero_optimization") or {}).get("stage"):
             raise InputError(
                 f"{self.name()}: {self.config} has no zero_optimization stage above 0; set 1, 2 "

@@ -18,7 +18,7 @@ from hasten.core.session import Session
 from hasten.core.setup import Communication, NoCompression, RankSync, Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob, setting
-from hasten.errors import InputError
+from hasten.errors import InputError, as_input_error
 from hasten.machine.environment import World
 from hasten.models.memory import ADAMW_FLOAT32, routed_weights
 from hasten.parts.distributed.ddp import leave_constants
@@ -138,11 +138,9 @@ class ExpertsLayout(RanksLayout):
         self._gradients: ExpertGradients | None = None
 
     def apply_tensor_parallel(self, module: nn.Module) -> nn.Module:
-        try:
+        with as_input_error(self._name):
             group, self._replicas = expert_groups(self._ranks, self._device)
             self.shared = share_experts(module, group)
-        except ValueError as error:
-            raise InputError(f"{self._name}: {error}") from error
         return module
 
     def _shared_experts(self) -> SharedExperts:
@@ -265,10 +263,8 @@ class ExpertsInFSDP(ExpertsLayout):
         self, setup: Setup, sizes: MeshSizes, ranks: int, reshard: bool, whole_gradients: bool
     ) -> None:
         refuse_own_choices(setup)
-        try:
+        with as_input_error("hybrid", "; change the sizes, or nproc"):
             sizes.check(setup.context.world.size)
-        except ValueError as error:
-            raise InputError(f"hybrid: {error}; change the sizes, or nproc") from error
         if isinstance(setup.precision, MasterWeights):
             raise InputError(
                 "hybrid: bf16_master_weights lets FSDP2 cast weights, and FSDP2 doesn't manage the "

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from hasten.core.layout import CommTiming
 from hasten.core.setup import Communication, GivenPrecision, NoCompression, Setup, on_device
 from hasten.core.slot import Slot
-from hasten.errors import InputError
+from hasten.errors import InputError, as_input_error
 from hasten.parts.comm.compression_settings import CompressionSettings
 from hasten.parts.distributed import local_shards
 from hasten.parts.distributed.fsdp import Sharding, is_sharded, send_gradients, shard
@@ -123,10 +123,8 @@ class MeshLayout(RanksLayout):
     def apply_tensor_parallel(self, module: nn.Module) -> nn.Module:
         if self.how.cut is None or self.sizes.tp == 1:
             return module
-        try:
+        with as_input_error(self.how.name):
             return self.how.cut(module, self.mesh["tp"])
-        except ValueError as error:
-            raise InputError(f"{self.how.name}: {error}") from error
 
     def apply_data_parallel(self, module: nn.Module, communication: Communication) -> nn.Module:
         self._module, sharding = module, self.how.sharding
@@ -137,10 +135,8 @@ class MeshLayout(RanksLayout):
             how = Sharding(sharding.reshard, sharding.offload, self.weights.dtype)
             arrival = WeightBroadcast(self.builds) if self._sends else None
             mesh = data_mesh(self.mesh, self._exchange is None)
-            try:
+            with as_input_error(self.how.name):
                 shard(module, mesh, how, arrival or (lambda part: None))
-            except ValueError as error:
-                raise InputError(f"{self.how.name}: {error}") from error
             self.arrived_bytes = 0 if arrival is None else arrival.sent_bytes
         if self._exchange is not None:
             self._exchange.attach(module)
@@ -204,8 +200,6 @@ def lay_out(setup: Setup, sizes: MeshSizes, how: LayoutOptions) -> None:
     """
     if setup.context.world.size == 1 and sizes.size == 1:
         return
-    try:
+    with as_input_error(how.name, "; change the sizes, or nproc"):
         sizes.check(setup.context.world.size)
-    except ValueError as error:
-        raise InputError(f"{how.name}: {error}; change the sizes, or nproc") from error
     setup.layout = MeshLayout(setup, sizes, how)

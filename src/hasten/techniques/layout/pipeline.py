@@ -16,7 +16,7 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.step import EngineParts, PlainEngine, forward_of
 from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob, setting
-from hasten.errors import InputError
+from hasten.errors import InputError, as_input_error
 from hasten.models.memory import ADAMW_FLOAT32
 from hasten.parts.data import collate
 from hasten.parts.distributed.pipeline.runtime import (
@@ -64,10 +64,8 @@ class PipelineEngine(PlainEngine):
         layout, precision = self.layout, self.setup.precision
         settings, original_count = layout.settings, len(micro_batches)
         count = enough_micro_batches(settings.schedule, settings.ranks, original_count)
-        try:
+        with as_input_error("pipeline"):
             pieces = equal_micro_batches([m.inputs for m in micro_batches], count)
-        except ValueError as error:
-            raise InputError(f"pipeline: {error}") from error
         self._filled = [
             MicroBatch(inputs, m.counts, m.examples)
             for inputs, m in zip(pieces, micro_batches, strict=False)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hasten.core.layout import total_norm
 from hasten.core.setup import Communication, NoCompression, Setup, on_device, run_once
 from hasten.core.state import order_of
-from hasten.errors import InputError
+from hasten.errors import InputError, as_input_error
 from hasten.parts.distributed.ddp import reduce_now
 from hasten.parts.distributed.fsdp import shard_stage
 from hasten.parts.distributed.local_shards import LocalShards, whole_on_first
@@ -366,10 +366,8 @@ class StagesInPieces(StagesLayout):
             raise InputError(
                 f"hybrid: how to cut the layers of {type(causal).__name__} isn't known"
             )
-        try:
+        with as_input_error("hybrid"):
             split_layers(causal, self.mesh["tp"], plan, sequence=False)
-        except ValueError as error:
-            raise InputError(f"hybrid: {error}") from error
         return module
 
     def apply_data_parallel(self, module: nn.Module, communication: Communication) -> nn.Module:
