@@ -323,6 +323,15 @@ class Outcome:
         measured = [e for e in self.evaluations if e.value(self.best_by) is not None]
         return min(measured, key=lambda e: sign * (e.value(self.best_by) or 0.0), default=None)
 
+    def add(self, metrics: StepMetrics) -> None:
+        """A step is done."""
+        self.step_seconds.append(metrics.step_seconds)
+        self.last_loss = metrics.loss
+        self.model_flops += metrics.model_flops or 0.0
+        self.peak_memory_bytes = max(self.peak_memory_bytes, metrics.peak_memory_bytes)
+        spent = self.epoch_seconds
+        spent[metrics.epoch] = spent.get(metrics.epoch, 0.0) + metrics.step_seconds
+
     def tokens(self, session: Session) -> int:
         """Returns the number of tokens that this process trained."""
         return session.progress.tokens - self.before.tokens
@@ -382,7 +391,7 @@ def fit(session: Session, watch: EvaluationSchedule | None = None) -> Outcome:
     began = time.perf_counter()
     with interruptible(session):
         for metrics in training(session):
-            _take_note(outcome, metrics)
+            outcome.add(metrics)
             watch.on_step(metrics)
             if watch.every_steps and metrics.step % watch.every_steps == 0:
                 _evaluate(session, watch, outcome)
@@ -407,15 +416,6 @@ def fit(session: Session, watch: EvaluationSchedule | None = None) -> Outcome:
         _evaluate(session, watch, outcome)
     outcome.seconds = time.perf_counter() - began
     return outcome
-
-
-def _take_note(outcome: Outcome, metrics: StepMetrics) -> None:
-    outcome.step_seconds.append(metrics.step_seconds)
-    outcome.last_loss = metrics.loss
-    outcome.model_flops += metrics.model_flops or 0.0
-    outcome.peak_memory_bytes = max(outcome.peak_memory_bytes, metrics.peak_memory_bytes)
-    spent = outcome.epoch_seconds
-    spent[metrics.epoch] = spent.get(metrics.epoch, 0.0) + metrics.step_seconds
 
 
 def _evaluate(session: Session, watch: EvaluationSchedule, outcome: Outcome) -> None:

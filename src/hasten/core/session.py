@@ -27,7 +27,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hasten.core.layout import PlacesModule, SendsWeights
-from hasten.core.setup import Setup, on_device
+from hasten.core.setup import Setup
 from hasten.core.step import Engine, EngineParts, PlainEngine
 from hasten.core.timing import Meter
 from hasten.errors import InputError, as_input_error
@@ -143,7 +143,7 @@ def assemble(setup: Setup) -> Session:
     setup.compile(loss_module)
     setup.precision.prepare(loss_module)
     if not isinstance(layout, PlacesModule):
-        loss_module = on_device(loss_module, job.device)
+        loss_module = loss_module.to(torch.device(job.device))
     module = layout.apply_data_parallel(loss_module.train(), setup.communication)
     if isinstance(layout, PlacesModule):
         layout.move_parts(module)

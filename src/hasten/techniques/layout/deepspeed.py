@@ -114,8 +114,18 @@ class DeepSpeed(Technique):
                 f"plan: {self.name()} needs the number of a step's trained tokens before its "
                 "passes; take ddp or fsdp2 with a loss of your own"
             )
-        config = self.settings_of(self._trainer_settings(setup))
-        clipping, max_norm = config.get("gradient_clipping"), setup.job.max_grad_norm
+        job = setup.job
+        config = self.settings_of(
+            TrainerSettings(
+                world=setup.context.world.size,
+                batch=job.batch.examples,
+                clipping=job.max_grad_norm,
+                hidden=setup.context.model.hidden_size,
+                fp16=self.dtype == "fp16",
+                bf16=self.dtype == "bf16",
+            )
+        )
+        clipping, max_norm = config.get("gradient_clipping"), job.max_grad_norm
         if clipping is not None and clipping != (max_norm or 0.0):
             raise InputError(
                 f"{self.name()}: gradient_clipping is {clipping} and max_grad_norm {max_norm}; set "
@@ -123,16 +133,6 @@ class DeepSpeed(Technique):
             )
         setup.layout = Zero(setup)
         setup.engine = lambda assembly: ZeroEngine(assembly, config)
-
-    def _trainer_settings(self, setup: Setup) -> TrainerSettings:
-        return TrainerSettings(
-            world=setup.context.world.size,
-            batch=setup.job.batch.examples,
-            clipping=setup.job.max_grad_norm,
-            hidden=setup.context.model.hidden_size,
-            fp16=self.dtype == "fp16",
-            bf16=self.dtype == "bf16",
-        )
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
         reason = why_not(not context.on_gpu, _extensions(context))

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hasten.core.layout import CommTiming
-from hasten.core.setup import Communication, GivenPrecision, NoCompression, Setup, on_device
+from hasten.core.setup import Communication, GivenPrecision, NoCompression, Setup
 from hasten.core.slot import Slot
 from hasten.errors import InputError, as_input_error
 from hasten.parts.comm.compression_settings import CompressionSettings
@@ -162,7 +162,7 @@ class MeshLayout(RanksLayout):
     def move_parts(self, module: nn.Module) -> None:
         """Shards are there already: FSDP2 moves a group as it cuts it. What it hasn't cut moves."""
         if not is_sharded(module):
-            on_device(module, self._device)
+            module.to(torch.device(self._device))
 
     def sync(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
         if self._exchange is not None:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.core.layout import total_norm
-from hasten.core.setup import Communication, NoCompression, Setup, on_device, run_once
+from hasten.core.setup import Communication, NoCompression, Setup, run_once
 from hasten.core.state import order_of
 from hasten.errors import InputError, as_input_error
 from hasten.parts.distributed.ddp import reduce_now
@@ -385,7 +385,7 @@ class StagesInPieces(StagesLayout):
     def move_parts(self, module: nn.Module) -> None:
         """Shards are on the device already; what isn't sharded goes there."""
         if self.data_size == 1:
-            on_device(module, str(self._device))
+            module.to(self._device)
 
     def average(self) -> None:
         """Nothing is left to do: each backward pass has averaged its gradients."""
