@@ -386,15 +386,10 @@ SLOW = 125e6  # bytes per second: 1 Gbit/s
 
 
 class SlowLink:
-    """Checks a run's steps on one rank for a slow link.
+    """Checks a run's steps on the first rank for a slow link; ``tell`` receives the message."""
 
-    Args:
-        ``tell``: receives the message.
-        rank: rank that is checked.
-    """
-
-    def __init__(self, tell: Callable[[str], None], rank: int = 0) -> None:
-        self._tell, self._rank = tell, rank
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
         self._exchanges: list[tuple[float, float, float, int]] = []
         self._reported_rate = math.inf  # bytes per second when it was last told
 
@@ -419,7 +414,7 @@ class SlowLink:
         self._reported_rate = rate
         self._tell(
             f"the exchange between ranks is slow: a step waits {exposed:.2f} s of {step:.2f} s for "
-            f"it, and rank {self._rank} sends its {sent / 1e6:,.2f} MB at {rate / 1e6:,.2f} MB/s, "
-            "because of its link or of a rank that is behind; see what may send less "
+            f"it, and rank 0 sends its {sent / 1e6:,.2f} MB at {rate / 1e6:,.2f} MB/s, because of "
+            "its link or of a rank that is behind; see what may send less "
             "(docs/how-to/slow-networks.md)"
         )
