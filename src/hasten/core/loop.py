@@ -42,8 +42,9 @@ class Evaluation:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        values = asdict(self)
-        return values | values.pop("metrics")
+        line = asdict(self)
+        metrics = line.pop("metrics")
+        return {**line, **metrics}
 
     def value(self, name: str) -> float | None:
         """``eval_loss`` or one of the metrics; None if it wasn't measured or isn't finite."""

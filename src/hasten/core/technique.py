@@ -164,12 +164,12 @@ class Technique(ABC):
             ValueError: a setting has a value that isn't permitted.
         """
         for declared in self._fields():
-            value, name = getattr(self, declared.name), declared.name
+            name, given = declared.name, getattr(self, declared.name)
             only, least = declared.metadata.get("only"), declared.metadata.get("least")
-            if only and value not in only:
-                raise ValueError(f"{name} is {value!r}; it is one of {', '.join(map(str, only))}")
-            if None not in (least, value) and value < least:
-                raise ValueError(f"{name} is {value}; it must be at least {least}")
+            if only and given not in only:
+                raise ValueError(f"{name} is {given!r}; it is one of {', '.join(map(str, only))}")
+            if None not in (least, given) and given < least:
+                raise ValueError(f"{name} is {given}; it must be at least {least}")
 
     @property
     @abstractmethod

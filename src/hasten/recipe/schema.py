@@ -296,7 +296,7 @@ class Recipe(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _plan_keys(cls, values: Any) -> Any:
-        """Keys that stand for techniques join the plan, and ``plan: auto`` has a key of its own."""
+        """Moves ``deepspeed``, ``layout``, ``checkpoint_*`` into ``plan``, and ``plan: auto``."""
         if not isinstance(values, dict):
             return values
         plan = values.get("plan")

@@ -345,7 +345,7 @@ def _schedule(
 def _observers(
     run: _Run, session: Session, heartbeat: Heartbeat, on_step: OnStep, on_evaluation: OnEvaluation
 ) -> tuple[list[OnStep], list[OnEvaluation]]:
-    """What follows each step and evaluation: every rank's heartbeat, the first one's lines."""
+    """The functions after each step and evaluation: all ranks have a heartbeat, rank 0 lines."""
     recipe, world = run.prepared.recipe, run.prepared.context.world
     heartbeat.beat(session.progress.step)
     if world.is_main and attempt_number() > 1:

@@ -1,4 +1,4 @@
-"""What layouts of several ranks have in common: sums over ranks, and whether there are any."""
+"""Sums over ranks, which layouts of several ranks share, and whether there are any ranks."""
 
 from __future__ import annotations
 
