@@ -164,12 +164,12 @@ class Technique(ABC):
             ValueError: a setting has a value that isn't permitted.
         """
         for declared in self._fields():
-            name, given = declared.name, getattr(self, declared.name)
+            name, chosen = declared.name, getattr(self, declared.name)
             only, least = declared.metadata.get("only"), declared.metadata.get("least")
-            if only and given not in only:
-                raise ValueError(f"{name} is {given!r}; it is one of {', '.join(map(str, only))}")
-            if None not in (least, given) and given < least:
-                raise ValueError(f"{name} is {given}; it must be at least {least}")
+            if only and chosen not in only:
+                raise ValueError(f"{name} is {chosen!r}; it is one of {', '.join(map(str, only))}")
+            if None not in (least, chosen) and chosen < least:
+                raise ValueError(f"{name} is {chosen}; it must be at least {least}")
 
     @property
     @abstractmethod
