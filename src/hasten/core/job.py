@@ -81,22 +81,29 @@ class StepBatch:
     epoch: int
 
 
-def with_language_counts(lay_out: Callable[[Sequence[Any]], Mapping[str, Any]]) -> Collate:
-    """A collator of token examples out of a function that only lays out tensors.
-
-    These are ``input_ids`` with aligned ``labels`` (-100: no loss).
+def language_counts(examples: Sequence[Any], inputs: Mapping[str, Any]) -> WorkCounts:
+    """Counts of token examples laid out as ``input_ids`` with aligned ``labels`` (-100: no
+    loss).
     """
+    tokens = pairs = 0
+    for example in examples:
+        length = len(example.input_ids)
+        tokens, pairs = tokens + length, pairs + length * length
+    return WorkCounts(
+        examples=len(examples),
+        tokens=tokens,
+        positions=inputs["input_ids"].numel(),
+        trained_tokens=int((inputs["labels"] != -100).sum()),  # on the host: no device waits
+        attention_pairs=pairs,
+    )
+
+
+def with_language_counts(lay_out: Callable[[Sequence[Any]], Mapping[str, Any]]) -> Collate:
+    """A collator of token examples out of a function that only lays out tensors."""
 
     def collate(examples: Sequence[Any]) -> MicroBatch:
-        inputs, lengths = lay_out(examples), [len(example.input_ids) for example in examples]
-        counts = WorkCounts(
-            examples=len(examples),
-            tokens=sum(lengths),
-            positions=inputs["input_ids"].numel(),
-            trained_tokens=int((inputs["labels"] != -100).sum()),  # on the host: no device waits
-            attention_pairs=sum([length * length for length in lengths]),
-        )
-        return MicroBatch(inputs, counts)
+        inputs = lay_out(examples)
+        return MicroBatch(inputs, language_counts(examples, inputs))
 
     return collate
 

@@ -12,7 +12,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,24 +61,26 @@ class PreparedData:
     train: StoredExamples
     eval_data: StoredExamples | tuple[()]
     note: PreparedDataIndex
+    example_stats: ExampleStats = field(init=False)
+    # Which tokens are trained on, whatever files they came from; for checkpoints.
+    identity: dict[str, Any] = field(init=False)
 
-    @cached_property
-    def example_stats(self) -> ExampleStats:
-        """Number and lengths of the training examples."""
-        lengths = self.train.lengths
-        tokens = int(lengths.sum())
-        trained = float(self.train.trained_counts.sum()) / max(tokens, 1)
-        return ExampleStats(len(self.train), tokens, int(lengths.max(initial=0)), trained)
-
-    @cached_property
-    def identity(self) -> dict[str, Any]:
-        """Which tokens are trained on, whatever files they came from; for checkpoints."""
-        train, stats = self.train, self.example_stats
+    def __post_init__(self) -> None:
+        train = self.train
+        count, tokens = len(train), int(train.lengths.sum())
+        facts = ExampleStats(
+            count=count,
+            tokens=tokens,
+            longest=int(train.lengths.max(initial=0)),
+            trained_share=float(train.trained_counts.sum()) / max(tokens, 1),
+        )
         store = train.examples if isinstance(train, Subset) else train
         digest = xxhash.xxh3_128(store.digest if isinstance(store, TokenStore) else b"")
         if isinstance(train, Subset):
             digest.update(train.indices.tobytes())
-        return {"examples": stats.count, "tokens": stats.tokens, "hash": digest.hexdigest()[:16]}
+        identity = {"examples": count, "tokens": tokens, "hash": digest.hexdigest()[:16]}
+        object.__setattr__(self, "example_stats", facts)
+        object.__setattr__(self, "identity", identity)
 
 
 @dataclass(frozen=True)
