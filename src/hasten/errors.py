@@ -5,6 +5,8 @@ work in anybody's loop, raise plain ValueError instead.
 """
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 # What pip installs for each extra of pyproject.toml: a name on the index may be somebody else's, so
 # no message names the project itself.
@@ -42,6 +44,22 @@ INTERRUPTED = 130
 
 class InputError(ValueError):
     """Something the user gave can't be used; the message is one sentence of advice."""
+
+
+@contextmanager
+def as_input_error(where: str, advice: str = "") -> Iterator[None]:
+    """Context in which the ValueError of a part becomes an InputError.
+
+    Args:
+        where: begins the sentence: a technique, or a key.
+        advice: ends it.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except ValueError as error:
+        raise InputError(f"{where}: {error}{advice}") from error
 
 
 class SameOnAllRanksError(InputError):

@@ -347,7 +347,7 @@ def test_an_effect_that_is_there_satisfies(tmp_path: Path) -> None:
 
 SOURCE = Path(package.__file__).parent
 WATCHED = ("recipe/build.py", "recipe/prepared_data.py")
-OF_THE_JOB = ("Building.", "adamw", "_adapt.")  # its factories, which the session calls
+OF_THE_JOB = ("Building.", "adamw", "job_of.<locals>.")  # its factories, which the session calls
 
 
 def home(frame: FrameType | None) -> str:

@@ -115,11 +115,16 @@ def tiny_config(architecture: str) -> Any:
     raise ValueError(architecture)
 
 
-def tiny_model(architecture: str = "llama", seed: int = 0, dtype: Any = torch.float32) -> nn.Module:
+def tiny_model(
+    architecture: str = "llama", seed: int = 0, dtype: Any = torch.float32, *, tied: bool = False
+) -> nn.Module:
+    """The head of a ``tied`` one is its embedding."""
     import transformers as hf
 
     torch.manual_seed(seed)
-    model = hf.AutoModelForCausalLM.from_config(tiny_config(architecture))
+    config = tiny_config(architecture)
+    config.tie_word_embeddings = tied or config.tie_word_embeddings
+    model = hf.AutoModelForCausalLM.from_config(config)
     take_own_attention(model)
     freeze_indexers(model)
     if dtype is torch.float64 and "deepseek" in architecture:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from hasten.techniques.communication.topology import Hierarchical
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import Autocast, BF16MasterWeights
 from ranks import on_ranks
-from tiny import examples, job_context, language_job, run, tiny_config, tiny_model
+from tiny import examples, job_context, language_job, run, tiny_model
 
 COMMUNICATIONS: dict[str, Technique] = {
     "half": Half(minimum=0, check_every=1),
@@ -44,18 +45,6 @@ COMMUNICATIONS: dict[str, Technique] = {
 ON_FOUR = ("int4", "topk", "powersgd", "hierarchical", "stream")
 APART = ("local_steps", "stream")  # weights travel, each rank has its own steps
 SPOILT = 4  # the pass of the last rank whose gradient is infinite
-
-
-def tied_model(architecture: str) -> nn.Module:
-    """The head is the embedding."""
-    import transformers as hf
-
-    config = tiny_config(architecture)
-    config.tie_word_embeddings = True
-    torch.manual_seed(0)
-    model: nn.Module = hf.AutoModelForCausalLM.from_config(config)
-    model.set_attn_implementation("sdpa")  # type: ignore[operator]
-    return model
 
 
 @dataclass(frozen=True)
@@ -74,7 +63,7 @@ CASES = {
     "accumulated": Case((GradientAccumulation(micro_batch_size=1),)),
     "infinite": Case(spoilt=True),
     "overflow": Case((Autocast(dtype="fp16", initial_scale=2.0**26),), steps=16),
-    "tied": Case(model=tied_model),
+    "tied": Case(model=partial(tiny_model, tied=True)),
     "lora": Case((LoRA(),)),
     "bf16": Case((BF16MasterWeights(),)),
     "experts": Case(architecture="deepseek_v3"),

@@ -25,19 +25,29 @@ from hasten.parts.kernels import rowwise
 from hasten.techniques import CATALOGUE
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.adapter import LoRA
+from hasten.techniques.allocator import Allocator
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.average import WeightAverage
 from hasten.techniques.batch import AdaptiveBatch, GradientAccumulation
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.collate import Packed
+from hasten.techniques.communication.compress import Half, PowerSGD, Quantised, TopK
+from hasten.techniques.communication.local import LocalSteps, Stream
+from hasten.techniques.communication.topology import Hierarchical
 from hasten.techniques.compile import Compiled
 from hasten.techniques.experts import ExpertsImplementation
+from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.layout.deepspeed import DeepSpeed
 from hasten.techniques.layout.experts import ExpertParallel
+from hasten.techniques.layout.fsdp import FSDP2
+from hasten.techniques.layout.hybrid import Hybrid
+from hasten.techniques.layout.pipeline import Pipeline
+from hasten.techniques.layout.tensor import TensorParallel
 from hasten.techniques.optimizer import CompactAdamW
 from hasten.techniques.precision import Autocast, BF16MasterWeights, Float8
 from hasten.techniques.routing import BalancedRouting
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
+from hasten.techniques.threads import Threads
 from tiny import (
     ARCHITECTURES,
     NEWER,
@@ -193,6 +203,49 @@ def test_every_setting_is_documented_where_it_is_declared(kind: type[Technique])
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         assert field.metadata.get("doc"), f"{kind.name()}.{field.name}"
         assert field.default is not dataclasses.MISSING
+
+
+IMPOSSIBLE: dict[type[Technique], dict[str, Any]] = {
+    PackedEpoch: {"row_tokens": 0},
+    LengthGrouped: {"window": -5},
+    GradientAccumulation: {"micro_batch_size": -1, "micro_batch_tokens": -1},
+    LoRA: {"rank": 0, "alpha": 0, "base": "fp4"},
+    ExpertsImplementation: {"kind": "fast"},
+    Compiled: {"bucket": 0, "shapes": 0, "mode": "fastest", "backend": "onnx"},
+    Autocast: {"dtype": "fp8"},
+    Float8: {"recipe": "mx"},
+    DDP: {"bucket_cap_mb": -1},
+    FSDP2: {"replicas": 0},
+    TensorParallel: {"size": 0},
+    Hybrid: {"pp": 0, "ep": 0},
+    Pipeline: {"stages": -1, "micro_batch_size": -1},
+    ExpertParallel: {"size": -1, "bucket_cap_mb": 0},
+    DeepSpeed: {"stage": 0, "dtype": "fp8"},
+    Half: {"dtype": "fp8", "check_every": -1},
+    Quantised: {"bits": 2, "check_every": -1},
+    TopK: {"check_every": -1},
+    PowerSGD: {"check_every": -1},
+    LocalSteps: {"timeout_seconds": 0},
+    Stream: {"timeout_seconds": 0},
+    Hierarchical: {"within": "int3", "between": "int3", "check_every": -1},
+    CompactAdamW: {"moments": "fp8"},
+    WeightAverage: {"save": "all"},
+    Checkpoints: {"max_checkpoints": 0},
+    Threads: {"count": 0, "interop": 0, "waiting": "idle", "collect_every": -1},
+    Allocator: {"kind": "mimalloc"},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [(kind, name, value) for kind, wrong in IMPOSSIBLE.items() for name, value in wrong.items()],
+    ids=str,
+)
+def test_a_value_that_a_setting_does_not_permit_is_refused_with_those_that_it_does(
+    kind: type[Technique], name: str, value: Any
+) -> None:
+    with pytest.raises(ValueError, match=f"^{name} is {value!r}; it (is one of|must be at least) "):
+        kind(**{name: value})
 
 
 @instances

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -14,9 +13,9 @@ from torch import Tensor, nn
 
 from hasten.core.job import MicroBatch, WorkCounts
 from hasten.core.layout import OneProcess
-from hasten.core.setup import Communication, NoCompression, RankSync, Setup, SumsEachStep
+from hasten.core.setup import NoCompression, RankSync, Setup, SumsEachStep
 from hasten.core.slot import Slot
-from hasten.core.step import EngineParts, PlainEngine
+from hasten.core.step import PlainEngine
 from hasten.core.technique import EffectCheck, Fidelity, Technique
 from hasten.parts.comm import streaming_local_sgd as parts
 from hasten.parts.comm.codecs import codec
@@ -79,31 +78,17 @@ class TwoStageLayout(OneProcess):
     def apply_pipeline(self, module: nn.Module) -> nn.Module:
         return Stages(module)
 
-    def apply_data_parallel(self, module: nn.Module, communication: Communication) -> nn.Module:
-        return module
-
-    def sync(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
-        return nullcontext()
-
 
 @dataclass(frozen=True)
 class TwoStages(Technique):
     slot = Slot.LAYOUT
-
-    @property
-    def fidelity(self) -> Fidelity:
-        return Fidelity.ROUNDING
+    fidelity = Fidelity.ROUNDING
 
     def apply(self, setup: Setup) -> None:
-        setup.layout = TwoStageLayout()
-        setup.engine = _two_stage_engine
+        setup.layout, setup.engine = TwoStageLayout(), TwoStageEngine
 
     def check_effect(self, session: Any) -> EffectCheck:
         return EffectCheck(session.module.crossed > 0, f"{session.module.crossed} crossings")
-
-
-def _two_stage_engine(assembly: EngineParts) -> TwoStageEngine:
-    return TwoStageEngine(assembly)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +111,7 @@ def test_a_pipeline_engine_trains_to_the_same_weights_without_a_change_to_the_st
     assert proof.evidence == "9 crossings"
 
 
-class ThreeAlike:
+class ThreeAlike(OneProcess):
     """A layout of three ranks that all have the same."""
 
     def all_reduce_data(self, values: Tensor) -> Tensor:

@@ -20,14 +20,11 @@ class Small(Technique):
     slot: ClassVar[Slot] = Slot.COMMUNICATION
     share: float = knob(0.05, "part that is kept", low=0.01, high=0.5, log=True)
     name_of_it: str = setting("x", "a name")
+    fidelity = Fidelity.LOSSY
 
     def __post_init__(self) -> None:
         if self.share <= 0:
             raise ValueError(f"share is {self.share}; it must be above 0")
-
-    @property
-    def fidelity(self) -> Fidelity:
-        return Fidelity.LOSSY
 
     def apply(self, setup: Any) -> None: ...
 
@@ -39,10 +36,7 @@ class Small(Technique):
 class TwoLevels(Technique):
     slot: ClassVar[Slot] = Slot.COMMUNICATION
     between: Any = setting(None, "what travels between hosts")
-
-    @property
-    def fidelity(self) -> Fidelity:
-        return Fidelity.LOSSY
+    fidelity = Fidelity.LOSSY
 
     def apply(self, setup: Any) -> None: ...
 

@@ -27,7 +27,7 @@ class Step:
 
 def told(*steps: Step) -> list[str]:
     found: list[str] = []
-    link = SlowLink(found.append, rank=3)
+    link = SlowLink(found.append)
     for step in steps:
         link.note(step)
     return found
@@ -36,7 +36,7 @@ def told(*steps: Step) -> list[str]:
 def test_a_slow_link_is_told_once_with_its_rate() -> None:
     (text,) = told(*[Step()] * 5 * LOOK)
     assert text.startswith("the exchange between ranks is slow: a step waits 0.80 s of 1.00 s")
-    assert "rank 3 sends its 3.00 MB at 3.00 MB/s" in text
+    assert "rank 0 sends its 3.00 MB at 3.00 MB/s" in text
 
 
 def test_it_is_told_again_where_it_became_twice_as_slow() -> None:

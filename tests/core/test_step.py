@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import hasten
 from hasten.core.job import GlobalBatch, ShuffledOrder, Stop
 from hasten.core.plan import Plan
 from hasten.core.session import assemble
 from hasten.core.setup import prepare
-from hasten.core.step import NotFiniteError, batches, train_step, training
+from hasten.core.step import batches, train_step, training
 from hasten.errors import InputError
 from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
@@ -115,41 +115,6 @@ def test_the_learning_rate_follows_the_schedule() -> None:
     job = language_job(steps=4, lr=0.5, schedule=Schedule("linear", 0, total_steps=4))
     rates = [m.learning_rate for m in run(session_of(job))]
     assert rates == pytest.approx([0.5, 0.375, 0.25, 0.125])
-
-
-class BreaksAt(nn.Module):
-    """The plain loss, NaN on chosen calls."""
-
-    def __init__(self, model: nn.Module, calls: set[int]) -> None:
-        super().__init__()
-        from hasten.parts.nn.losses import WholeLogitsLoss
-
-        self.inner, self.calls, self.count = WholeLogitsLoss(model), calls, 0
-
-    def forward(self, **inputs: Any) -> tuple[Tensor, Tensor]:
-        self.count += 1
-        loss, labels = self.inner(**inputs)
-        return (loss * float("nan") if self.count in self.calls else loss), labels
-
-
-def test_a_step_that_is_not_finite_moves_nothing() -> None:
-    job = language_job(steps=3, loss=lambda m: BreaksAt(m, {2}))
-    session = session_of(job)
-    steps = training(session)
-    next(steps)
-    before = [p.detach().clone() for p in session.model.parameters()]
-    assert next(steps).skipped
-    for parameter, old in zip(session.model.parameters(), before, strict=True):
-        assert torch.equal(parameter, old)
-    assert not next(steps).skipped
-
-
-def test_a_run_whose_gradients_stay_not_finite_stops_with_its_weights_intact() -> None:
-    job = language_job(steps=50, loss=lambda m: BreaksAt(m, set(range(2, 99))))
-    session = session_of(job)
-    with pytest.raises(NotFiniteError, match="10 steps in a row"):
-        run(session)
-    assert all(bool(torch.isfinite(p).all()) for p in session.model.parameters())
 
 
 def test_the_same_seed_gives_the_same_bits() -> None:

@@ -68,6 +68,16 @@ def test_steps_in_a_row_end_the_run_and_every_one_is_written_down(tmp_path: Path
     assert [line["epoch"] for line in lines(tmp_path / "quarantined.jsonl")] == [0, 1, 1, 1]
 
 
+def test_gradients_that_are_not_finite_move_no_weight_and_end_the_run_after_ten_steps() -> None:
+    session = session_of(language_job(steps=50))
+    model: Any = session.model
+    model.lm_head.weight.register_hook(lambda gradient: gradient * math.nan)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(NotFiniteError, match="10 steps in a row"):
+        run(session)
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
 def test_a_finite_step_between_them_begins_the_count_anew() -> None:
     planted = dict.fromkeys((1, 2, 4, 5, 7, 8), math.nan)
     session = session_of(language_job(steps=9, loss=lambda m: PlantedLoss(m, planted)))

@@ -53,7 +53,7 @@ from hasten.machine.processes import (
 from hasten.parts.checkpoint import STATE, checkpoints
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.layout.ddp import DDP
-from hasten.training.folder import LineFiles, keep_lines_until
+from hasten.training.folder import LineFile, keep_lines_until
 from tiny import examples, job_context, language_job, tiny_model
 
 gc.freeze()  # what is loaded: ranks look for garbage in what is their own
@@ -134,10 +134,10 @@ def _train(folder: Path, steps: int, pause: float, rank: int) -> None:
     if rank == 0:
         if attempt_number() > 1:
             keep_lines_until(folder, session.progress.step)
-        lines = LineFiles(folder)
+        lines = LineFile(folder / "metrics.jsonl")
     for metrics in training(session):
         if lines is not None:
-            lines.step({"step": metrics.step, "loss": metrics.loss})
+            lines.add({"step": metrics.step, "loss": metrics.loss})
         heartbeat.beat(metrics.step)
         while held(folder, metrics.step):
             time.sleep(0.002)

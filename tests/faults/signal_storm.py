@@ -27,7 +27,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 from hasten.core.loop import HASTE, EvaluationSchedule, defer_signals, fit
 from hasten.core.session import Session
 from hasten.techniques.checkpoint import Checkpoints
-from hasten.training.folder import LineFiles
+from hasten.training.folder import LineFile
 from tiny import examples, language_job, session_of, tiny_model
 
 gc.freeze()  # what is loaded: lives look for garbage in what is their own
@@ -44,10 +44,10 @@ def live(folder: Path, steps: int, pause: float) -> int:
         session = session_of(job, Checkpoints(interval=NEVER), folder=folder / "checkpoints")
         session.setup.checkpoint.resume(session)
         live.append(session)
-        lines = LineFiles(folder)
+        lines = LineFile(folder / "metrics.jsonl")
 
         def note(metrics: Any) -> None:
-            lines.step({"step": metrics.step, "loss": metrics.loss})
+            lines.add({"step": metrics.step, "loss": metrics.loss})
             time.sleep(pause)
 
         outcome = fit(session, EvaluationSchedule(on_step=note))

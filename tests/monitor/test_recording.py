@@ -147,7 +147,7 @@ def test_a_writer_that_fails_is_named_once_and_left_out(
     monkeypatch.setattr(metric_writers, "MAKERS", made)
     found = Writers(["wandb", "mlflow", "tensorboard"], tmp_path, {})
     for step in range(3):
-        found.step({"step": step, "loss": 1.0})
+        found.put("train", {"step": step, "loss": 1.0})
     found.close()
     assert len(notes.lines) == 3
     assert capsys.readouterr().err.splitlines() == [
@@ -171,10 +171,10 @@ def test_lines_that_come_too_fast_are_dropped_and_counted(
     monkeypatch.setattr(metric_writers, "WAITING", 2)
     monkeypatch.setattr(metric_writers, "MAKERS", {"mlflow": lambda folder, start: slow})
     found = Writers(["mlflow"], tmp_path, {})
-    found.step({"step": 0, "loss": 1.0})
+    found.put("train", {"step": 0, "loss": 1.0})
     assert begun.wait(60)  # the first is taken, two may wait
     for step in range(1, 6):
-        found.step({"step": step, "loss": 1.0})
+        found.put("train", {"step": step, "loss": 1.0})
     gate.set()
     found.close()
     assert [step for step, _ in slow.lines] == [0, 1, 2]
@@ -199,7 +199,7 @@ def test_other_tools_keep_their_files_in_the_runs_folder(
 ) -> None:
     pytest.importorskip(name)
     found = Writers([name], tmp_path / "run", {"model": "m", "plan": []})
-    found.step({"step": 3, "loss": 1.25})
-    found.evaluation({"step": 3, "eval_loss": 1.5})
+    found.put("train", {"step": 3, "loss": 1.25})
+    found.put("eval", {"step": 3, "eval_loss": 1.5})
     found.close()
     assert list((tmp_path / "run").glob(files))

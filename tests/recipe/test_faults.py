@@ -18,7 +18,7 @@ from hasten.recipe.build import supervision_of
 from hasten.recipe.prepare import evaluations_before
 from hasten.recipe.schema import Recipe, recipe_from
 from hasten.techniques.checkpoint import Checkpoints
-from hasten.training.folder import LineFiles, archive_previous_run, keep_lines_until
+from hasten.training.folder import LineFile, archive_previous_run, keep_lines_until
 from hasten.training.run import set_step_checks, train, watch_notices
 from sample_data import small
 from tiny import language_job, session_of
@@ -103,10 +103,10 @@ def test_a_file_to_leave_by_that_is_there_already_ends_the_run_before_its_first_
 def test_lines_of_steps_that_are_done_again_are_taken_out_and_half_a_line_too(
     tmp_path: Path,
 ) -> None:
-    lines = LineFiles(tmp_path)
+    lines = LineFile(tmp_path / "metrics.jsonl")
     for step in range(1, 8):
-        lines.step({"step": step, "loss": 1.0})
-    lines.evaluation({"step": 5})
+        lines.add({"step": step, "loss": 1.0})
+    LineFile(tmp_path / "evaluations.jsonl").add({"step": 5})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3')
     keep_lines_until(tmp_path, 4)
@@ -118,14 +118,14 @@ def test_lines_of_steps_that_are_done_again_are_taken_out_and_half_a_line_too(
 
 def test_lines_that_a_full_disk_does_not_take_follow_once_there_is_room(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    lines = LineFiles(tmp_path)
+    lines = LineFile(tmp_path / "metrics.jsonl")
     with pytest.warns(UserWarning, match="can't be written: No space left on device"):
-        lines.step({"step": 1})
+        lines.add({"step": 1})
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # said once
-        lines.step({"step": 2})
-    lines._metrics._file = (tmp_path / "room").open("ab", buffering=0)
-    lines.step({"step": 3})
+        lines.add({"step": 2})
+    lines._file = (tmp_path / "room").open("ab", buffering=0)
+    lines.add({"step": 3})
     found = [json.loads(line) for line in (tmp_path / "room").read_text().splitlines()]
     assert [line["step"] for line in found] == [1, 2, 3]
 

@@ -1,8 +1,9 @@
-"""Checkpoints of experts that were shared out: written on some ranks, read on others or on one."""
+"""Checkpoints that were written on some ranks and are read on others or on one; experts' own."""
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,8 @@ def trained(session: Session) -> dict[str, Any]:
     session.finish()
     with session.setup.layout.gather(session.model) as whole:
         weights = {n: p.detach().clone() for n, p in session.model.named_parameters() if whole}
-    return {"losses": losses, "weights": weights, "biases": biases(session.model)}
+        moved = biases(session.model) if whole else []
+    return {"losses": losses, "weights": weights, "biases": moved}
 
 
 def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
@@ -78,35 +80,48 @@ def shared_folder() -> Path:
     return Path(names[0])
 
 
-def resumed(world: World) -> dict[str, Any]:
-    """Three steps, a checkpoint, one more on another layout: beside four in a row on ranks."""
+# A session that goes on from the newest checkpoint of a folder to a step; by another layout, if any
+Make = Callable[[World, int, Path | None, Technique | None], Session]
+
+
+def resumed(
+    world: World, makers: Mapping[str, Make], straight_on: World, other: Technique | None = None
+) -> dict[str, Any]:
+    """Three steps, a checkpoint, one more elsewhere: beside four in a row on ``straight_on``."""
     found: dict[str, Any] = {}
-    for name, plan in PLANS.items():
-        straight = trained(session_on(world, ALL, None, plan))
+    for name, make in makers.items():
+        straight = None
+        if world.is_main or straight_on.size > 1:
+            straight = trained(make(straight_on, ALL, None, None))
         of_ranks, of_one = shared_folder(), shared_folder()
-        trained(session_on(world, FIRST, of_ranks, plan))
+        trained(make(world, FIRST, of_ranks, None))
         if world.is_main:
-            trained(session_on(World(), FIRST, of_one, plan))
+            trained(make(World(), FIRST, of_one, None))
         dist.barrier()
-        sources = {"ranks": of_ranks, "one": of_one}
-        for source, folder in sources.items():
-            here = trained(session_on(world, ALL, folder, plan))
-            found[f"{name}: {source} to ranks"] = _beside(here, straight)
+        ways: dict[str, tuple[Path, Technique | None]] = {
+            "ranks to ranks": (of_ranks, None),
+            "one to ranks": (of_one, None),
+        }
+        if other is not None and "experts" not in name and "masters" not in name:
+            ways["ranks to another layout"] = (of_ranks, other)  # which can't take those
+        for way, (folder, layout) in ways.items():
+            found[f"{name}: {way}"] = beside(trained(make(world, ALL, folder, layout)), straight)
             dist.barrier()  # the folder is free
         if world.is_main:
-            here = trained(session_on(World(), ALL, of_ranks, plan))
-            found[f"{name}: ranks to one"] = _beside(here, straight)
+            here = trained(make(World(), ALL, of_ranks, None))
+            found[f"{name}: ranks to one"] = beside(here, straight)
         dist.barrier()
     return found
 
 
-def _beside(here: dict[str, Any], straight: dict[str, Any]) -> dict[str, Any]:
+def beside(here: dict[str, Any], straight: dict[str, Any] | None) -> dict[str, Any]:
+    if straight is None:
+        return {}
+    losses = zip(here["losses"], straight["losses"][FIRST:], strict=True)
     return {
         "steps": len(here["losses"]) - 1,
         "weights": apart(here["weights"], straight["weights"]),
-        "losses": max(
-            abs(a - b) for a, b in zip(here["losses"], straight["losses"][FIRST:], strict=True)
-        ),
+        "losses": max(abs(a - b) for a, b in losses),
         "biases": here["biases"] == straight["biases"],
     }
 
@@ -141,4 +156,9 @@ def saved_model(world: World) -> dict[str, bool]:
 
 
 def all_checkpoints(world: World) -> dict[str, Any]:
-    return {"resumed": resumed(world), "refused": refused(world), "saved": saved_model(world)}
+    def maker(plan: tuple[Technique, ...]) -> Make:
+        return lambda world, steps, folder, other: session_on(world, steps, folder, plan)
+
+    makers = {name: maker(plan) for name, plan in PLANS.items()}
+    found = {"refused": refused(world), "saved": saved_model(world)}
+    return {"resumed": resumed(world, makers, straight_on=world), **found}

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
@@ -98,6 +99,16 @@ def outcome(session: Session, folder: Path | None = None) -> dict[str, Any]:
         "average": probes["weight_average"].evidence if "weight_average" in probes else "",
         "pieces": sum(p.numel() for p in session.setup.precision.parameters()),
     }
+
+
+def check_same(found: dict[str, Any], alone: dict[str, Any], close: float) -> None:
+    """A run on ranks has the losses, norms, counts and weights of one process."""
+    for key in ("losses", "norms", "eval_data"):
+        assert found[key] == pytest.approx(alone[key], rel=close), key
+    assert found["tokens"] == alone["tokens"]
+    assert set(found["weights"]) == set(alone["weights"])
+    for weight, numbers in found["weights"].items():
+        assert numbers == pytest.approx(alone["weights"][weight], rel=close, abs=close), weight
 
 
 def _some(tensor: torch.Tensor) -> list[float]:

@@ -115,8 +115,6 @@ def test_settings_are_read_from_a_plan() -> None:
     )
     with pytest.raises(InputError, match="interval is True"):
         read_technique({"checkpoints": {"interval": True}}, known)
-    with pytest.raises(InputError, match="at least 1 is kept"):
-        read_technique({"checkpoints": {"max_checkpoints": 0}}, known)
 
 
 def test_a_folder_of_its_own_is_used(tmp_path: Path) -> None:

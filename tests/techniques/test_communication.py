@@ -244,13 +244,10 @@ def test_a_switch_that_is_no_compression_is_refused() -> None:
 @pytest.mark.parametrize(
     ("kind", "wrong"),
     [
-        (Half, {"dtype": "fp8"}),
-        (Quantised, {"bits": 2}),
         (Quantised, {"dense_share": 1.5}),
         (TopK, {"ratio": 0.0}),
         (TopK, {"momentum": 1.0}),
         (PowerSGD, {"rank": 0}),
-        (PowerSGD, {"check_every": -1}),
         (Half, {"scope": "rack"}),
         (TopK, {"minimum": -1}),
     ],

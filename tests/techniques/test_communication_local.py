@@ -94,7 +94,6 @@ def test_what_does_not_go_together_is_refused_in_words(tmp_path: Path) -> None:
         (LocalSteps, {"every": 0}, "at least 1 step"),
         (LocalSteps, {"outer": "adam"}, "mean, nesterov"),
         (LocalSteps, {"codec": "int3"}, "no codec 'int3'"),
-        (LocalSteps, {"timeout_seconds": 0}, "at least 1 second"),
         (Stream, {"fragments": "many"}, "auto or a number"),
         (Stream, {"fragments": 65}, "1 to 64"),
     ],

@@ -36,7 +36,7 @@ from hasten.techniques.optimizer import Muon
 from hasten.techniques.precision import Autocast
 from memory_rank_jobs import model as larger
 from ranks import on_ranks
-from tiny import examples, job_context, language_job, tiny_config, tiny_model
+from tiny import examples, job_context, language_job, tiny_model
 
 NO_BUCKET = 10_000  # elements: smaller than the model, so that several leave
 # name -> zero_optimization, architecture, techniques beside it
@@ -72,16 +72,7 @@ CASES: dict[str, tuple[dict[str, Any], str, tuple[Technique, ...]]] = {
 
 
 def model_of(architecture: str) -> Any:
-    if architecture != "tied":
-        return tiny_model(architecture)
-    import transformers as hf
-
-    torch.manual_seed(0)
-    config = tiny_config("llama")
-    config.tie_word_embeddings = True
-    model = hf.AutoModelForCausalLM.from_config(config)
-    model.set_attn_implementation("sdpa")
-    return model
+    return tiny_model(tied=True) if architecture == "tied" else tiny_model(architecture)
 
 
 def session_on(world: World, case: str, **changes: Any) -> Session:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hasten.core.job import Stop
-from hasten.core.loop import evaluate
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.state import order_of
-from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
@@ -34,7 +33,15 @@ from hasten.techniques.precision import BF16MasterWeights
 from hasten.techniques.routing import BalancedRouting
 from pipeline_rank_jobs import language_model
 from ranks import on_ranks
-from techniques.expert_checkpoint_jobs import ALL, FIRST, apart, biases, shared_folder
+from techniques.expert_checkpoint_jobs import (
+    ALL,
+    FIRST,
+    Make,
+    beside,
+    resumed,
+    shared_folder,
+    trained,
+)
 from tiny import examples, job_context, language_job
 
 Case = tuple[str, bool, tuple[Technique, ...], Technique]  # model, tied, plan, layout
@@ -81,51 +88,11 @@ def session_on(
     return session
 
 
-def trained(session: Session) -> dict[str, Any]:
-    losses = [m.loss for m in training(session)] + [evaluate(session).eval_loss]
-    proofs = [t.check_effect(session).evidence for t in session.setup.plan]
-    session.finish()
-    with session.setup.layout.gather(session.model) as whole:
-        weights = {n: p.detach().clone() for n, p in session.model.named_parameters() if whole}
-        found = biases(session.model) if whole else []
-    return {"losses": losses, "weights": weights, "biases": found, "proofs": proofs}
+def makers(names: Iterable[str], cases: dict[str, Case]) -> dict[str, Make]:
+    def maker(case: Case) -> Make:
+        return lambda world, steps, folder, other: session_on(world, case, steps, folder, other)
 
-
-def beside(here: dict[str, Any], straight: dict[str, Any]) -> dict[str, Any]:
-    losses = zip(here["losses"], straight["losses"][FIRST:], strict=True)
-    return {
-        "steps": len(here["losses"]) - 1,
-        "weights": apart(here["weights"], straight["weights"]),
-        "losses": max(abs(a - b) for a, b in losses),
-        "biases": here["biases"] == straight["biases"],
-    }
-
-
-def resumed(world: World, cases: dict[str, Case], other: Technique) -> dict[str, Any]:
-    """Three steps and one more on another layout, beside four in a row as a pipeline."""
-    found: dict[str, Any] = {}
-    for name, case in cases.items():
-        straight = trained(session_on(world, case, ALL, None))
-        of_ranks, of_one = shared_folder(), shared_folder()
-        trained(session_on(world, case, FIRST, of_ranks))
-        if world.is_main:
-            trained(session_on(World(), case, FIRST, of_one))
-        dist.barrier()
-        ways: dict[str, tuple[Path, Technique | None]] = {
-            "ranks to ranks": (of_ranks, None),
-            "one to ranks": (of_one, None),
-        }
-        if "experts" not in name and "masters" not in name:  # which the other layout can't take
-            ways["ranks to another layout"] = (of_ranks, other)
-        for way, (folder, layout) in ways.items():
-            here = trained(session_on(world, case, ALL, folder, layout))
-            found[f"{name}: {way}"] = beside(here, straight)
-            dist.barrier()  # the folder is free
-        if world.is_main:
-            here = trained(session_on(World(), case, ALL, of_ranks))
-            found[f"{name}: ranks to one"] = beside(here, straight)
-        dist.barrier()
-    return found
+    return {name: maker(cases[name]) for name in names}
 
 
 def refused(world: World) -> list[str]:
@@ -179,16 +146,18 @@ def _left_out(session: Session) -> dict[str, torch.Tensor]:
 
 def on_two(world: World) -> dict[str, Any]:
     torch.manual_seed(0)
-    return {"resumed": resumed(world, CASES, FSDP2()), "refused": refused(world)}
+    found = resumed(world, makers(CASES, CASES), world, FSDP2())
+    return {"resumed": found, "refused": refused(world)}
 
 
 def on_four(world: World) -> dict[str, Any]:
-    usual = {name: ON_FOUR[name] for name in ON_FOUR if name not in LONG}
-    return {"resumed": resumed(world, usual, FSDP2(replicas=2)), "wired": wired(world)}
+    usual = makers([name for name in ON_FOUR if name not in LONG], ON_FOUR)
+    found = resumed(world, usual, world, FSDP2(replicas=2))
+    return {"resumed": found, "wired": wired(world)}
 
 
 def on_four_long(world: World) -> dict[str, Any]:
-    return {"resumed": resumed(world, {n: ON_FOUR[n] for n in LONG}, FSDP2(replicas=2))}
+    return {"resumed": resumed(world, makers(LONG, ON_FOUR), world, FSDP2(replicas=2))}
 
 
 WITHIN = 2e-5  # float32, a step of AdamW after three

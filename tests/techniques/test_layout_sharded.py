@@ -21,6 +21,7 @@ from techniques.sharded_rank_jobs import (
     DROPPING,
     Case,
     by_hand,
+    check_same,
     dropping,
     held_bytes,
     outcome,
@@ -44,12 +45,7 @@ def test_two_ranks_with_pieces_come_to_what_one_process_comes_to(
 ) -> None:
     found, close = ranks[0][name], TOLERANCE.get(name, 1e-7 if "whole" in name else 1e-12)
     alone = outcome(CASES[name].session(World()), None if "adapters" in name else tmp_path)
-    for key in ("losses", "norms", "eval_data"):
-        assert found[key] == pytest.approx(alone[key], rel=close), key
-    assert found["tokens"] == alone["tokens"]
-    assert set(found["weights"]) == set(alone["weights"])
-    for weight, numbers in found["weights"].items():
-        assert numbers == pytest.approx(alone["weights"][weight], rel=close, abs=close), weight
+    check_same(found, alone, close)
     assert found["norms"][0] > CASES[name].job().max_grad_norm  # type: ignore[operator]
     assert all(found["proofs"].values())
 
@@ -94,8 +90,6 @@ def test_ranks_that_cannot_be_dealt_into_copies_are_an_obstacle() -> None:
     (reason,) = FSDP2(replicas=2).unsupported_reasons(context)
     assert "3 ranks can't be dealt into 2 copies" in reason
     assert "leave offload out" in FSDP2(offload=True).unsupported_reasons(context)[0]
-    with pytest.raises(ValueError, match="at least 1"):
-        FSDP2(replicas=0)
 
 
 def test_what_is_offloaded_takes_nothing_of_the_device() -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -29,36 +28,29 @@ from techniques.expert_checkpoint_jobs import (
     ALL,
     FIRST,
     PLANS,
+    Make,
     all_checkpoints,
-    apart,
+    resumed,
     shared_folder,
     trained,
 )
-from tiny import examples, job_context, language_job, tiny_config, tiny_model
+from tiny import examples, job_context, language_job, tiny_model
 
-CASES: dict[str, tuple[str, tuple[Technique, ...], Technique]] = {
+Case = tuple[str, tuple[Technique, ...], Technique]  # model, plan, layout
+CASES: dict[str, Case] = {
     "fsdp2": ("llama", (), FSDP2()),
     "fsdp2, fused": ("deepseek_v3", (LabelledTokenLoss(), FusedAdamW()), FSDP2()),
     "fsdp2, tied": ("tied", (), FSDP2()),
     "tensor parallel": ("llama", (), TensorParallel(size=2)),
 }
-ON_FOUR: dict[str, tuple[str, tuple[Technique, ...], Technique]] = {
+ON_FOUR: dict[str, Case] = {
     "fsdp2 in copies": ("llama", (), FSDP2(replicas=2)),
     "shards of pieces": ("llama", (), Hybrid(shard=2, tp=2)),
 }
 
 
 def built(architecture: str) -> nn.Module:
-    """A tiny model; a tied one has a head and an embedding of the same weight."""
-    if architecture != "tied":
-        return tiny_model(architecture)
-    import transformers as hf
-
-    torch.manual_seed(0)
-    config = tiny_config("llama")
-    config.tie_word_embeddings = True
-    model: nn.Module = hf.AutoModelForCausalLM.from_config(config)
-    return model
+    return tiny_model(tied=True) if architecture == "tied" else tiny_model(architecture)
 
 
 def session_on(
@@ -81,35 +73,8 @@ def session_on(
     return session
 
 
-def resumed(world: World, cases: Any) -> dict[str, Any]:
-    """Four steps in one process, beside three and one on either side."""
-    found: dict[str, Any] = {}
-    for name, case in cases.items():
-        straight = trained(session_on(World(), *case, ALL, None)) if world.is_main else None
-        of_ranks, of_one = shared_folder(), shared_folder()
-        trained(session_on(world, *case, FIRST, of_ranks))
-        if world.is_main:
-            trained(session_on(World(), *case, FIRST, of_one))
-        dist.barrier()
-        for source, folder in (("ranks", of_ranks), ("one", of_one)):
-            here = trained(session_on(world, *case, ALL, folder))
-            found[f"{name}: {source} to ranks"] = _beside(here, straight)
-            dist.barrier()  # the folder is free
-        if world.is_main:
-            here = trained(session_on(World(), *case, ALL, of_ranks))
-            found[f"{name}: ranks to one"] = _beside(here, straight)
-        dist.barrier()
-    return found
-
-
-def _beside(here: dict[str, Any], straight: dict[str, Any] | None) -> dict[str, Any]:
-    if straight is None:
-        return {}
-    losses = zip(here["losses"], straight["losses"][FIRST:], strict=True)
-    return {
-        "weights": apart(here["weights"], straight["weights"]),
-        "losses": max(abs(a - b) for a, b in losses),
-    }
+def maker(case: Case) -> Make:
+    return lambda world, steps, folder, other: session_on(world, *case, steps, folder)
 
 
 def refused(world: World) -> list[str]:
@@ -131,11 +96,13 @@ def refused(world: World) -> list[str]:
 
 
 def on_two(world: World) -> dict[str, Any]:
-    return {"resumed": resumed(world, CASES), "refused": refused(world)}
+    makers = {name: maker(case) for name, case in CASES.items()}
+    return {"resumed": resumed(world, makers, straight_on=World()), "refused": refused(world)}
 
 
 def on_four(world: World) -> dict[str, Any]:
-    return {"resumed": resumed(world, ON_FOUR)}
+    makers = {name: maker(case) for name, case in ON_FOUR.items()}
+    return {"resumed": resumed(world, makers, straight_on=World())}
 
 
 WITHIN = 5e-6  # float32, a step of AdamW after three

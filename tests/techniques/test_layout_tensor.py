@@ -33,7 +33,7 @@ from hasten.techniques.layout.hybrid import Hybrid
 from hasten.techniques.layout.tensor import TensorParallel
 from hasten.techniques.loss import LabelledTokenLoss
 from ranks import on_ranks
-from techniques.sharded_rank_jobs import Case, outcome
+from techniques.sharded_rank_jobs import Case, check_same, outcome
 from tiny import COMMON, VOCABULARY, job_context, tiny_model
 
 ONE, TWO = GradientAccumulation(micro_batch_size=1), GradientAccumulation(micro_batch_size=2)
@@ -227,12 +227,7 @@ def same(found: list[Any], case: Case, name: str) -> None:
     elif "deepseek" in case.architecture:
         close = CLOSE_EXPERTS
     one = found[0][name]
-    for key in ("losses", "norms", "eval_data"):
-        assert one[key] == pytest.approx(alone[key], rel=close), key
-    assert one["tokens"] == alone["tokens"]
-    assert set(one["weights"]) == set(alone["weights"])
-    for weight, numbers in one["weights"].items():
-        assert numbers == pytest.approx(alone["weights"][weight], rel=close, abs=close), weight
+    check_same(one, alone, close)
     for other in found[1:]:
         assert other[name]["losses"] == one["losses"]
         assert other[name]["norms"] == one["norms"]
@@ -304,10 +299,10 @@ def known(world: int, heads: int = 4, architecture: str = "llama") -> JobContext
         (TensorParallel(), known(3), "the 4 attention heads of this llama can't be dealt out"),
         (TensorParallel(), known(4), "the 2 key and value heads"),
         (TensorParallel(size=2), known(4), "use hybrid with tp: 2"),
-        (TensorParallel(), known(2, architecture="gemma2"), "the layers of gemma2 isn't known"),
+        (TensorParallel(), known(2, architecture="gemma2"), "for the architecture gemma2"),
         (Hybrid(dp=2, tp=2), known(2), "dp 2 x shard 1 x tp 2 x pp 1 is 4 ranks and 2 are running"),
         (Hybrid(dp=2, pp=3), known(6), "3 stages and llama has 2 layers"),
-        (Hybrid(dp=2, ep=2), known(2), "no experts to share out"),
+        (Hybrid(dp=2, ep=2), known(2), "llama; it is for models with experts"),
     ],
 )
 def test_what_cannot_be_cut_is_said_in_one_sentence(

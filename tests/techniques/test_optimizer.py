@@ -232,10 +232,8 @@ def test_a_run_leaves_both_folders_and_both_load(tmp_path: Path, kind: Any) -> N
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: CompactAdamW("fp8"), "bf16, int8"),
         (lambda: Muon(1.0), "momentum"),
         (lambda: WeightAverage(1.0), "between 0 and 1"),
-        (lambda: WeightAverage(save="all"), "both, average, last"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(build: Any, message: str) -> None:

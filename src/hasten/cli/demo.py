@@ -431,7 +431,7 @@ def _trained(
     """Train with the chosen plan: its summary, and how its speed compares with the measured one."""
     from hasten.cli.train import StepLine
     from hasten.training.chosen_plan import TrainingSpeed
-    from hasten.training.recording import call_both
+    from hasten.training.recording import call_all
     from hasten.training.run import train
 
     seconds = max(min(TRAINED_BY - _spent_seconds(), MOST_TRAINING), LEAST_TRAINING)
@@ -440,7 +440,7 @@ def _trained(
     measured_speed = chosen.tokens_per_second
     speed = None if measured_speed is None else TrainingSpeed(measured_speed, load)
     line = StepLine(progress, recipe)
-    step = line.step if speed is None else call_both(speed.note, line.step)
+    step = line.step if speed is None else call_all(speed.note, line.step)
     stop = TimedStop(time.monotonic() + seconds, line.start, step)
     summary = train(recipe, tell=lambda text: None, on_start=stop.start, on_step=stop.step)
     return {**summary, "planned_steps": steps, "seconds_allowed": seconds}, speed

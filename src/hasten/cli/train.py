@@ -65,7 +65,7 @@ def _train(
     from hasten.progress import Display
     from hasten.recipe.schema import load_recipe
     from hasten.training.chosen_plan import SpeedWatch, with_chosen_plan
-    from hasten.training.recording import call_both
+    from hasten.training.recording import call_all
     from hasten.training.run import train as run_training
 
     import_seconds = time.perf_counter() - STARTED
@@ -106,8 +106,8 @@ def _train(
             import_seconds=import_seconds,
             tell=(lambda text: None) if silent else display.tell,
             on_tokens=None if silent else line.tokenising,
-            on_start=call_both(sessions.append, line.start),
-            on_step=line.step if watched is None else call_both(watched.note, line.step),
+            on_start=call_all(sessions.append, line.start),
+            on_step=line.step if watched is None else call_all(watched.note, line.step),
             on_evaluation=lambda e: display.tell(_evaluation(e.step, e.eval_loss, e.metrics)),
         )
         signals.pop_all()

@@ -1,14 +1,13 @@
 """Facts about the machine, the ranks and the job, collected before anything runs.
 
 Techniques use them to decide if they can work. The planner and ``hasten check`` read
-the same facts. This is the only module that reads environment variables or queries the
-operating system and the driver.
+the same facts.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +33,13 @@ class ModelFacts:
     head_reason: str = "the model's forward hasn't been looked at"
     router_loss: bool = False  # the model's own loss has a part for the balance of its routers
     attention: str = ""  # transformers' name of it, where the model is somebody's and built already
+
+    def why_not_of(self, proven: Sequence[str], needs_experts: bool = False) -> tuple[str, ...]:
+        """Why a technique that is proven for these architectures doesn't take this model."""
+        if self.architecture in proven and (self.experts or not needs_experts):
+            return ()
+        models = f"{'models with experts of ' if needs_experts else ''}{', '.join(proven)}"
+        return (f"not proven for the architecture {self.architecture}; it is for {models}",)
 
 
 @dataclass(frozen=True)

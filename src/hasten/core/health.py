@@ -109,7 +109,17 @@ class StepChecks:
             return
         self.in_a_row += 1
         if self.quarantine is not None:
-            append_line(self.quarantine, self._about(session, batch, metrics))
+            finite = math.isfinite(metrics.loss), math.isfinite(metrics.grad_norm)
+            line = {
+                "step": metrics.step,
+                "epoch": batch.epoch,
+                "rank": session.setup.context.world.rank,
+                "own_loss_finite": math.isfinite(self._own_loss),
+                "loss": metrics.loss if finite[0] else None,
+                "grad_norm": metrics.grad_norm if finite[1] else None,
+                "examples": examples_of_last_step(session),
+            }
+            append_line(self.quarantine, line)
         if self.in_a_row >= self.max_skipped:
             raise NotFiniteError(
                 f"the gradients were not finite for {self.in_a_row} steps in a row, up to step "
@@ -117,18 +127,6 @@ class StepChecks:
                 "look at the examples of these steps"
                 + (f" in {self.quarantine}" if self.quarantine is not None else "")
             )
-
-    def _about(self, session: Session, batch: StepBatch, metrics: StepMetrics) -> dict[str, Any]:
-        loss_finite = math.isfinite(self._own_loss)
-        return {
-            "step": metrics.step,
-            "epoch": batch.epoch,
-            "rank": session.setup.context.world.rank,
-            "own_loss_finite": loss_finite,
-            "loss": metrics.loss if math.isfinite(metrics.loss) else None,
-            "grad_norm": metrics.grad_norm if math.isfinite(metrics.grad_norm) else None,
-            "examples": examples_of_last_step(session),
-        }
 
 
 def examples_of_last_step(session: Session) -> list[int] | None:
@@ -198,22 +196,15 @@ def compare_replicas(session: Session, compared_at: int = 0) -> None:
     wanted = session.setup.precision.parameters()[weight_index]
     names = [n for n, p in session.loss_module.named_parameters() if p is wanted]
     weight_name = names[0] if names else f"master weight {weight_index}"
-    raise ReplicasDifferError(
-        _sentence(wrong, size, weight_name, session.progress.step, compared_at)
-    )
-
-
-def _sentence(wrong: Sequence[int], size: int, weight: str, step: int, compared_at: int) -> str:
     ranks = " and ".join(f"rank {r}" for r in wrong)
-    whose = (
-        f"the weights of {ranks} differ from those of the others"
-        if len(wrong) < size
-        else f"the weights of {ranks} differ from each other, without a majority that is right"
-    )
-    return (
-        f"{whose} after step {step}, first in {weight}: memory or a link changed bits without an "
-        f"error; they were equal after step {compared_at}: test that machine, and resume from a "
-        f"checkpoint that is not newer than step {compared_at}"
+    others = "those of the others"
+    if len(wrong) == size:
+        others = "each other, without a majority that is right"
+    raise ReplicasDifferError(
+        f"the weights of {ranks} differ from {others} after step {session.progress.step}, first in "
+        f"{weight_name}: memory or a link changed bits without an error; they were equal after "
+        f"step {compared_at}: test that machine, and resume from a checkpoint that is not newer "
+        f"than step {compared_at}"
     )
 
 
@@ -395,15 +386,10 @@ SLOW = 125e6  # bytes per second: 1 Gbit/s
 
 
 class SlowLink:
-    """Checks a run's steps on one rank for a slow link.
+    """Checks a run's steps on the first rank for a slow link; ``tell`` receives the message."""
 
-    Args:
-        ``tell``: receives the message.
-        rank: rank that is checked.
-    """
-
-    def __init__(self, tell: Callable[[str], None], rank: int = 0) -> None:
-        self._tell, self._rank = tell, rank
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
         self._exchanges: list[tuple[float, float, float, int]] = []
         self._reported_rate = math.inf  # bytes per second when it was last told
 
@@ -428,7 +414,7 @@ class SlowLink:
         self._reported_rate = rate
         self._tell(
             f"the exchange between ranks is slow: a step waits {exposed:.2f} s of {step:.2f} s for "
-            f"it, and rank {self._rank} sends its {sent / 1e6:,.2f} MB at {rate / 1e6:,.2f} MB/s, "
-            "because of its link or of a rank that is behind; see what may send less "
+            f"it, and rank 0 sends its {sent / 1e6:,.2f} MB at {rate / 1e6:,.2f} MB/s, because of "
+            "its link or of a rank that is behind; see what may send less "
             "(docs/how-to/slow-networks.md)"
         )

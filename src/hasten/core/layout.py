@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 class Layout(Protocol):
     """LAYOUT: a mesh, three functions on the model, and sums over ranks.
 
+    A layout has no function for what it leaves as it is.
+
     Args:
         size: number of all ranks.
         data_rank: this rank's index among the ranks with different examples.
@@ -46,15 +48,19 @@ class Layout(Protocol):
         The returned module maps a micro-batch's inputs to (loss sum, count) as the input module
         did, in evaluation too. It returns the same on all partners.
         """
+        return module
 
     def apply_tensor_parallel(self, module: nn.Module) -> nn.Module:
         """Tensor, sequence, expert, context parallelism."""
+        return module
 
     def apply_data_parallel(self, module: nn.Module, communication: Communication) -> nn.Module:
         """Replicas or shards, with the communication method's codec."""
+        return module
 
     def sync(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
         """The context of a micro-batch's backward pass; gradients travel in the last one."""
+        return nullcontext()
 
     def all_reduce_data(self, values: Tensor) -> Tensor:
         """The elementwise sum over data ranks of a float64 tensor on the host.
@@ -162,7 +168,7 @@ class SplitsWeights(Protocol):
         """
 
 
-class OneProcess:
+class OneProcess(Layout):
     """Everything on this rank; there is no other."""
 
     size = 1
@@ -170,18 +176,6 @@ class OneProcess:
     data_size = 1
     averages = 1
     replicated = True
-
-    def apply_pipeline(self, module: nn.Module) -> nn.Module:
-        return module
-
-    def apply_tensor_parallel(self, module: nn.Module) -> nn.Module:
-        return module
-
-    def apply_data_parallel(self, module: nn.Module, communication: Communication) -> nn.Module:
-        return module
-
-    def sync(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
-        return nullcontext()
 
     def all_reduce_data(self, values: Tensor) -> Tensor:
         return values
@@ -216,11 +210,8 @@ def total_norm(parameters: Sequence[Tensor]) -> Tensor:
     return torch.nn.utils.get_total_norm([*norms, *wide])
 
 
-# What a step's exchange between ranks took on this rank, where the layout can tell.
-#
-# A layout that can has the methods of ``MeasuresExchange``; with any other the step says that it
-# isn't known.
-# What ranks tell each other beside it (counts, the loss) isn't in here: the clock's marks have it.
+# What ranks tell each other beside a step's exchange (counts, the loss) isn't in here: the clock's
+# marks have it.
 
 
 @dataclass(frozen=True)

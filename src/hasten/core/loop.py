@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -41,12 +42,9 @@ class Evaluation:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "tokens": self.tokens,
-            "eval_loss": self.eval_loss,
-            **self.metrics,
-        }
+        line = asdict(self)
+        metrics = line.pop("metrics")
+        return {**line, **metrics}
 
     def value(self, name: str) -> float | None:
         """``eval_loss`` or one of the metrics; None if it wasn't measured or isn't finite."""
@@ -82,8 +80,8 @@ def eval_loss(session: Session) -> float | None:
     sums = torch.zeros(2, dtype=torch.float64)
     # Ranks with parts of one model meet in every pass: some take part without any loss.
     for number in range(int(setup.layout.all_reduce_world(passes).max())):
-        without = number >= len(parts)
-        batch = without_loss(collate([eval_data[0]])) if without else collate(parts[number])
+        has_part = number < len(parts)
+        batch = collate(parts[number]) if has_part else without_loss(collate([eval_data[0]]))
         batch = batch.to(setup.job.device)
         with setup.precision.region():
             loss, _ = session.loss_module(**batch.inputs)
@@ -145,20 +143,18 @@ def request_stop(session: Session, haste: bool, reason: str = "interrupted") -> 
 
 
 @contextlib.contextmanager
-def interruptible(session: Session) -> Iterator[None]:
-    """Signals ask for a stop between two steps; a second Ctrl-C acts as usual."""
+def _signals_to(handle: Callable[[int, Callable[[], object]], None]) -> Iterator[None]:
+    """Context in which a function gets each signal, and one that restores the action before."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python delivers signals to the main thread alone
         return
     before = {n: signal.getsignal(n) for n in heard_signals()}
 
-    def ask(number: int, frame: object) -> None:
-        request_stop(session, haste=number != signal.SIGINT)
-        if number == signal.SIGINT:
-            signal.signal(number, before[signal.SIGINT])
+    def on_signal(number: int, frame: object) -> None:
+        handle(number, lambda: signal.signal(number, before[signal.Signals(number)]))
 
     for number in before:
-        signal.signal(number, ask)
+        signal.signal(number, on_signal)
     try:
         yield
     finally:
@@ -166,19 +162,25 @@ def interruptible(session: Session) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-@contextlib.contextmanager
-def defer_signals(session: Callable[[], Session | None]) -> Iterator[None]:
+def interruptible(session: Session) -> AbstractContextManager[None]:
+    """Signals ask for a stop between two steps; a second Ctrl-C acts as usual."""
+
+    def ask(number: int, restore: Callable[[], object]) -> None:
+        request_stop(session, haste=number != signal.SIGINT)
+        if number == signal.SIGINT:
+            restore()
+
+    return _signals_to(ask)
+
+
+def defer_signals(session: Callable[[], Session | None]) -> AbstractContextManager[None]:
     """Around a whole run: once its last step is done, it saves, and signals change nothing.
 
     Ctrl-C ends the saving, too, if it is the second one. Before the first step, signals act as
     they did.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {n: signal.getsignal(n) for n in heard_signals()}
 
-    def hear(number: int, frame: object) -> None:
+    def hear(number: int, restore: Callable[[], object]) -> None:
         active_session = session()
         if active_session is not None and active_session.is_trained:
             if number != signal.SIGINT:
@@ -187,16 +189,10 @@ def defer_signals(session: Callable[[], Session | None]) -> Iterator[None]:
                 active_session.stop_requested = True
                 os.write(2, b"hasten: saving the model; a second Ctrl-C ends that\n")
                 return
-        signal.signal(number, before[signal.Signals(number)])
+        restore()
         signal.raise_signal(number)
 
-    for number in before:
-        signal.signal(number, hear)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return _signals_to(hear)
 
 
 def ignore_stop_signals() -> None:
@@ -328,6 +324,15 @@ class Outcome:
         measured = [e for e in self.evaluations if e.value(self.best_by) is not None]
         return min(measured, key=lambda e: sign * (e.value(self.best_by) or 0.0), default=None)
 
+    def add(self, metrics: StepMetrics) -> None:
+        """A step is done."""
+        self.step_seconds.append(metrics.step_seconds)
+        self.last_loss = metrics.loss
+        self.model_flops += metrics.model_flops or 0.0
+        self.peak_memory_bytes = max(self.peak_memory_bytes, metrics.peak_memory_bytes)
+        spent = self.epoch_seconds
+        spent[metrics.epoch] = spent.get(metrics.epoch, 0.0) + metrics.step_seconds
+
     def tokens(self, session: Session) -> int:
         """Returns the number of tokens that this process trained."""
         return session.progress.tokens - self.before.tokens
@@ -387,18 +392,15 @@ def fit(session: Session, watch: EvaluationSchedule | None = None) -> Outcome:
     began = time.perf_counter()
     with interruptible(session):
         for metrics in training(session):
-            _take_note(outcome, metrics)
+            outcome.add(metrics)
             watch.on_step(metrics)
             if watch.every_steps and metrics.step % watch.every_steps == 0:
                 _evaluate(session, watch, outcome)
-                best = outcome.best
+                best, evaluations = outcome.best, outcome.evaluations
                 if (
                     watch.patience
                     and best is not None
-                    and (
-                        len(outcome.evaluations) - 1 - outcome.evaluations.index(best)
-                        >= watch.patience
-                    )
+                    and len(evaluations) - 1 - evaluations.index(best) >= watch.patience
                 ):
                     outcome.stopped = "early stop"
                     break
@@ -415,15 +417,6 @@ def fit(session: Session, watch: EvaluationSchedule | None = None) -> Outcome:
         _evaluate(session, watch, outcome)
     outcome.seconds = time.perf_counter() - began
     return outcome
-
-
-def _take_note(outcome: Outcome, metrics: StepMetrics) -> None:
-    outcome.step_seconds.append(metrics.step_seconds)
-    outcome.last_loss = metrics.loss
-    outcome.model_flops += metrics.model_flops or 0.0
-    outcome.peak_memory_bytes = max(outcome.peak_memory_bytes, metrics.peak_memory_bytes)
-    spent = outcome.epoch_seconds
-    spent[metrics.epoch] = spent.get(metrics.epoch, 0.0) + metrics.step_seconds
 
 
 def _evaluate(session: Session, watch: EvaluationSchedule, outcome: Outcome) -> None:

@@ -106,7 +106,7 @@ class Plan:
 
 def read_technique(entry: Any, kinds: Mapping[str, type[Technique]]) -> Technique:
     """One technique from a name, ``{name: {setting: value}}`` or ``{"technique": name, ...}``."""
-    name, settings = _name_and_settings(entry)
+    name, settings = name_and_settings(entry)
     kind = _find_kind(name, kinds)
     fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for key in settings:
@@ -124,7 +124,12 @@ def read_technique(entry: Any, kinds: Mapping[str, type[Technique]]) -> Techniqu
         raise InputError(f"plan: {kind.name()}: {error}") from error
 
 
-def _name_and_settings(entry: Any) -> tuple[str, dict[str, Any]]:
+def name_and_settings(entry: Any) -> tuple[str, dict[str, Any]]:
+    """A technique's name, as it is written, and its settings.
+
+    Raises:
+        InputError: the entry has none of the forms.
+    """
     if isinstance(entry, str):
         return entry, {}
     if isinstance(entry, Mapping) and isinstance(entry.get("technique"), str):

@@ -27,10 +27,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hasten.core.layout import PlacesModule, SendsWeights
-from hasten.core.setup import Setup, on_device
+from hasten.core.setup import Setup
 from hasten.core.step import Engine, EngineParts, PlainEngine
 from hasten.core.timing import Meter
-from hasten.errors import InputError
+from hasten.errors import InputError, as_input_error
 
 
 @dataclass
@@ -143,15 +143,13 @@ def assemble(setup: Setup) -> Session:
     setup.compile(loss_module)
     setup.precision.prepare(loss_module)
     if not isinstance(layout, PlacesModule):
-        loss_module = on_device(loss_module, job.device)
+        loss_module = loss_module.to(torch.device(job.device))
     module = layout.apply_data_parallel(loss_module.train(), setup.communication)
     if isinstance(layout, PlacesModule):
         layout.move_parts(module)
     optimizer = setup.optimizer((n, p) for n, p in module.named_parameters() if p.requires_grad)
-    try:
+    with as_input_error("plan"):
         setup.precision.attach_optimizer(optimizer)
-    except ValueError as error:
-        raise InputError(f"plan: {error}") from error
     engine = (setup.engine or PlainEngine)(EngineParts(setup, module, optimizer))
     seconds = {"model": built - began, "assembly": time.perf_counter() - built}
     # Ranks share the weights' seed; dropout must differ between those with different examples.

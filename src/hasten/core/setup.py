@@ -196,12 +196,6 @@ class NoCompression(Communication):
 # before an evaluation, before a checkpoint, at the end.
 
 
-class Sums(Protocol):
-    """Sums values over ranks: a layout."""
-
-    def all_reduce_data(self, values: Tensor) -> Tensor: ...
-
-
 @runtime_checkable
 class RankSync(Protocol):
     """A communication method that is one too takes the place of the default."""
@@ -236,7 +230,7 @@ class RankSync(Protocol):
 class SumsEachStep(RankSync):
     """Every sum is taken when it is asked for, so that ranks never differ."""
 
-    layout: Sums
+    layout: Layout
     diverged = False
 
     def counts(self, local_counts: WorkCounts, stop: bool) -> tuple[WorkCounts, bool]:
@@ -362,14 +356,9 @@ def prepare(job: Job, plan: Plan, context: JobContext, folder: Path | None = Non
             f"plan: {context.world.size} ranks are running but the layout is for "
             f"{setup.layout.size}; add a layout technique to the plan"
         )
-    _check_saved(setup)
-    return setup
-
-
-def _check_saved(setup: Setup) -> None:
-    """A state that is written has to be a whole one."""
     if setup.layout.replicated or setup.checkpoint is None:
-        return
+        return setup
+    # A state that is written has to be a whole one.
     if not isinstance(setup.layout, SplitsState | SplitsWeights):
         raise InputError(
             "plan: this layout splits the model and can't write checkpoints of the parts; leave "
@@ -380,13 +369,9 @@ def _check_saved(setup: Setup) -> None:
             "plan: a checkpoint can't contain a running average of weights split over ranks; leave "
             "checkpoints or the average out, or take ddp as the layout"
         )
+    return setup
 
 
 def unsupported_reasons(plan: Plan, context: JobContext) -> list[str]:
     """Every reason why this plan can't work on this job, each starting with its technique."""
     return [f"{t.name()}: {reason}" for t in plan for reason in t.unsupported_reasons(context)]
-
-
-def on_device(module: nn.Module, device: str) -> nn.Module:
-    """Move a module unless it is already there (a given module keeps its identity)."""
-    return module.to(torch.device(device))

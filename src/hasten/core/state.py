@@ -41,9 +41,7 @@ from hasten.parts.checkpoint.state import (
 
 Numbers = dict[str, Any]  # what an optimizer keeps beside tensors, as ``number/key``
 MODEL, MASTER, OPTIMIZER = "model", "master", "optimizer"
-UNIFORM = (
-    "hasten.parts.optim"  # optimizers that keep the same for all weights of a group, as Adam does
-)
+UNIFORM = "hasten.parts.optim"  # optimizers that keep the same for all weights of a group, as Adam
 
 
 def order_of(factory: OptimizerFactory, named: Iterable[tuple[str, Tensor]]) -> list[str]:
@@ -144,9 +142,8 @@ class _Places:
         anywhere = {name for names in layout.all_gather_object(mastered) for name in names}
         all_masters = [name for name in full_names if name in anywhere]
 
-        self._checkpoint_names: dict[
-            str, str | None
-        ] = {}  # None: a copy, which its original stands for
+        # None: a copy, which its original stands for
+        self._checkpoint_names: dict[str, str | None] = {}
         self._model_names: dict[str, str] = {}
         for name in session.loss_module.state_dict():
             self._add(name, f"{MODEL}/{name}", f"{MODEL}/{self._copies.get(name, name)}")
@@ -270,6 +267,17 @@ def restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any]) 
         ) from error
 
 
+def _damaged(problem: str) -> InputError:
+    return InputError(f"the checkpoint is damaged: {problem}; resume from an earlier checkpoint")
+
+
+def _of_another_plan(contents: str) -> InputError:
+    return InputError(
+        f"the checkpoint holds {contents}; resume with the plan that wrote it, or choose another "
+        "folder"
+    )
+
+
 def _restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
     progress = _progress_of(meta)
     tensors, numbers = own_part(session, tensors, meta["optimizer"])
@@ -293,10 +301,7 @@ def _restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any])
             component.load_state_dict(tensors_from_json(state, tensors))
         except Exception as error:  # of a slot, for whatever a file holds
             reason = str(error).split("\n")[0] or type(error).__name__
-            raise InputError(
-                f"the checkpoint holds no state of {type(component).__name__} ({reason}); resume "
-                "from an earlier checkpoint"
-            ) from error
+            raise _damaged(f"it holds no state of {type(component).__name__} ({reason})") from error
     if rank < len(ranks):  # one that the saved run didn't have keeps the beginning it was given
         set_random_state(ranks[rank])
     session.progress = progress
@@ -310,13 +315,10 @@ def _progress_of(meta: Mapping[str, Any]) -> Progress:
     """
     counts = meta["progress"]
     if not isinstance(counts, dict) or {*counts} != {field.name for field in fields(Progress)}:
-        raise InputError("the checkpoint is damaged: its progress is no object of counts")
+        raise _damaged("its progress is no object of counts")
     for name, count in counts.items():
         if type(count) is not int or not 0 <= count < 1 << 63:
-            raise InputError(
-                f"the checkpoint is damaged: its progress has {name} {str(count)[:40]!r}, which "
-                "is no count; resume from an earlier checkpoint"
-            )
+            raise _damaged(f"its progress has {name} {str(count)[:40]!r}, which is no count")
     return Progress(**counts)
 
 
@@ -388,10 +390,8 @@ def _slots_of(setup: Setup, saved: dict[str, Any]) -> list[tuple[Stateful, Any]]
             continue
         new_kind, saved_kind = type(component).__name__, saved[name]["kind"]
         if new_kind != saved_kind:
-            raise InputError(
-                f"the checkpoint holds the state of {saved_kind} for {name} and the plan has "
-                f"{new_kind}; "
-                "resume with the plan that wrote it, or choose another folder"
+            raise _of_another_plan(
+                f"the state of {saved_kind} for {name} and the plan has {new_kind}"
             )
         pairs.append((component, saved[name]["state"]))
     return pairs
@@ -432,33 +432,22 @@ def _check_same_update(
     new_kind = type(session.optimizer).__name__
     saved_kind = meta.get("optimizer_kind", new_kind)
     if new_kind != saved_kind:
-        raise InputError(
-            f"the checkpoint holds the state of {saved_kind} and this run's optimizer is "
-            f"{new_kind}; "
-            "resume with the plan that wrote it, or choose another folder"
-        )
+        raise _of_another_plan(f"the state of {saved_kind} and this run's optimizer is {new_kind}")
     masters = {f"master/{i}": (m.shape, m.dtype) for i, m in enumerate(own_masters(session))}
     saved_masters = {n: (t.shape, t.dtype) for n, t in tensors.items() if n.startswith("master/")}
     if len(masters) != len(saved_masters):
-        raise InputError(
-            f"the checkpoint holds {len(saved_masters)} master weights and the plan's precision "
-            f"keeps {len(masters)}; "
-            "resume with the plan that wrote it, or choose another folder"
+        raise _of_another_plan(
+            f"{len(saved_masters)} master weights and the plan's precision keeps {len(masters)}"
         )
     if masters != saved_masters:
         name = next(n for n in masters if masters[n] != saved_masters.get(n))
-        raise InputError(
-            f"the checkpoint is damaged: {name} isn't the plan's master weight; resume from an "
-            "earlier checkpoint"
-        )
-
+        raise _damaged(f"{name} isn't the plan's master weight")
     for name, weight in session.loss_module.state_dict(keep_vars=True).items():
         tensor = tensors.get(f"model/{name}", weight)
         if tensor.dtype != weight.dtype:
-            raise InputError(
-                f"the checkpoint holds {name} in {_dtype_name(tensor)} and this run's model has it "
-                f"in {_dtype_name(weight)}; resume with the plan that wrote it, or choose another "
-                "folder"
+            saved_type, new_type = (str(t.dtype).removeprefix("torch.") for t in (tensor, weight))
+            raise _of_another_plan(
+                f"{name} in {saved_type} and this run's model has it in {new_type}"
             )
     weights = [p for group in session.optimizer.param_groups for p in group["params"]]
     for index, values in state.items():
@@ -466,10 +455,7 @@ def _check_same_update(
             check_moments(weights[index], values) if index < len(weights) else "is of no weight"
         )
         if problem:
-            raise InputError(
-                f"the checkpoint is damaged: the optimizer's state of weight {index} {problem}; "
-                "resume from an earlier checkpoint"
-            )
+            raise _damaged(f"the optimizer's state of weight {index} {problem}")
     if isinstance(session.optimizer, Adam) or type(session.optimizer).__module__.startswith(
         UNIFORM
     ):
@@ -482,15 +468,10 @@ def _check_same_keys(groups: Sequence[Mapping[str, Any]], state: Mapping[int, An
         stored = [(index, {*state[index]}) for index in group["params"] if index in state]
         for index, keys in stored:
             if keys != stored[0][1]:
-                raise InputError(
-                    f"the checkpoint is damaged: the optimizer's state of weight {index} has "
-                    f"{', '.join(sorted(keys))}, and that of weight {stored[0][0]} has "
-                    f"{', '.join(sorted(stored[0][1]))}; resume from an earlier checkpoint"
+                raise _damaged(
+                    f"the optimizer's state of weight {index} has {', '.join(sorted(keys))}, and "
+                    f"that of weight {stored[0][0]} has {', '.join(sorted(stored[0][1]))}"
                 )
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _optimizer_state(
@@ -510,9 +491,6 @@ def _optimizer_state(
     for name, value in [*named.items(), *numbers.items()]:
         index, _, key = name.partition("/")
         if not index.isdecimal():
-            raise InputError(
-                f"the checkpoint is damaged: {name!r} is no part of an optimizer's state; resume "
-                "from an earlier checkpoint"
-            )
+            raise _damaged(f"{name!r} is no part of an optimizer's state")
         state.setdefault(int(index), {})[key] = value
     return state

@@ -117,18 +117,36 @@ def knob(
     low: float | None = None,
     high: float | None = None,
     log: bool = False,
+    only: Sequence[Any] = (),
+    least: float | None = None,
 ) -> Any:
-    """Declares a setting that a tuner may change, with its documentation."""
-    metadata = {"doc": doc, "knob": Knob(tuple(choices), low, high, log)}
+    """Declares a setting that a tuner may change, with its documentation.
+
+    Args:
+        choices: values that a tuner tries; default: all permitted ones.
+        only: permitted values; empty: any.
+        least: the smallest permitted number.
+    """
+    values = Knob(tuple(choices or only), low, high, log)
+    metadata = {"doc": doc, "knob": values, "only": tuple(only), "least": least}
     return field(default=default, metadata=metadata)
 
 
-def setting(default: Any, doc: str, *, may_change: bool = False) -> Any:
+def setting(
+    default: Any,
+    doc: str,
+    *,
+    may_change: bool = False,
+    only: Sequence[Any] = (),
+    least: float | None = None,
+) -> Any:
     """Declares a setting that only the user changes (a path, a seed, a target list).
 
-    ``may_change``: a run that resumes from a checkpoint may have another value.
+    ``may_change``: a run that resumes from a checkpoint may have another value. ``only`` and
+    ``least`` are as in :func:`knob`.
     """
-    return field(default=default, metadata={"doc": doc, "may_change": may_change})
+    metadata = {"doc": doc, "may_change": may_change, "only": tuple(only), "least": least}
+    return field(default=default, metadata=metadata)
 
 
 class Technique(ABC):
@@ -138,6 +156,20 @@ class Technique(ABC):
     # For `plan: auto`. "usual": in the initial plan if it is supported. "try": only if a
     # measurement shows a gain. "no": never, since it serves another purpose than speed.
     auto: ClassVar[Literal["no", "usual", "try"]] = "no"
+
+    def __post_init__(self) -> None:
+        """Checks each setting by its declaration; subclasses add what depends on several.
+
+        Raises:
+            ValueError: a setting has a value that isn't permitted.
+        """
+        for declared in self._fields():
+            name, chosen = declared.name, getattr(self, declared.name)
+            only, least = declared.metadata.get("only"), declared.metadata.get("least")
+            if only and chosen not in only:
+                raise ValueError(f"{name} is {chosen!r}; it is one of {', '.join(map(str, only))}")
+            if None not in (least, chosen) and chosen < least:
+                raise ValueError(f"{name} is {chosen}; it must be at least {least}")
 
     @property
     @abstractmethod

@@ -286,6 +286,10 @@ def job_of(recipe: Recipe, data: PreparedData, context: JobContext, plan: Plan) 
     # The run's adapter may have to see weights, which a skeleton doesn't have.
     sees = recipe.finetuning_type != "full" and (recipe.lora_base or recipe.lora_dora)
     measures = recipe.metrics if recipe.eval_data else []
+    lora = lora_of(recipe, Plan())
+    # Examples of one pass of a metric: those of a micro-batch, if the plan limits them.
+    sizes = (t.micro_batch_size for t in plan if isinstance(t, GradientAccumulation))
+    at_once = min(ROWS, next(sizes, 0) or ROWS)
     job = Job(
         model=partial(build_model, recipe, data) if sees else Building(recipe, data),
         loss=partial(WholeLogitsLoss, terms=LossTerms(recipe.label_smoothing, recipe.z_loss)),
@@ -295,11 +299,11 @@ def job_of(recipe: Recipe, data: PreparedData, context: JobContext, plan: Plan) 
         lengths=data.train.lengths.tolist(),
         collate=with_language_counts(partial(padded, pad_id=data.tokenizer.pad_token_id or 0)),
         batch=batch_of(recipe),
-        adapter=_adapt(recipe),
+        adapter=(lambda model: model) if lora is None else lora.adapt,
         routing=RealTokens if context.model.router_loss else None,
         eval_data=data.eval_data,
         metrics={
-            name: partial(METRICS[name], examples=data.eval_data, at_once=_examples_at_once(plan))
+            name: partial(METRICS[name], examples=data.eval_data, at_once=at_once)
             for name in measures
         },
         max_grad_norm=recipe.max_grad_norm,
@@ -314,12 +318,6 @@ def job_of(recipe: Recipe, data: PreparedData, context: JobContext, plan: Plan) 
         recipe.lr_schedule, warmup, steps, floor=recipe.min_lr_ratio, extend=recipe.extend
     )
     return replace(job, schedule=schedule)
-
-
-def _examples_at_once(plan: Plan) -> int:
-    """Examples of one pass of a metric: those of a micro-batch, if the plan limits them."""
-    sizes = (t.micro_batch_size for t in plan if isinstance(t, GradientAccumulation))
-    return min(ROWS, next(sizes, 0) or ROWS)
 
 
 def build_model(recipe: Recipe, data: PreparedData, skeleton: bool = False) -> nn.Module:
@@ -379,11 +377,6 @@ class Building:
 
     def skeleton(self) -> nn.Module:
         return build_model(self.recipe, self.data, skeleton=True)
-
-
-def _adapt(recipe: Recipe) -> Callable[[nn.Module], nn.Module]:
-    lora = lora_of(recipe, Plan())
-    return (lambda model: model) if lora is None else lora.adapt
 
 
 def lora_of(recipe: Recipe, plan: Plan) -> LoRA | None:

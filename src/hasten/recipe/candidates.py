@@ -68,7 +68,8 @@ def candidates(
     """
     kinds = [kind for kind in (*catalogue(), *more) if kind.auto != "no"]
     technique_candidates = [_judged(kind(), recipe, context, fidelity) for kind in kinds]
-    step_tokens = _step_tokens(recipe, context)
+    batch, mean = batch_of(recipe), context.examples.tokens / max(context.examples.count, 1)
+    step_tokens = (batch.tokens or mean * (batch.examples or 1)) / context.world.size
     if step_tokens > MICRO_BATCH_TOKENS:
         limit = max(MICRO_BATCH_TOKENS, context.examples.longest)
         cut = _judged(GradientAccumulation(micro_batch_tokens=limit), recipe, context, fidelity)
@@ -201,9 +202,3 @@ def _gain_text(technique: Technique, context: JobContext) -> str:
         if abs(factor - 1) >= 0.005
     ]
     return ", ".join(phrases) or "no forecast"
-
-
-def _step_tokens(recipe: Recipe, context: JobContext) -> float:
-    batch = batch_of(recipe)
-    mean = context.examples.tokens / max(context.examples.count, 1)
-    return (batch.tokens or mean * (batch.examples or 1)) / context.world.size

@@ -13,16 +13,13 @@ import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import xxhash
 
 from hasten.errors import InputError
 from hasten.foreign_files import open_regular, read_json_object
 from hasten.machine import cache
-
-if TYPE_CHECKING:
-    pass
 
 DEEPEST = 4  # levels of folders within a folder
 MOST_FILES = 100_000

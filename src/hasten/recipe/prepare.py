@@ -1,4 +1,4 @@
-"""Before the first step: agreement of ranks, the point to resume from, startup times."""
+"""Before the first step: agreement of ranks, the point to resume from."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import importlib.util
 import json
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +18,6 @@ from hasten.core.context import JobContext
 from hasten.core.loop import Evaluation
 from hasten.core.plan import Plan
 from hasten.core.session import Session
-from hasten.core.timing import StepMetrics
 from hasten.data.token_store import inspect
 from hasten.errors import InputError, pip_install
 from hasten.foreign_files import LARGEST_LOG, read_bounded
@@ -49,27 +47,6 @@ def terms_of_all_ranks(recipe: Recipe, context: JobContext) -> dict[str, dict[st
         "set of examples": asdict(context.examples),
         "model": asdict(context.model),
     }
-
-
-def noting_first_step(
-    began: float,
-    on_start: Callable[[Session], None],
-    on_step: Callable[[StepMetrics], None],
-) -> tuple[Callable[[Session], None], Callable[[StepMetrics], None]]:
-    """Wraps both callbacks to record the seconds from ``began`` to the first step's end."""
-    waiting: list[Session] = []
-
-    def start(session: Session) -> None:
-        waiting.append(session)
-        on_start(session)
-
-    def step(metrics: StepMetrics) -> None:
-        if waiting:
-            seconds = waiting.pop().startup_seconds
-            seconds["until_first_step"] = time.perf_counter() - began + seconds["imports"]
-        on_step(metrics)
-
-    return start, step
 
 
 def resume_from(session: Session, what: str, tell: Callable[[str], None]) -> None:

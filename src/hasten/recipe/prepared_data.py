@@ -308,15 +308,8 @@ def _key(recipe: Recipe, folder: Path) -> str:
     fields = recipe.model_dump(
         include={
             *("model", "tokenizer", "dataset", "eval_data", "max_examples", "max_rejected"),
-            *(
-                "cutoff_len",
-                "vocabulary",
-                "seed",
-                "columns",
-                "too_long",
-                "chat_template",
-                "loss_on",
-            ),
+            *("cutoff_len", "vocabulary", "seed", "columns", "too_long", "chat_template"),
+            "loss_on",
         }
     )
     hashes, output = ContentHashes(folder / CONTENTS), Path(recipe.output)

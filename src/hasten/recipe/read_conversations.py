@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -33,9 +33,6 @@ from hasten.data.spool import ConversationSink, IndexedConversations, Selection
 from hasten.data.token_store import split
 from hasten.errors import InputError
 from hasten.recipe.schema import Recipe
-
-if TYPE_CHECKING:
-    pass
 
 EMBEDDED = ("stdlib", "stdlib-text")
 Tell = Callable[[str], None]

@@ -295,34 +295,10 @@ class Recipe(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _checkpoints(cls, values: Any) -> Any:
-        """Moves the keys for checkpoints and layout into the plan."""
-        shorthand_keys = ("checkpoint_every", "checkpoint_dir", "layout")
-        if not isinstance(values, dict) or all(values.get(key) is None for key in shorthand_keys):
-            return values
-        plan = entries_of(values.get("plan") or [], values.get("nproc"))
-        return with_layout_key(values, plan) if isinstance(plan, list) else values
-
-    @model_validator(mode="before")
-    @classmethod
-    def _zero(cls, values: Any) -> Any:
-        """A DeepSpeed configuration becomes keys and techniques."""
+    def _plan_keys(cls, values: Any) -> Any:
+        """Moves ``deepspeed``, ``layout``, ``checkpoint_*`` into ``plan``, and ``plan: auto``."""
         if not isinstance(values, dict):
             return values
-        plan = entries_of(values.get("plan") or [], values.get("nproc"))
-        if not isinstance(plan, list):
-            return values
-        if isinstance(values.get("plan"), str):  # a preset's name: the resolved recipe lists it
-            values = {**values, "plan": plan}
-        return (with_deepspeed if values.get("deepspeed") else beside_deepspeed)(values, plan)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _auto(cls, values: Any) -> Any:
-        """``plan: auto`` and ``plan: {auto: {...}}`` become a key of their own."""
-        if not isinstance(values, dict):
-            return values
-        values = {**values}
         plan = values.get("plan")
         mixed = isinstance(plan, dict) and "auto" in plan and len(plan) > 1
         if mixed or (isinstance(plan, list) and any(_is_auto(entry) for entry in plan)):
@@ -331,8 +307,17 @@ class Recipe(BaseModel):
                 "without it"
             )
         if _is_auto(plan):
-            values |= {"plan": [], "auto_plan": _auto_settings(plan)}
-        return values
+            values = {**values, "plan": [], "auto_plan": _auto_settings(plan)}
+        plan = entries_of(values.get("plan") or [], values.get("nproc"))
+        if not isinstance(plan, list):
+            return values
+        if isinstance(values.get("plan"), str):  # a preset's name: the resolved recipe lists it
+            values = {**values, "plan": plan}
+        values = (with_deepspeed if values.get("deepspeed") else beside_deepspeed)(values, plan)
+        shorthand_keys = ("checkpoint_every", "checkpoint_dir", "layout")
+        if all(values.get(key) is None for key in shorthand_keys):
+            return values
+        return with_layout_key(values, values.get("plan") or [])
 
     @field_validator("auto_budget", mode="before")
     @classmethod

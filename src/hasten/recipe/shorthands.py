@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hasten.core.plan import name_of
+from hasten.core.plan import name_and_settings, name_of
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.formatting import did_you_mean
@@ -53,11 +53,8 @@ def with_checkpoint_keys(values: Mapping[str, Any], plan: list[Any]) -> dict[str
             raise ValueError(
                 "checkpoint_dir has no effect: set checkpoint_every, or put checkpoints into plan"
             )
-        plan = [
-            *plan[:index],
-            {NAME: {**_settings(plan[index]), "folder": folder}},
-            *plan[index + 1 :],
-        ]
+        _, settings = name_and_settings(plan[index])
+        plan = [*plan[:index], {NAME: {**settings, "folder": folder}}, *plan[index + 1 :]]
     return {**values, "plan": plan, "checkpoint_every": None, "checkpoint_dir": None}
 
 
@@ -66,17 +63,6 @@ def read_resume(value: Any) -> Any:
     if value in ("auto", "never") or (isinstance(value, str) and "/" in value):
         return value
     raise ValueError("give auto, never, or the path of a checkpoint, such as ./step-00000100")
-
-
-def _settings(entry: Any) -> dict[str, Any]:
-    if isinstance(entry, str):
-        return {}
-    if "technique" in entry:
-        return {key: value for key, value in entry.items() if key != "technique"}
-    settings = entry[next(iter(entry))] or {}
-    if not isinstance(settings, Mapping):
-        raise ValueError(f"plan: {NAME} is {settings!r}; write its settings as {{name: value}}")
-    return dict(settings)
 
 
 # ``layout``: which rank holds which part, as a key of a recipe beside the plan.
@@ -263,10 +249,7 @@ def _micro_batch(plan: list[Any]) -> int | None:
 
 def _setting(entry: Any, name: str) -> Any:
     """A setting of a plan's entry; None where it has none."""
-    if not isinstance(entry, Mapping):
-        return None
-    settings = entry if "technique" in entry else entry[next(iter(entry))]
-    return settings.get(name) if isinstance(settings, Mapping) else None
+    return None if entry is None else name_and_settings(entry)[1].get(name)
 
 
 def catalogue() -> tuple[type[Technique], ...]:

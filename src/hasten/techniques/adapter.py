@@ -28,22 +28,30 @@ class LoRA(Technique):
 
     slot = Slot.ADAPTER
     fidelity = Fidelity.LOSSY
-    rank: int = knob(16, "rank of the update", choices=(4, 8, 16, 32, 64, 128))
-    alpha: int = knob(32, "the update is scaled by alpha / rank", choices=(16, 32, 64, 128, 256))
+    rank: int = knob(16, "rank of the update", choices=(4, 8, 16, 32, 64, 128), least=1)
+    alpha: int = knob(
+        32, "the update is scaled by alpha / rank", choices=(16, 32, 64, 128, 256), least=1
+    )
     dropout: float = knob(0.0, "dropout before the adapter", low=0.0, high=0.2)
     targets: Any = setting("auto", "auto, all-linear, or a list of module names")
     rslora: bool = setting(False, "scale by alpha / sqrt(rank), which suits high ranks")
     dora: bool = setting(False, "learn direction and length of a weight separately (DoRA)")
-    base: Kind | None = setting(None, "frozen linear layers in int8 or nf4; None: as they are")
+    base: Kind | None = setting(
+        None, "frozen linear layers in int8 or nf4; None: as they are", only=(None, *KINDS)
+    )
+    # The time of an epoch is its examples over the speed: what is measured is the speed.
+    claims = (
+        Claim(
+            "tokens_per_second",
+            round(32 / 21.5, 2),
+            "the articles' LoRA run: an epoch 32 -> 21.5 min",
+        ),
+    )
 
     def __post_init__(self) -> None:
-        if self.rank < 1 or self.alpha <= 0 or not 0 <= self.dropout < 1:
-            raise ValueError(
-                f"rank {self.rank} and alpha {self.alpha} must be positive, "
-                f"dropout {self.dropout} within 0..1"
-            )
-        if self.base not in (None, *KINDS):
-            raise ValueError(f"base is {self.base!r}; it must be int8, nf4 or None")
+        super().__post_init__()
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout is {self.dropout}; it must be in [0, 1)")
         if self.base and self.dora:
             raise ValueError(
                 f"dora measures the base weight in each pass, which base {self.base} keeps in few "
@@ -51,12 +59,6 @@ class LoRA(Technique):
             )
         if isinstance(self.targets, list):
             object.__setattr__(self, "targets", tuple(self.targets))
-
-    @property
-    def claims(self) -> tuple[Claim, ...]:
-        # The time of an epoch is its examples over the speed: what is measured is the speed.
-        source = "the articles' LoRA run: an epoch 32 -> 21.5 min"
-        return (Claim("tokens_per_second", round(32 / 21.5, 2), source),)
 
     def apply(self, setup: Setup) -> None:
         setup.adapter = partial(self.adapt, seed=setup.job.seed)

@@ -30,15 +30,14 @@ class Allocator(Technique):
     kind: str = knob(
         "glibc",
         "glibc: tuned; tcmalloc, jemalloc: loaded instead; expandable: torch's on a GPU",
-        choices=KINDS,
+        only=KINDS,
     )
     huge_pages: bool = knob(
         False, "pages of 2 MiB where the kernel gives them on request", choices=(False, True)
     )
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"kind is {self.kind!r}; it is one of {', '.join(KINDS)}")
+        super().__post_init__()
         if self.huge_pages and self.kind == "expandable":
             raise ValueError("huge_pages are the host's; leave them out with kind: expandable")
 

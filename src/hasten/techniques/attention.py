@@ -44,11 +44,8 @@ class DocumentAttention(Technique):
         other = attention.why_not_over(context.model.attention or attention.USUAL[0])
         if other:
             return (other,)
-        if context.model.architecture in attention.ARCHITECTURES:
-            return registry.faults(context.device, kernel_variants.ATTENTION)
-        return (
-            f"not proven for the architecture {context.model.architecture}; it is for "
-            + ", ".join(attention.ARCHITECTURES),
+        return context.model.why_not_of(attention.ARCHITECTURES) or registry.faults(
+            context.device, kernel_variants.ATTENTION
         )
 
     def check_effect(self, session: Session) -> EffectCheck:

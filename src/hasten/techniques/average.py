@@ -16,8 +16,6 @@ from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob, setting
 from hasten.parts.optim.weight_average import WeightAverage as WeightAveragePart
 
-SAVED = ("both", "average", "last")
-
 
 @dataclass(frozen=True)
 class WeightAverage(Technique):
@@ -26,13 +24,14 @@ class WeightAverage(Technique):
     slot = Slot.AVERAGE
     decay: float = knob(0.999, "share of the mean that stays per update", choices=(0.99, 0.999))
     save: str = setting(
-        "both", "both: model and model_average; average: model is the mean; last: no mean saved"
+        "both",
+        "both: model and model_average; average: model is the mean; last: no mean saved",
+        only=("both", "average", "last"),
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         WeightAveragePart(self.decay)  # refuses what doesn't fit
-        if self.save not in SAVED:
-            raise ValueError(f"save is {self.save!r}; it is one of {', '.join(SAVED)}")
 
     @property
     def fidelity(self) -> Fidelity:

@@ -92,14 +92,19 @@ class GradientAccumulation(Technique):
 
     slot = Slot.BATCH
     fidelity = Fidelity.ROUNDING
-    micro_batch_size: int = knob(8, "examples of one pass; 0: cut by tokens", low=1, high=512)
+    micro_batch_size: int = knob(
+        8, "examples of one pass; 0: cut by tokens", low=1, high=512, least=0
+    )
     micro_batch_tokens: int = knob(
-        0, "tokens of one pass at most, longest first; 0: cut by examples", low=256, high=65536
+        0,
+        "tokens of one pass at most, longest first; 0: cut by examples",
+        low=256,
+        high=65536,
+        least=0,
     )
 
     def __post_init__(self) -> None:
-        if self.micro_batch_size < 0 or self.micro_batch_tokens < 0:
-            raise ValueError("micro_batch_size and micro_batch_tokens can't be negative")
+        super().__post_init__()
         if not self.micro_batch_size and not self.micro_batch_tokens:
             raise ValueError("give micro_batch_size or micro_batch_tokens")
 
@@ -227,9 +232,8 @@ class AdaptiveBatch(Technique):
             adaptive_cut.steps > 0
             and (adaptive_cut.passes > adaptive_cut.steps or adaptive_cut.larger > 0),
             f"{adaptive_cut.passes} passes in {adaptive_cut.steps} steps, {adaptive_cut.redone} "
-            f"redone, "
-            f"micro-batch of {adaptive_cut.room.size} "
-            f"positions after {adaptive_cut.room.changes} changes{larger}",
+            f"redone, micro-batch of {adaptive_cut.room.size} positions after "
+            f"{adaptive_cut.room.changes} changes{larger}",
         )
 
 

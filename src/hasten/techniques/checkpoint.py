@@ -15,7 +15,7 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.state import gather_objects, restore, state_of
 from hasten.core.technique import EffectCheck, Fidelity, Technique, setting
-from hasten.errors import InputError
+from hasten.errors import InputError, as_input_error
 from hasten.parts.checkpoint import SmartCheckpointer
 from hasten.parts.checkpoint.state import moments_to_come
 from hasten.parts.optim.compact_adamw import CompactAdamW
@@ -32,20 +32,19 @@ class Checkpoints(Technique):
     interval: str | int = setting(
         DYNAMIC, "dynamic: from what saves cost; a number of steps; epoch: at each one's end"
     )
-    max_checkpoints: int = setting(3, "verified checkpoints that stay")
+    max_checkpoints: int = setting(3, "verified checkpoints that stay", least=1)
     compression: bool = setting(True, "pack them, where a measurement shows that it pays")
     folder: str | None = setting(
         None, "a path, or an address of fsspec; default: the run's own folder"
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         steps = type(self.interval) is int and self.interval >= 1
         if not (steps or self.interval in (DYNAMIC, EPOCH)):
             raise ValueError(
                 f"interval is {self.interval!r}; give dynamic, epoch, or a number of steps"
             )
-        if self.max_checkpoints < 1:
-            raise ValueError(f"max_checkpoints is {self.max_checkpoints}; at least 1 is kept")
 
     def apply(self, setup: Setup) -> None:
         if self.folder is None and setup.folder is None:
@@ -109,7 +108,7 @@ class SessionCheckpoints:
         """
         self._open(session)
         try:
-            with _as_advice():
+            with as_input_error("checkpoints"):
                 loaded = self.keeper.load_state(path)
                 if loaded is None:
                     return None
@@ -149,7 +148,7 @@ class SessionCheckpoints:
         local_bytes = sum(weights.values()) + moments_to_come(session.optimizer)
         # the first rank writes those of all stages
         expected = sum(gather_objects(session, local_bytes))
-        with _as_advice():
+        with as_input_error("checkpoints"):
             self.keeper.open(expected)
 
     def _first_rank_says(self, numbers: Sequence[float]) -> Sequence[float]:
@@ -157,14 +156,3 @@ class SessionCheckpoints:
         values = torch.tensor(list(numbers), dtype=torch.float64)
         received: list[float] = self._setup.layout.all_reduce_world(values * float(main)).tolist()
         return received
-
-
-@contextlib.contextmanager
-def _as_advice() -> Iterator[None]:
-    """Context that turns a part's errors about a folder into advice to the user."""
-    try:
-        yield
-    except InputError:
-        raise
-    except ValueError as error:
-        raise InputError(f"checkpoints: {error}") from error

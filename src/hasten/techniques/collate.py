@@ -32,13 +32,7 @@ class Packed(Technique):
         setup.collate = with_language_counts(collate.packed)
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
-        architectures = attention.ARCHITECTURES
-        if context.model.architecture in architectures:
-            return ()
-        return (
-            f"packing is proven not to leak between documents for {', '.join(architectures)}, "
-            f"not for {context.model.architecture}",
-        )
+        return context.model.why_not_of(attention.ARCHITECTURES)  # documents don't leak there
 
     def forecast(self, context: JobContext) -> Forecast:
         examples = context.examples

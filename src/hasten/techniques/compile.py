@@ -21,12 +21,12 @@ from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Technique, knob, setting
-from hasten.errors import InputError
+from hasten.errors import as_input_error
 from hasten.parts.kernels.build import COMPILERS
 from hasten.parts.nn.compile import CompiledBlocks, filled_rows
 
 MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs")
-BACKENDS = ("inductor", "aot_eager")
+
 # Rough guesses, for one decision: does compiling pay? Right within a factor of three at best.
 COMPILE_SECONDS = 60.0  # one to three shapes of a block on two cores: 45 to 75 s
 CORE_RATE, GPU_RATE = 5e10, 1e14  # FLOP/s that training reaches on a core, and on a GPU
@@ -40,23 +40,24 @@ class Compiled(Technique):
     fidelity = Fidelity.ROUNDING
     auto = "try"
     bucket: int = knob(
-        256, "rows are filled to a multiple of so many positions", choices=(128, 256)
+        256, "rows are filled to a multiple of so many positions", choices=(128, 256), least=1
     )
     dynamic: bool = setting(False, "one translation for all lengths; slower code")
-    mode: str = setting("default", "torch.compile's mode; reduce-overhead: CUDA graphs (GPU)")
-    shapes: int = setting(4, "shapes that are compiled; any other runs as it is")
+    mode: str = setting(
+        "default", "torch.compile's mode; reduce-overhead: CUDA graphs (GPU)", only=MODES
+    )
+    shapes: int = setting(4, "shapes that are compiled; any other runs as it is", least=1)
     share: float = setting(
         0.1, "share of the run that compiling may take, by estimate; 1: compile always"
     )
-    backend: str = setting("inductor", "torch.compile's backend; aot_eager: trace alone, no gain")
+    backend: str = setting(
+        "inductor",
+        "torch.compile's backend; aot_eager: trace alone, no gain",
+        only=("inductor", "aot_eager"),
+    )
 
     def __post_init__(self) -> None:
-        if self.bucket < 1 or self.shapes < 1:
-            raise ValueError("bucket and shapes are at least 1; bucket 1 leaves rows as they are")
-        if self.mode not in MODES:
-            raise ValueError(f"mode is {self.mode!r}; it is one of {', '.join(MODES)}")
-        if self.backend not in BACKENDS:
-            raise ValueError(f"backend is {self.backend!r}; it is one of {', '.join(BACKENDS)}")
+        super().__post_init__()
         if self.dynamic and self.mode == "reduce-overhead":
             raise ValueError("CUDA graphs need fixed shapes; leave dynamic out")
         if not 0 < self.share <= 1:
@@ -150,10 +151,8 @@ class Compiling:
         self.blocks = blocks
 
     def __call__(self, module: nn.Module) -> None:
-        try:
+        with as_input_error("plan: compiled"):
             self.blocks(module)
-        except ValueError as error:
-            raise InputError(f"plan: compiled: {error}") from error
 
 
 class Bucketed:

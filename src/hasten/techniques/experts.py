@@ -11,18 +11,14 @@ from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Technique, knob
-from hasten.errors import InputError
+from hasten.errors import as_input_error
 from hasten.parts.kernels import registry
 from hasten.parts.nn import fused_experts, kernel_variants
 from hasten.parts.nn.causal_lm import causal_lm
 from hasten.techniques import probes
 
 KINDS = ("fused", "eager", "batched_mm", "grouped_mm")
-FUSED = (
-    "deepseek_v2",
-    "deepseek_v3",
-    "deepseek_v32",
-)  # architectures whose experts hasten's kernels run
+FUSED = ("deepseek_v2", "deepseek_v3", "deepseek_v32")  # whose experts hasten's kernels run
 # Operators that a kind is known by where it runs, the surest first: on a GPU, fused experts have
 # grouped products too, and MLA multiplies batches.
 SIGNS = {
@@ -31,7 +27,7 @@ SIGNS = {
     "eager": ("aten::index_add_",),
     "batched_mm": ("aten::bmm",),
 }
-ARCHITECTURES = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "qwen3_moe")
+ARCHITECTURES = (*FUSED, "qwen3_moe")
 
 
 @dataclass(frozen=True)
@@ -50,33 +46,23 @@ class ExpertsImplementation(Technique):
     slot = Slot.EXPERTS
     fidelity = Fidelity.ROUNDING
     auto = "usual"
-    kind: str = knob("fused", "fused, eager, grouped_mm or batched_mm", choices=KINDS)
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"kind is {self.kind!r}; choose from {', '.join(KINDS)}")
+    kind: str = knob("fused", "fused, eager, grouped_mm or batched_mm", only=KINDS)
 
     def apply(self, setup: Setup) -> None:
         def select(model: nn.Module) -> None:
-            try:
+            with as_input_error(self.name()):
                 if self.kind == "fused":
                     fused_experts.fuse_experts(causal_lm(model), setup.job.device)
                 else:
                     causal_lm(model).set_experts_implementation(self.kind)
-            except ValueError as error:
-                raise InputError(f"experts_implementation: {error}") from error
 
         setup.experts = select
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
-        architectures = FUSED if self.kind == "fused" else ARCHITECTURES
-        if context.model.architecture not in architectures or not context.model.experts:
-            return (
-                f"there are no experts in {context.model.architecture} here that {self.kind} code "
-                f"can compute; it is for models with experts of {', '.join(architectures)}",
-            )
-        if self.kind != "fused":
-            return ()
+        proven = FUSED if self.kind == "fused" else ARCHITECTURES
+        reasons = context.model.why_not_of(proven, needs_experts=True)
+        if reasons or self.kind != "fused":
+            return reasons
         reason = fused_experts.why_not(context.device)
         if reason or context.on_gpu:  # a GPU's kernels are refused by name, and other code runs
             return (reason,) if reason else ()

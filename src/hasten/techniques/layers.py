@@ -10,13 +10,14 @@ from hasten.core.context import JobContext
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
-from hasten.core.technique import Claim, EffectCheck, Fidelity, Forecast, Technique
+from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique
 from hasten.machine.gain import Gain
 from hasten.parts.kernels import registry
 from hasten.parts.nn import fused_layers, kernel_variants
 from hasten.parts.nn.causal_lm import causal_lm
 from hasten.parts.nn.kernel_variants import GATES, NORMS, NORMS_BESIDE, PASS, PRODUCTS, ROTARY
 from hasten.techniques import probes
+from hasten.techniques.loss import GRAPH_AND_KERNELS
 
 OPERATORS = ("hasten::rms_norm", "hasten::swiglu", "hasten::rotate")
 KERNELS = (PRODUCTS, NORMS, NORMS_BESIDE, GATES, ROTARY, PASS)
@@ -34,11 +35,7 @@ class FusedLayers(Technique):
     slot = Slot.LAYERS
     fidelity = Fidelity.ROUNDING
     auto = "usual"
-
-    @property
-    def claims(self) -> tuple[Claim, ...]:
-        source = "the articles' graph optimisation and kernel fusion together: +7 % speed"
-        return (Claim("tokens_per_second", 1.07, source),)
+    claims = GRAPH_AND_KERNELS
 
     def apply(self, setup: Setup) -> None:
         def fuse(model: nn.Module) -> None:
@@ -47,12 +44,8 @@ class FusedLayers(Technique):
         setup.layers = fuse
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
-        architectures = fused_layers.ARCHITECTURES
-        if context.model.architecture not in architectures:
-            return (
-                f"not proven for the architecture {context.model.architecture}; it is for "
-                + ", ".join(architectures),
-            )
+        if reasons := context.model.why_not_of(fused_layers.ARCHITECTURES):
+            return reasons
         reason = fused_layers.why_not(context.device)
         return (reason,) if reason else registry.faults(context.device, *KERNELS)
 

@@ -19,7 +19,7 @@ from hasten.core.technique import (
     Technique,
     knob,
 )
-from hasten.errors import InputError
+from hasten.errors import InputError, as_input_error
 from hasten.parts.kernels import registry
 from hasten.parts.nn import kernel_variants
 from hasten.parts.nn.causal_lm import causal_lm
@@ -32,6 +32,9 @@ from hasten.parts.nn.losses import (
 )
 from hasten.techniques import batch
 
+SOURCE = "the articles' graph optimisation and kernel fusion together: +7 % speed"
+GRAPH_AND_KERNELS = (Claim("tokens_per_second", 1.07, SOURCE),)
+
 
 @dataclass(frozen=True)
 class LabelledTokenLoss(Technique):
@@ -40,6 +43,7 @@ class LabelledTokenLoss(Technique):
     slot = Slot.LOSS
     fidelity = Fidelity.ROUNDING
     auto = "usual"
+    claims = GRAPH_AND_KERNELS
     chunk: int | str = knob(
         "auto",
         "rows of logits that exist at once; auto: as many as 64 MiB or 1/64 of a GPU hold",
@@ -49,12 +53,8 @@ class LabelledTokenLoss(Technique):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         chunk_rows(self.chunk, 1)  # refuses what is neither auto nor a number of rows
-
-    @property
-    def claims(self) -> tuple[Claim, ...]:
-        source = "the articles' graph optimisation and kernel fusion together: +7 % speed"
-        return (Claim("tokens_per_second", 1.07, source),)
 
     def apply(self, setup: Setup) -> None:
         """The job's own loss is built and handed over: its model, and what it adds to the loss."""
@@ -69,10 +69,8 @@ class LabelledTokenLoss(Technique):
                 )
             vocabulary = causal_lm(full_loss.model).config.vocab_size
             rows = chunk_rows(self.chunk, vocabulary, chunk_bytes_on(setup.job.device))
-            try:
+            with as_input_error(self.name(), "; leave it out"):
                 return LabelOnlyLoss(full_loss.model, rows, full_loss.terms)
-            except ValueError as error:
-                raise InputError(f"labelled_token_loss: {error}; leave it out") from error
 
         setup.loss = loss_of
 
@@ -115,9 +113,9 @@ class LabelledTokenLoss(Technique):
         return Forecast(flops=1 - (1 - share) * head_share, resident_bytes=min(-saved, 0))
 
     def check_effect(self, session: Session) -> EffectCheck:
-        loss = session.loss_module
-        rows = loss.largest_logits if isinstance(loss, LabelOnlyLoss) else 0
-        positions = loss.largest_positions if isinstance(loss, LabelOnlyLoss) else 0
+        loss, rows, positions = session.loss_module, 0, 0
+        if isinstance(loss, LabelOnlyLoss):
+            rows, positions = loss.largest_logits, loss.largest_positions
         evidence = f"at most {rows} rows of logits at once, of {positions} positions"
         if session.setup.job.device == "cpu":  # elsewhere nobody counts, and they are computed too
             without = session.progress.positions - session.progress.trained_tokens

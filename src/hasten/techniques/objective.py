@@ -11,7 +11,7 @@ from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, setting
-from hasten.errors import InputError
+from hasten.errors import InputError, as_input_error
 from hasten.parts.nn import multi_token
 from hasten.parts.nn.multi_token import MultiToken
 
@@ -35,6 +35,7 @@ class MultiTokenPrediction(Technique):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         multi_token.check(self.depth, self.weight)
 
     @property
@@ -48,22 +49,15 @@ class MultiTokenPrediction(Technique):
                     "multi_token_prediction needs the whole model on every rank, and the plan's "
                     "layout splits it; take ddp as the layout, or leave one of them out"
                 )
-            try:
+            with as_input_error(self.name()):
                 model = multi_token.model_of(loss_module)
                 ahead = MultiToken(model, self.depth, self.weight)
-            except ValueError as error:
-                raise InputError(f"multi_token_prediction: {error}") from error
             multi_token.minimise_too(loss_module, ahead)
 
         setup.objective = add
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
-        if context.model.architecture in multi_token.ARCHITECTURES:
-            return ()
-        return (
-            f"the layers of {context.model.architecture} aren't known here; it is for "
-            + ", ".join(multi_token.ARCHITECTURES),
-        )
+        return context.model.why_not_of(multi_token.ARCHITECTURES)
 
     def forecast(self, context: JobContext) -> Forecast:
         model = context.model

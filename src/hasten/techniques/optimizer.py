@@ -74,11 +74,7 @@ class CompactAdamW(Technique):
 
     slot = Slot.OPTIMIZER
     fidelity = Fidelity.LOSSY  # moments rounded step after step lead to other weights
-    moments: str = knob("bf16", "format of both moments of matrices", choices=FORMATS)
-
-    def __post_init__(self) -> None:
-        if self.moments not in FORMATS:
-            raise ValueError(f"moments is {self.moments!r}; it is one of {', '.join(FORMATS)}")
+    moments: str = knob("bf16", "format of both moments of matrices", only=FORMATS)
 
     def apply(self, setup: Setup) -> None:
         seed = setup.job.seed
@@ -108,6 +104,7 @@ class Muon(Technique):
     momentum: float = knob(0.95, "of Muon, in Nesterov's form", choices=(0.9, 0.95, 0.98))
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum is {self.momentum}; it must be in [0, 1)")
 

@@ -16,7 +16,7 @@ from hasten.core.session import Session
 from hasten.core.setup import GivenPrecision, Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Claim, EffectCheck, Fidelity, Forecast, Technique, knob, setting
-from hasten.errors import InputError
+from hasten.errors import as_input_error
 from hasten.machine.gain import Gain
 from hasten.parts.distributed.local_shards import LocalShards
 from hasten.parts.nn.kernel_variants import bf16_gain
@@ -93,10 +93,7 @@ class BF16MasterWeights(Technique):
     auto = "usual"
     emulate: bool = setting(False, EMULATE)
     only_if_faster: bool = setting(False, IF_FASTER)
-
-    @property
-    def claims(self) -> tuple[Claim, ...]:
-        return CLAIMS
+    claims = CLAIMS
 
     def apply(self, setup: Setup) -> None:
         setup.precision = MasterWeights(torch.bfloat16)
@@ -137,19 +134,15 @@ class Autocast(Technique):
     slot = Slot.PRECISION
     fidelity = Fidelity.ROUNDING
     auto = "try"
-    dtype: str = setting("bf16", "bf16, or fp16 with a dynamic loss scale")
+    dtype: str = setting("bf16", "bf16, or fp16 with a dynamic loss scale", only=tuple(FORMATS))
     initial_scale: float = setting(65536.0, "the loss scale at the first step, fp16 only")
     growth_interval: int = setting(2000, "finite steps before the scale doubles, fp16 only")
     emulate: bool = setting(False, EMULATE)
+    claims = CLAIMS
 
     def __post_init__(self) -> None:
-        if self.dtype not in FORMATS:
-            raise ValueError(f"dtype is {self.dtype!r}; it must be bf16 or fp16")
+        super().__post_init__()
         LossScale(self.initial_scale, interval=self.growth_interval)  # refuses impossible numbers
-
-    @property
-    def claims(self) -> tuple[Claim, ...]:
-        return CLAIMS
 
     def apply(self, setup: Setup) -> None:
         setup.precision = AutocastRegion(setup.job.device, FORMATS[self.dtype])
@@ -199,17 +192,13 @@ class Float8(Technique):
     slot = Slot.PRECISION
     fidelity = Fidelity.LOSSY
     auto = "try"
-    recipe: str = knob("rowwise", "what shares a scale: a row, or a block of 128", choices=RECIPES)
+    recipe: str = knob("rowwise", "what shares a scale: a row, or a block of 128", only=RECIPES)
     emulate: bool = setting(False, "round as float8 does, but multiply in float32: slow, anywhere")
     keep_weights: bool = knob(
         False,
         "round weights once a step, not in each pass: 2 bytes a weight",
         choices=(False, True),
     )
-
-    def __post_init__(self) -> None:
-        if self.recipe not in RECIPES:
-            raise ValueError(f"recipe is {self.recipe!r}; it must be rowwise or blockwise")
 
     def apply(self, setup: Setup) -> None:
         layers = Float8Layers("rowwise" if self.recipe == "rowwise" else "blockwise", self.emulate)
@@ -292,10 +281,8 @@ class AutocastRegion:
         if linear is not None:
             self._hooks.append(linear.register_forward_hook(self._look))
         if self.layers is not None:
-            try:
+            with as_input_error("float8"):
                 self.layers.attach(module)
-            except ValueError as error:
-                raise InputError(f"float8: {error}") from error
 
     def region(self) -> AbstractContextManager[Any]:
         region: AbstractContextManager[Any] = torch.autocast(self._device_type, self._dtype)

@@ -15,7 +15,7 @@ from hasten.core.setup import Routing, Setup
 from hasten.core.slot import Slot
 from hasten.core.step import forward_of
 from hasten.core.technique import EffectCheck, Fidelity, Technique, knob
-from hasten.errors import InputError
+from hasten.errors import InputError, as_input_error
 from hasten.parts.nn.causal_lm import causal_lm
 from hasten.parts.nn.router_balance import (
     BIASED,
@@ -56,17 +56,13 @@ class BalancedRouting(Technique):
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
         architecture = context.model.architecture
-        if architecture not in (*BIASED, *UNBIASED) or not context.model.experts:
-            return (
-                f"there are no routers that are known here in {architecture}; it is for models "
-                f"with experts of {', '.join((*BIASED, *UNBIASED))}",
-            )
-        if architecture in UNBIASED and self.speed:
+        reasons = context.model.why_not_of((*BIASED, *UNBIASED), needs_experts=True)
+        if not reasons and architecture in UNBIASED and self.speed:
             return (
                 f"the routers of {architecture} have no bias to move; give speed: 0 and a "
                 "sequence_loss (0.003 in its paper)",
             )
-        return ()
+        return reasons
 
     def check_effect(self, session: Session) -> EffectCheck:
         routing = session.setup.routing
@@ -110,10 +106,8 @@ class RouterBalancing:
 
     def prepare(self, model: nn.Module) -> None:
         inner = causal_lm(model)
-        try:
+        with as_input_error("balanced_routing"):
             self.balance = RouterBalance(inner, self.speed, self.sequence_loss)
-        except ValueError as error:
-            raise InputError(f"balanced_routing: {error}") from error
         if self.speed and not all(r.weight.requires_grad for r in self.balance.routers):
             raise InputError(
                 "balanced_routing: the routers don't learn here, and an adapter's files have no "

@@ -26,11 +26,7 @@ class PackedEpoch(Technique):
 
     slot = Slot.SAMPLER
     fidelity = Fidelity.LOSSY  # other examples share a step than in the shuffled order
-    row_tokens: int = knob(4096, "tokens of a row at most", low=256, high=65536, log=True)
-
-    def __post_init__(self) -> None:
-        if self.row_tokens < 1:
-            raise ValueError(f"row_tokens is {self.row_tokens}; it must be at least 1")
+    row_tokens: int = knob(4096, "tokens of a row at most", low=256, high=65536, log=True, least=1)
 
     def apply(self, setup: Setup) -> None:
         if setup.sampler is None:
@@ -91,11 +87,9 @@ class LengthGrouped(Technique):
     slot = Slot.SAMPLER
     fidelity = Fidelity.LOSSY  # a step's examples are no longer drawn independently of their length
     auto = "try"
-    window: int = knob(4096, "examples that are sorted together", low=64, high=65536, log=True)
-
-    def __post_init__(self) -> None:
-        if self.window < 1:
-            raise ValueError(f"window is {self.window}; it must be at least 1")
+    window: int = knob(
+        4096, "examples that are sorted together", low=64, high=65536, log=True, least=1
+    )
 
     def apply(self, setup: Setup) -> None:
         job = setup.job

@@ -24,27 +24,25 @@ class Threads(Technique):
     fidelity = Fidelity.ROUNDING  # sums are cut into as many pieces as there are threads
     auto = "try"
     count: int | None = setting(
-        None, "threads of an operator; none: the rank's share of the machine's cores"
+        None, "threads of an operator; none: the rank's share of the machine's cores", least=1
     )
     affinity: bool = setting(True, "ranks of one machine keep to cores of their own")
     numa: bool = setting(False, "insist that a rank's cores lie in one memory node")
     waiting: str = knob(
         "auto",
         "how idle threads wait: asleep, spinning, or as OpenMP's library does (auto)",
-        choices=tuple(threads.WAITING),
+        only=tuple(threads.WAITING),
     )
-    interop: int = setting(1, "operators that may run at the same time")
+    interop: int = setting(1, "operators that may run at the same time", least=1)
     collect_every: int = knob(
-        50, "updates between two looks for garbage; 0: as Python does", choices=(0, 20, 50, 200)
+        50,
+        "updates between two looks for garbage; 0: as Python does",
+        choices=(0, 20, 50, 200),
+        least=0,
     )
 
     def __post_init__(self) -> None:
-        if (self.count is not None and self.count < 1) or self.interop < 1:
-            raise ValueError("count and interop are numbers of threads, at least 1 each")
-        if self.collect_every < 0:
-            raise ValueError("collect_every can't be negative; 0 leaves Python's collector alone")
-        if self.waiting not in threads.WAITING:
-            raise ValueError(f"waiting is one of {', '.join(threads.WAITING)}")
+        super().__post_init__()
         if self.numa and not self.affinity:
             raise ValueError("numa chooses the cores that affinity keeps to; leave affinity on")
 
@@ -64,14 +62,10 @@ class Threads(Technique):
         setup.optimizer = watched
 
     def environment(self, context: JobContext) -> Mapping[str, str]:
-        return {
-            "OMP_NUM_THREADS": str(self.threads(context)),
-            **threads.waiting(self.waiting),
-        }
+        return {"OMP_NUM_THREADS": str(self.threads(context)), **threads.waiting(self.waiting)}
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
-        reasons = []
-        name = context.model.architecture
+        reasons, name = [], context.model.architecture
         if self.affinity and not threads.usable_cores():
             reasons.append(
                 f"{context.hardware.system} has no core masks, so {name} can't keep to its cores; "

@@ -42,7 +42,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def with_chosen_plan(
-    recipe: Recipe, audience: Audience, *, fresh: bool = False, prove: bool = True
+    recipe: Recipe, audience: Audience, *, fresh: bool = False
 ) -> tuple[Recipe, Choice | None]:
     """Returns the recipe with the plan for ``plan: auto``, and the choice, or None.
 
@@ -52,7 +52,6 @@ def with_chosen_plan(
         recipe: as it was read.
         audience: receives the progress, and one sentence on the choice.
         fresh: run the comparison again, even if a result is stored.
-        prove: run the verification on a choice that is new.
 
     Raises:
         InputError: an unusable recipe.
@@ -63,7 +62,7 @@ def with_chosen_plan(
         audience.tell(f"plan: auto: continuing with the plan of {recipe.output}")
         return _with_plan(recipe, saved_entries), None
     choice = choose(recipe, audience, fresh=fresh)
-    if prove and choice.source == "measured":
+    if choice.source == "measured":
         choice = _proven(recipe, choice, audience)
     audience.tell(choice.sentence)
     folder = Path(recipe.output)

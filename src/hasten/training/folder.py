@@ -105,38 +105,17 @@ def _step_of(line: str) -> float:
     return float("inf")
 
 
-class LineFiles:
-    """Files to which a run's lines are added; what a full disk doesn't take waits for room."""
-
-    def __init__(self, output: Path, with_samples: bool = False) -> None:
-        metrics, evaluations, samples = STEP_LINES
-        self._metrics = _LineFile(output / metrics)
-        self._evaluations = _LineFile(output / evaluations)
-        self._samples = _LineFile(output / samples) if with_samples else None
-
-    def step(self, line: Mapping[str, Any]) -> None:
-        self._metrics.add(json.dumps(line) + "\n")
-
-    def evaluation(self, line: Mapping[str, Any]) -> None:
-        self._evaluations.add(json.dumps(line) + "\n")
-
-    def sample(self, line: Mapping[str, Any]) -> None:
-        """For a run ``with_samples``."""
-        assert self._samples is not None
-        self._samples.add(json.dumps(line) + "\n")
-
-
-class _LineFile:
-    """A file that each line reaches when it is complete."""
+class LineFile:
+    """A file that each line reaches when it is complete; a full disk's lines wait for room."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = path.open("ab", buffering=0)
         self._waiting = b""
 
-    def add(self, line: str) -> None:
+    def add(self, line: Mapping[str, Any]) -> None:
         was_waiting = bool(self._waiting)
-        self._waiting += line.encode()
+        self._waiting += (json.dumps(line) + "\n").encode()
         try:
             while self._waiting:  # the system may take a part of it
                 self._waiting = self._waiting[self._file.write(self._waiting) :]

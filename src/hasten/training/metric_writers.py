@@ -152,11 +152,14 @@ class Writers:
             self._thread = threading.Thread(target=self._work, daemon=True, name="writers")
             self._thread.start()
 
-    def step(self, line: Mapping[str, Any]) -> None:
-        self._put(("train", line))
-
-    def evaluation(self, line: Mapping[str, Any]) -> None:
-        self._put(("eval", line))
+    def put(self, kind: str, line: Mapping[str, Any]) -> None:
+        """Write a step's line (``train``) or an evaluation's (``eval``) in the thread."""
+        if self._thread is None:
+            return
+        try:
+            self._waiting.put_nowait((kind, line))
+        except queue.Full:
+            self._dropped += 1
 
     def close(self) -> None:
         """Write what is waiting, and end; a tool that hangs is waited for a minute."""
@@ -170,14 +173,6 @@ class Writers:
         if self._dropped:
             _warn(f"{self._dropped} lines came faster than they could be written")
         self._thread = None
-
-    def _put(self, item: tuple[str, Mapping[str, Any]]) -> None:
-        if self._thread is None:
-            return
-        try:
-            self._waiting.put_nowait(item)
-        except queue.Full:
-            self._dropped += 1
 
     def _work(self) -> None:
         for name in self._names:

@@ -8,15 +8,13 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from hasten.core.loop import EvaluationSchedule
 from hasten.core.session import Session
 from hasten.machine import environment, host
 from hasten.machine.files import write_atomic
@@ -99,12 +97,12 @@ class Recording:
         if self._ranks > 1:
             self._note_rank()
         if self._writers is not None and self._names:
-            self._writers.step(metrics.to_dict())
+            self._writers.put("train", metrics.to_dict())
 
     def evaluation(self, evaluation: Any) -> None:
         """An evaluation is done."""
         if self._writers is not None and self._names:
-            self._writers.evaluation(evaluation.to_dict())
+            self._writers.put("eval", evaluation.to_dict())
 
     def _note_rank(self) -> None:
         if self._parts:
@@ -197,43 +195,29 @@ def _processor_temperature() -> float | None:
     return None
 
 
-@contextmanager
-def recorded(
-    watch: EvaluationSchedule, session: Session, recipe: Recipe, output: Path
-) -> Iterator[EvaluationSchedule]:
-    """Around a run's steps, on every rank: the watch with the recording of the run in it."""
-    context = session.setup.context
-    recording = Recording(
-        output,
-        start_of(session, recipe),
-        rank=context.world.rank,
-        ranks=context.world.size,
-        parts=session.setup.clock.steps,
-        log_to=recipe.log_to,
-        gpus=host.accelerator_uuids(context.device, environment.ranks_here(context.world)),
-    )
-    with recording:
-        yield replace(
-            watch,
-            on_step=call_both(watch.on_step, recording.step),
-            on_evaluation=call_both(watch.on_evaluation, recording.evaluation),
-        )
-
-
-def start_of(session: Session, recipe: Recipe) -> dict[str, Any]:
-    """Returns the content of ``run.json``."""
+def recording_of(session: Session, recipe: Recipe, output: Path) -> Recording:
+    """The recording of a recipe's run, on every rank."""
     setup, price = session.setup, recipe.price
-    size = setup.context.world.size
-    return {
+    context, size = setup.context, setup.context.world.size
+    start = {
         "model": recipe.model,
         "dataset": recipe.model_dump(mode="json")["dataset"],
         "total_steps": setup.job.schedule.total_steps,
         "world_size": size,
         "plan": setup.plan.to_list(),
-        "hardware": setup.context.hardware.short,
+        "hardware": context.hardware.short,
         "currency": price.currency if price else None,
         "price_per_hour": price.hour * price.paid(size) if price else None,
     }
+    return Recording(
+        output,
+        start,
+        rank=context.world.rank,
+        ranks=size,
+        parts=setup.clock.steps,
+        log_to=recipe.log_to,
+        gpus=host.accelerator_uuids(context.device, environment.ranks_here(context.world)),
+    )
 
 
 def machine_facts() -> dict[str, Any]:
@@ -253,11 +237,11 @@ def machine_facts() -> dict[str, Any]:
     }
 
 
-def call_both(one: Callable[[Any], None], other: Callable[[Any], None]) -> Callable[[Any], None]:
-    """One function that calls both."""
+def call_all(*functions: Callable[[Any], None]) -> Callable[[Any], None]:
+    """One function that calls these in turn."""
 
     def call(value: Any) -> None:
-        one(value)
-        other(value)
+        for function in functions:
+            function(value)
 
     return call

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -65,7 +65,6 @@ from hasten.recipe.peak_flops import meter_of
 from hasten.recipe.prepare import (
     Tell,
     evaluations_before,
-    noting_first_step,
     resume_from,
     saved_formats,
     tell_what_trains,
@@ -73,7 +72,7 @@ from hasten.recipe.prepare import (
 )
 from hasten.recipe.prepared_data import PreparedData, rejected_words, write_rejected
 from hasten.recipe.price import cost_of
-from hasten.recipe.sample import Sample, write_samples
+from hasten.recipe.sample import write_samples
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.report.card import CARD, write_card
 from hasten.training.auto_adjust import adjust, adjusted
@@ -81,7 +80,8 @@ from hasten.training.busy_machine import BusyMachine
 from hasten.training.chosen_plan import SpeedWatch, same_on_all_ranks, with_chosen_plan
 from hasten.training.first_pass import proven
 from hasten.training.folder import (
-    LineFiles,
+    STEP_LINES,
+    LineFile,
     archive_previous_run,
     form,
     keep_lines_until,
@@ -89,9 +89,9 @@ from hasten.training.folder import (
     save_weights,
     write_summary,
 )
-from hasten.training.recording import call_both, machine_facts, recorded
+from hasten.training.recording import call_all, machine_facts, recording_of
 
-EVALUATED = "evaluations.jsonl"
+METRICS, EVALUATED, SAMPLES = STEP_LINES
 OnStep = Callable[[StepMetrics], None]
 OnEvaluation = Callable[[Evaluation], None]
 
@@ -126,26 +126,15 @@ def train(
     if environment.world().size == 1:
         resolved_recipe, choice = with_chosen_plan(resolved_recipe, _LinesOnly(tell))
         if choice is not None:
-            on_step = call_both(SpeedWatch(choice, tell).note, on_step)
+            on_step = call_all(SpeedWatch(choice, tell).note, on_step)
     live: list[Session] = []
-
-    def start(session: Session) -> None:
-        live.append(session)
-        on_start(session)
-
+    hooks = (call_all(live.append, on_start), on_step, on_evaluation)
     with (
         reporting_errors(),
         defer_signals(lambda: next(iter(live), None)),
-        ExitStack() as exit_stack,
+        ExitStack() as stack,
     ):
-        return _prepare_and_train(
-            resolved_recipe,
-            exit_stack,
-            import_seconds,
-            tell,
-            on_tokens,
-            (start, on_step, on_evaluation),
-        )
+        return _prepare_and_train(resolved_recipe, stack, import_seconds, tell, on_tokens, hooks)
 
 
 def _prepare_and_train(
@@ -175,9 +164,8 @@ def _prepare_and_train(
         if context.on_gpu:
             check_ranks(world, context.device)
         seconds["meeting"] = time.perf_counter() - met
-        run = _Run(prepared, output, tell if world.is_main else _silent)
-        noting = noting_first_step(began, *hooks[:2])
-        return _train(run, seconds, *noting, hooks[2])
+        run = _Run(prepared, output, tell if world.is_main else _silent, began)
+        return _train(run, seconds, *hooks)
 
 
 class _LinesOnly:
@@ -249,6 +237,7 @@ class _Run:
     prepared: PreparedJob
     output: Path
     tell: Tell
+    began: float  # of time.perf_counter
     formats: NumberFormats = AS_IN_MEMORY  # of saved weights
 
 
@@ -288,47 +277,51 @@ def _train(
     tell_what_trains(session, prepared.data, run.tell)
     on_start(session)
     heartbeat = Heartbeat(attempt_folder(), context.world.rank)
-    watch = _watch(run, session, heartbeat, on_step, on_evaluation)
+    steps, evaluations = _observers(run, session, heartbeat, on_step, on_evaluation)
     energy = meter_of_run(context) if main else None
     if energy is not None:
-        watch = replace(watch, on_step=call_both(watch.on_step, energy.note))
+        steps.append(energy.note)
     comparison = comparison_of(session, context, run.tell)
     if comparison is not None:
-        watch = replace(
-            watch,
-            on_step=call_both(comparison.note, watch.on_step),
-            on_evaluation=call_both(comparison.between_steps, watch.on_evaluation),
-        )
-    keeping = recorded(watch, session, recipe, run.output)
+        steps.insert(0, comparison.note)
+        evaluations.insert(0, comparison.between_steps)
+    recording = recording_of(session, recipe, run.output)
+    watch = _schedule(
+        run,
+        session,
+        heartbeat,
+        call_all(*steps, recording.step),
+        call_all(*evaluations, recording.evaluation),
+    )
     counting = closing(comparison) if comparison is not None else nullcontext()
-    with counting, advising(helps), watch_notices(session, recipe), keeping as watch:
+    with counting, advising(helps), watch_notices(session, recipe), recording:
         outcome = fit(session, watch)
     heartbeat.beat(session.progress.step, over=True)
     used = energy.totals() if energy is not None else {}
     proofs = {t.name(): asdict(t.check_effect(session)) for t in plan}
     session.finish()
     saved, samples, unsaved = save_all(session, prepared.data, run.output, run.formats)
-    noted = (proofs, used, samples)
-    return _leave(run, session, outcome, noted, (saved, unsaved)) if main else {}
+    if not main:
+        return {}
+    summary = {
+        **outcome.summary(session),
+        "startup_seconds": session.startup_seconds,
+        "saved": None if saved is None else str(saved),
+        "unsaved": unsaved,
+        "plan": session.setup.plan.to_list(),
+        "effective": proofs,
+        "adjusted": adjusted(session),
+        "samples": [asdict(s) for s in samples],
+        "energy": used,
+    }
+    return _leave(run, session, outcome, summary)
 
 
-def _watch(
+def _schedule(
     run: _Run, session: Session, heartbeat: Heartbeat, on_step: OnStep, on_evaluation: OnEvaluation
 ) -> EvaluationSchedule:
-    """Every rank shows its heartbeat; the first writes the lines and keeps the best model."""
-    recipe = run.prepared.recipe
-    heartbeat.beat(session.progress.step)
-    watch = EvaluationSchedule(
-        every_steps=share_of(recipe.eval_every, session.setup.job.schedule.total_steps),
-        patience=recipe.patience,
-        best_by=recipe.best_metric,
-        lower_is_better=recipe.best_metric == "eval_loss",
-        earlier=evaluations_before(session, run.output / EVALUATED, recipe.best_metric)
-        if attempt_number() > 1
-        else (),
-        on_step=lambda metrics: heartbeat.beat(metrics.step),
-        on_evaluation=lambda evaluation: heartbeat.beat(evaluation.step),
-    )
+    """When to evaluate, and that the best model is kept."""
+    recipe, resumes = run.prepared.recipe, attempt_number() > 1
 
     def keep_best(evaluation: Evaluation) -> None:
         heartbeat.beat(evaluation.step)
@@ -336,37 +329,54 @@ def _watch(
         for problem in save_weights(session, run.prepared.data, best, run.formats).problems:
             run.tell(f"warning: {best}: {problem}")
 
-    watch = replace(watch, on_best=keep_best if recipe.eval_every else _silent)
-    is_main = run.prepared.context.world.is_main
-    if is_main and attempt_number() > 1:
-        keep_lines_until(run.output, session.progress.step)
-    lines = LineFiles(run.output, bool(recipe.samples)) if is_main else None
-    if recipe.samples:  # all ranks bring their part of the model
-        sampling = SamplesInTime(run, session, lines)
-        watch = replace(watch, on_evaluation=call_both(watch.on_evaluation, sampling.note))
-    if lines is None:
-        return watch
-    watch = replace(watch, on_step=call_both(watch.on_step, SlowLink(run.tell).note))
-    if run.prepared.context.world.size == 1:
-        watch = replace(watch, on_step=call_both(watch.on_step, BusyMachine(run.tell).note))
-    return replace(
-        watch,
-        on_step=call_both(watch.on_step, call_both(lambda m: lines.step(m.to_dict()), on_step)),
-        on_evaluation=call_both(
-            watch.on_evaluation, call_both(lambda e: lines.evaluation(e.to_dict()), on_evaluation)
-        ),
+    evaluated = run.output / EVALUATED
+    return EvaluationSchedule(
+        every_steps=share_of(recipe.eval_every, session.setup.job.schedule.total_steps),
+        patience=recipe.patience,
+        earlier=evaluations_before(session, evaluated, recipe.best_metric) if resumes else (),
+        on_step=on_step,
+        on_evaluation=on_evaluation,
+        on_best=keep_best if recipe.eval_every else _silent,
+        best_by=recipe.best_metric,
+        lower_is_better=recipe.best_metric == "eval_loss",
     )
 
 
+def _observers(
+    run: _Run, session: Session, heartbeat: Heartbeat, on_step: OnStep, on_evaluation: OnEvaluation
+) -> tuple[list[OnStep], list[OnEvaluation]]:
+    """The functions after each step and evaluation: all ranks have a heartbeat, rank 0 lines."""
+    recipe, world = run.prepared.recipe, run.prepared.context.world
+    heartbeat.beat(session.progress.step)
+    if world.is_main and attempt_number() > 1:
+        keep_lines_until(run.output, session.progress.step)
+
+    def first_step(metrics: StepMetrics) -> None:
+        spent = time.perf_counter() - run.began + session.startup_seconds["imports"]
+        session.startup_seconds.setdefault("until_first_step", spent)
+
+    steps: list[OnStep] = [first_step, lambda metrics: heartbeat.beat(metrics.step)]
+    evaluations: list[OnEvaluation] = [lambda evaluation: heartbeat.beat(evaluation.step)]
+    if recipe.samples:  # all ranks bring their part of the model
+        evaluations.append(SamplesInTime(run, session).note)
+    if world.is_main:
+        metric_lines, loss_lines = LineFile(run.output / METRICS), LineFile(run.output / EVALUATED)
+        steps += [SlowLink(run.tell).note, lambda m: metric_lines.add(m.to_dict())]
+        evaluations.append(lambda e: loss_lines.add(e.to_dict()))
+        if world.size == 1:
+            steps.append(BusyMachine(run.tell).note)
+        steps.append(on_step)
+        evaluations.append(on_evaluation)
+    return steps, evaluations
+
+
 class SamplesInTime:
-    """Writes the answers of each evaluation's model to ``samples.jsonl``.
+    """Writes the answers of each evaluation's model to ``samples.jsonl``, on the first rank."""
 
-    Args:
-        lines: of the first rank; None on the others.
-    """
-
-    def __init__(self, run: _Run, session: Session, lines: LineFiles | None) -> None:
-        self._run, self._session, self._lines = run, session, lines
+    def __init__(self, run: _Run, session: Session) -> None:
+        self._run, self._session = run, session
+        is_main = run.prepared.context.world.is_main
+        self._lines = LineFile(run.output / SAMPLES) if is_main else None
         self._is_over = False
 
     def note(self, evaluation: Evaluation) -> None:
@@ -384,34 +394,17 @@ class SamplesInTime:
                 self._run.tell(f"warning: samples: none can be written in this run: {reason}")
                 return
         for sample in samples:
-            self._lines.sample({"step": evaluation.step, **asdict(sample)})
+            self._lines.add({"step": evaluation.step, **asdict(sample)})
 
 
 def _leave(
-    run: _Run,
-    session: Session,
-    outcome: Outcome,
-    noted: tuple[dict[str, Any], dict[str, Any], Sequence[Sample]],
-    saving: tuple[Path | None, list[str]],
+    run: _Run, session: Session, outcome: Outcome, summary: dict[str, Any]
 ) -> dict[str, Any]:
+    """Adds what doesn't depend on the steps, and writes cards and summary."""
     recipe, context, data = run.prepared.recipe, run.prepared.context, run.prepared.data
-    output = run.output
-    seconds = outcome.seconds
-    proofs, energy, samples = noted
-    saved, unsaved = saving
-    summary = {
-        **outcome.summary(session),
-        "startup_seconds": session.startup_seconds,
-        "saved": None if saved is None else str(saved),
-        "unsaved": unsaved,
-        "plan": session.setup.plan.to_list(),
-        "effective": proofs,
-        "adjusted": adjusted(session),
-        "samples": [asdict(s) for s in samples],
-        "cost": cost_of(
-            recipe.price, seconds, outcome.tokens(session), context.world.size, energy["kwh"]
-        ),
-        "energy": energy,
+    tokens, kwh = outcome.tokens(session), summary["energy"]["kwh"]
+    summary |= {
+        "cost": cost_of(recipe.price, outcome.seconds, tokens, context.world.size, kwh),
         "corpus_sha256": data.note.corpus_sha256,
         "rejected": len(data.note.rejected),
         "hardware": asdict(context.hardware),
@@ -419,12 +412,12 @@ def _leave(
         "versions": dict(context.versions),
         "seed": recipe.seed,
     }
-    for folder in output.glob(f"{form(session)}*"):
+    for folder in run.output.glob(f"{form(session)}*"):
         try:
             write_card(folder, recipe.model_dump(mode="json"), summary)
         except Exception as error:  # a card isn't worth a finished training's summary
-            unsaved.append(f"{folder / CARD} couldn't be written: {error}")
-    write_summary(output / "summary.json", summary)
+            summary["unsaved"].append(f"{folder / CARD} couldn't be written: {error}")
+    write_summary(run.output / "summary.json", summary)
     return summary
 
 

@@ -13,14 +13,15 @@ from typing import Any
 
 from hasten.recipe.importers import sharding
 from hasten.recipe.importers.draft import (
+    ROWS,
     Handler,
     RecipeDraft,
     default_of,
     drafted,
-    implied,
     is_off,
-    later,
     named,
+    needless,
+    positive,
     table,
     whole_number,
 )
@@ -286,7 +287,7 @@ def _type(
                 draft.row(f"{key}.{name}", item, "unmapped", explanation)
         return
     name = str(kind or "").split(":")[0].partition(".")[0]
-    if is_off(kind) or (name in SHAPES and name != "alpaca"):
+    if is_off(kind) or name in SHAPES:
         return
     prompt = PROMPTS.get(str(kind))
     if prompt and _types(draft) <= {*PROMPTS, "completion"}:
@@ -339,35 +340,9 @@ def own_template(draft: RecipeDraft, key: str, setting: Any) -> None:
         draft.note(key, "unmapped", "write it into a .jinja file and name it as chat_template")
 
 
-PROMPTS: Mapping[str, str] = {
-    "alpaca": "alpaca"
-}  # examples whose prompt is written without a template
+PROMPTS: Mapping[str, str] = {"alpaca": "alpaca"}  # prompts that are written without a template
 # Its names of templates whose text is the same on dialogues with and without a system text.
-TEMPLATES: Mapping[str, str] = {
-    "alpaca": "alpaca-chat",
-    "aya": "cohere",
-    "chatml": "chatml",
-    "cohere": "cohere",
-    "deepseek_v2": "deepseek-v2.5",
-    "deepseek_v3": "deepseek-v3",
-    "falcon_h1": "falcon-h1",
-    "gemma": "gemma",
-    "gemma3": "gemma",
-    "gemma3n": "gemma",
-    "gemma4": "gemma4",
-    "gemma4_unified": "gemma4",
-    "llama3": "llama3",
-    "llama4": "llama4",
-    "mistral_v1": "mistral-v1",
-    "mistral_v2v3": "mistral-v3",
-    "mistral_v3_tekken": "mistral-v3-tekken",
-    "nemotron_h": "chatml",
-    "phi_3": "phi3",
-    "phi_35": "phi3.5",
-    "qwen3": "qwen3",
-    "qwen3_5": "qwen3",
-    "qwen_25": "qwen2.5",
-}
+TEMPLATES: Mapping[str, str] = ROWS["axolotl"]["templates"]
 BUT = {  # the same text, except for
     "qwen3_5": "tools are written in another way there",
     "mistral_v2v3": "a system text is left out there; here it is in the first question",
@@ -432,11 +407,6 @@ def tokens(draft: RecipeDraft, key: str, value: Any) -> None:
         draft.note(key, "needless", "padding isn't trained")
 
 
-def patience(draft: RecipeDraft, key: str, value: Any) -> None:
-    if value:
-        draft.say(key, "patience", whole_number(value))
-
-
 def saves_per_epoch(draft: RecipeDraft, key: str, value: Any) -> None:
     if value:
         explanation = "set checkpoint_every: dynamic, or a number of steps"
@@ -466,8 +436,6 @@ KEYS: dict[str, Handler] = (
     | table("axolotl")
     | {
         "warmup_steps": warmup,
-        "load_in_8bit": implied("lora_base", "int8"),
-        "load_in_4bit": implied("lora_base", "nf4"),
         "bnb_config_kwargs": four_bits,
         "datasets": datasets,
         "pretraining_dataset": pretraining,
@@ -477,12 +445,8 @@ KEYS: dict[str, Handler] = (
         "excess_length_strategy": too_long,
         "adapter": adapter,
         "lora_target_modules": targets,
-        "lora_target_linear": implied("lora_targets", "all-linear"),
         "sample_packing": packing,
         "batch_flattening": examples_kept,
-        "micro_batch_size": later,
-        "gradient_accumulation_steps": later,
-        "batch_size": later,
         "num_epochs": epochs,
         "lr_scheduler": schedule,
         "optimizer": TRAINING["optim"],
@@ -490,18 +454,13 @@ KEYS: dict[str, Handler] = (
         "gradient_checkpointing": activation_checkpointing,
         "bfloat16": pure("bf16"),
         "float16": pure("fp16"),
-        "float32": lambda draft, key, value: draft.note(key, "needless", "weights are float32"),
+        "float32": needless("weights are float32"),
         "special_tokens": tokens,
-        "early_stopping_patience": patience,
+        "early_stopping_patience": positive("patience"),
         "evals_per_epoch": per_epoch,
         "saves_per_epoch": saves_per_epoch,
         "plugins": plugins,
         "dp_shard_size": shards,
-        "wandb_project": implied("log_to", ["wandb"]),
-        "use_wandb": implied("log_to", ["wandb"]),
-        "use_mlflow": implied("log_to", ["mlflow"]),
-        "mlflow_tracking_uri": implied("log_to", ["mlflow"]),
-        "use_tensorboard": implied("log_to", ["tensorboard"]),
         "tokenizer_config": named("tokenizer"),
         "fsdp": sharding.fsdp_options,
         "fsdp_config": sharding.config(lambda settings: True),

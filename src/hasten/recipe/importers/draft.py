@@ -183,6 +183,16 @@ def named(name: str, kind: Callable[[Any], Any] | None = None) -> Handler:
     return handle
 
 
+def positive(name: str) -> Handler:
+    """A whole number that the recipe has too; 0 is off."""
+
+    def handle(draft: RecipeDraft, key: str, value: Any) -> None:
+        if value:
+            draft.say(key, name, whole_number(value))
+
+    return handle
+
+
 def needless(explanation: str) -> Handler:
     """A key that changes nothing here, and why."""
     return lambda draft, key, value: draft.note(key, "needless", explanation)
@@ -200,12 +210,8 @@ def unmapped(explanation: str, off: tuple[Any, ...] = ()) -> Handler:
     """A handler for an unsupported key; values that are off, or in ``off``, need nothing."""
 
     def handle(draft: RecipeDraft, key: str, value: Any) -> None:
-        is_requested = not is_off(value) and value not in off
-        draft.note(
-            key,
-            "unmapped" if is_requested else "needless",
-            explanation if is_requested else "it is off",
-        )
+        if not is_off(value) and value not in off:
+            draft.note(key, "unmapped", explanation)  # else drafted() notes that it is off
 
     return handle
 
@@ -242,6 +248,12 @@ def implied(name: str, meant: Any) -> Handler:
 ROWS = json.loads(Path(__file__).with_name("keys.json").read_text(encoding="utf-8"))
 
 
+def names_of(value: Any, separator: str | None = ",") -> list[str]:
+    """Names in a list, or in one text between separators; None: blanks."""
+    parts = value.split(separator) if isinstance(value, str) else value or ()
+    return [name for part in parts if (name := str(part).strip())]
+
+
 def whole_number(value: Any) -> int:
     """A whole number, also one that is written as 8.0 or "8".
 
@@ -269,7 +281,9 @@ def table(name: str) -> dict[str, Handler]:
     for kind, handler in kinds.items():
         for explanation, keys in rows.get(kind, {}).items():
             handlers |= {key: handler(explanation) for key in keys}
+    handlers |= dict.fromkeys(rows.get("later", ()), later)
     handlers |= {key: switch(technique) for key, technique in rows.get("switch", {}).items()}
+    handlers |= {key: implied(*meant) for key, meant in rows.get("implied", {}).items()}
     for key, (meant, *types) in rows.get("named", {}).items():
         handlers[key] = named(meant, *(KINDS[kind] for kind in types))
     return handlers

@@ -13,11 +13,12 @@ from typing import Any
 from hasten.recipe.importers import sharding
 from hasten.recipe.importers.draft import (
     LEFT_OUT,
+    ROWS,
     Handler,
     RecipeDraft,
     drafted,
-    implied,
-    later,
+    names_of,
+    positive,
     switch,
     table,
     whole_number,
@@ -27,9 +28,12 @@ from hasten.recipe.importers.training import (
     TRAINING,
     batch,
     four_bits,
+    lora_targets,
     packed_rows,
     pure,
+    quantised,
     resolve_batch,
+    say_sources,
     share_or_count,
 )
 
@@ -49,45 +53,7 @@ TOOL_DEFAULTS = {
     "disable_gradient_checkpointing": False,
 }
 # Its names of formats whose text is the same on dialogues with and without a system text.
-TEMPLATES: Mapping[str, str] = {
-    "alpaca": "alpaca-llamafactory",
-    "chatml": "chatml",
-    "cpm4": "falcon-h1",
-    "deepseek": "deepseek-llm-llamafactory",
-    "deepseek3": "deepseek-v3",
-    "deepseekcoder": "deepseek-coder",
-    "deepseekr1": "deepseek-r1-thoughts",
-    "default": "default-llamafactory",
-    "falcon": "falcon",
-    "falcon_h1": "falcon-h1",
-    "gemma": "gemma",
-    "gemma3": "gemma",
-    "gemma3n": "gemma",
-    "glm4": "glm4",
-    "granite3": "granite3",
-    "intern2": "internlm2",
-    "llama2": "llama2-llamafactory",
-    "llama3": "llama3",
-    "llama4": "llama4",
-    "ministral": "mistral-v3-tekken",
-    "ministral3": "mistral-v3-tekken",
-    "mistral": "mistral-v3",
-    "mistral_small": "mistral-v7",
-    "phi": "phi3.5",
-    "phi_small": "phi3.5",
-    "phi4": "phi4",
-    "qwen": "qwen2.5",
-    "qwen3": "qwen3-thoughts",
-    "qwen3_5": "qwen3-thoughts",
-    "qwen3_5_nothink": "qwen3-nothink",
-    "qwen3_6": "qwen3-thoughts",
-    "qwen3_nothink": "qwen3-nothink",
-    "smollm": "chatml",
-    "smollm2": "smollm2",
-    "vicuna": "vicuna-llamafactory",
-    "yi": "chatml",
-    "zephyr": "zephyr-llamafactory",
-}
+TEMPLATES: Mapping[str, str] = ROWS["llama_factory"]["templates"]
 WITHOUT_THOUGHTS = dict.fromkeys(("qwen3", "qwen3_5", "qwen3_6"), "qwen3-empty-thoughts")
 OTHER_TOOLS = ("qwen3_5", "qwen3_5_nothink", "qwen3_6")  # the same text, but for tools
 
@@ -166,33 +132,24 @@ def what_learns(draft: RecipeDraft, key: str, value: Any) -> None:
         draft.values["finetuning_type"] = value
 
 
-def targets(draft: RecipeDraft, key: str, value: Any) -> None:
-    names = [n.strip() for n in value.split(",")] if isinstance(value, str) else list(value or [])
-    if names:
-        draft.say(key, "lora_targets", "all-linear" if "all" in names else names)
-
-
 def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
     """Maps names to entries of dataset_info.json; a name with a file suffix is a file.
 
     ``max_samples`` takes only the first examples of each data set.
     """
-    names = [n.strip() for n in value.split(",")] if isinstance(value, str) else list(value or [])
-    folder = str(draft.source.get("dataset_dir") or "data")
+    names, folder = names_of(value), str(draft.source.get("dataset_dir") or "data")
     if folder == "ONLINE" or folder.startswith("REMOTE:"):
         explanation = "data sets by a hub's list: name them as owner/name"
         draft.row("dataset_dir", folder, "unmapped", explanation)
     info = Path(folder) / "dataset_info.json"
-    sources: list[Any] = [n if Path(n).suffix else f"{info}:{n}" for n in map(str, names) if n]
+    sources: list[Any] = [n if Path(n).suffix else f"{info}:{n}" for n in names]
     if folder == "ONLINE":
-        sources = [str(name) for name in names]
+        sources = [*names]
     most = draft.source.get("max_samples")
     if most is not None:
         sources = [{"path": path, "max_examples": whole_number(most)} for path in sources]
         draft.note("max_samples", "mapped", "max_examples of each data set, the first ones")
-    if sources:
-        one = len(sources) == 1 and isinstance(sources[0], str)
-        draft.say(key, "dataset", sources[0] if one else sources)
+    say_sources(draft, key, sources)
 
 
 def template(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -208,21 +165,6 @@ def template(draft: RecipeDraft, key: str, value: Any) -> None:
     elif value is not None:
         explanation = f"hasten has no template {value!r}: give it as a .jinja file (chat_template)"
         draft.note(key, "unmapped", explanation)
-
-
-def quantised(draft: RecipeDraft, key: str, value: Any) -> None:
-    if not value:
-        return
-    base = {4: "nf4", 8: "int8"}.get(whole_number(value))
-    if base is None:
-        draft.note(key, "unmapped", "a frozen base has 4 or 8 bits")
-    else:
-        draft.say(key, "lora_base", base)
-
-
-def workers(draft: RecipeDraft, key: str, value: Any) -> None:
-    if value:
-        draft.say(key, "data_workers", whole_number(value))
 
 
 def stored_activations(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -249,7 +191,7 @@ def eval_data(draft: RecipeDraft, key: str, value: Any) -> None:
 
 
 def eval_dataset(draft: RecipeDraft, key: str, value: Any) -> None:
-    names = [n.strip() for n in value.split(",")] if isinstance(value, str) else list(value or [])
+    names = names_of(value)
     if len(names) == 1:
         folder = Path(str(draft.source.get("dataset_dir") or "data"))
         path = names[0] if Path(names[0]).suffix else f"{folder / 'dataset_info.json'}:{names[0]}"
@@ -265,26 +207,19 @@ KEYS: dict[str, Handler] = (
         "stage": stage,
         "do_train": trains,
         "finetuning_type": what_learns,
-        "lora_target": targets,
+        "lora_target": lora_targets("all"),
         "quantization_bit": quantised,
         "quantization_type": four_bits,
         "dataset": datasets,
-        "max_samples": later,
         "template": template,
-        "preprocessing_num_workers": workers,
-        "packing": later,
-        "neat_packing": later,
+        "preprocessing_num_workers": positive("data_workers"),
         "val_size": eval_data,
         "eval_dataset": eval_dataset,
-        "per_device_train_batch_size": later,
-        "gradient_accumulation_steps": later,
         "disable_gradient_checkpointing": stored_activations,
         "pure_bf16": pure("bf16"),
         "use_muon": switch("muon"),
         "fp8": switch("float8"),
         "enable_thinking": thinking,
-        "train_on_prompt": implied("loss_on", "everything"),
-        "mask_history": implied("loss_on", "last_answer"),
         "fsdp": sharding.fsdp_options,
         "fsdp_config": sharding.config(lambda settings: bool(settings.get("fsdp"))),
     }

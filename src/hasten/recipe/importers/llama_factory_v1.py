@@ -17,7 +17,7 @@ from hasten.recipe.importers.draft import (
     RecipeDraft,
     drafted,
     is_off,
-    later,
+    switch,
     table,
     whole_number,
 )
@@ -28,7 +28,9 @@ from hasten.recipe.importers.training import (
     examples_kept,
     found_file,
     half,
+    lora_targets,
     packed_rows,
+    quantised,
     resolve_batch,
     schedule,
 )
@@ -105,9 +107,7 @@ def adapter(draft: RecipeDraft, key: str, value: Any) -> None:
     draft.say(key, "lora_rank", whole_number(settings.pop("r", 8)))
     draft.say(key, "lora_alpha", whole_number(settings.pop("lora_alpha", 16)))
     draft.say(key, "lora_dropout", float(settings.pop("lora_dropout", 0.05)))
-    targets = settings.pop("target_modules", "all")
-    names = [t.strip() for t in targets.split(",")] if isinstance(targets, str) else list(targets)
-    draft.say(key, "lora_targets", "all-linear" if "all" in names else names)
+    lora_targets("all")(draft, key, settings.pop("target_modules", "all"))
     draft.say(key, "lora_rslora", bool(settings.pop("use_rslora", False)))
     draft.say(key, "lora_dora", bool(settings.pop("use_dora", False)))
     other_settings(draft, key, settings)
@@ -141,14 +141,9 @@ def kernels(draft: RecipeDraft, key: str, value: Any) -> None:
         draft.note(key, "needless", "the plan chooses kernels")
 
 
-def quantised(draft: RecipeDraft, key: str, value: Any) -> None:
+def quantised_base(draft: RecipeDraft, key: str, value: Any) -> None:
     settings = dict(value or {})
-    bits = settings.get("quantization_bit")
-    base = {4: "nf4", 8: "int8"}.get(whole_number(bits)) if bits else None
-    if base:
-        draft.say(key, "lora_base", base)
-    elif settings:
-        draft.note(key, "unmapped", "a frozen base has 4 or 8 bits (lora_base)")
+    quantised(draft, key, settings.get("quantization_bit") or settings)
 
 
 def optimizer(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -177,11 +172,6 @@ def scheduler(draft: RecipeDraft, key: str, value: Any) -> None:
     if steps:
         TRAINING["warmup_steps"](draft, key, steps)
     other_settings(draft, key, settings)
-
-
-def activation_checkpointing(draft: RecipeDraft, key: str, value: Any) -> None:
-    if value is True:
-        draft.use(key, "activation_checkpointing")
 
 
 def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -229,15 +219,12 @@ KEYS: dict[str, Handler] = table("llama_factory_v1") | {
     **{key: TRAINING[key] for key in ("num_train_epochs", "max_steps", "max_grad_norm")},
     **{key: TRAINING[key] for key in ("save_steps", "resume_from_checkpoint", "adam_beta1")},
     "train_dataset": datasets,
-    "micro_batch_size": later,
-    "global_batch_size": later,
-    "batching_strategy": later,
     "bf16": half("bf16"),
     "peft_config": adapter,
     "dist_config": layout,
     "kernel_config": kernels,
-    "quant_config": quantised,
+    "quant_config": quantised_base,
     "optim_config": optimizer,
     "lr_scheduler_config": scheduler,
-    "enable_activation_checkpointing": activation_checkpointing,
+    "enable_activation_checkpointing": switch("activation_checkpointing", on=(True,)),
 }

@@ -14,9 +14,9 @@ from hasten.recipe.importers.draft import (
     Handler,
     RecipeDraft,
     drafted,
-    is_off,
-    later,
     named,
+    names_of,
+    switch,
     table,
     whole_number,
 )
@@ -28,8 +28,11 @@ from hasten.recipe.importers.training import (
     examples_kept,
     four_bits,
     half,
+    lora_targets,
     packed_rows,
+    quantised,
     resolve_batch,
+    say_sources,
     share_or_count,
     steps,
     warmup,
@@ -127,17 +130,10 @@ def packing(draft: RecipeDraft) -> None:
         examples_kept(draft, "padding_free", True)
 
 
-def tuner(draft: RecipeDraft, key: str, value: Any) -> None:
-    """Others than these two are refused before a key is read."""
-    if value is not None:
-        draft.say(key, "finetuning_type", value)
-
-
 def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
     """``ID_OR_PATH:SUBSET#COUNT``, as text or list; a count takes so many examples."""
-    names = value.split() if isinstance(value, str) else list(value or ())
     sources: list[Any] = []
-    for name in map(str, names):
+    for name in names_of(value, None):
         path, _, count = name.partition("#")
         if ":" in path and not path.startswith(("/", ".")):
             path += ":train"  # a subset, of which the split train is read
@@ -145,9 +141,7 @@ def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
         if "#" in name:
             explanation = f"the first {count} examples of {path}; there they are drawn"
             draft.row(f"{key}: {name}", name, "unmapped", explanation)
-    if sources:
-        one = len(sources) == 1 and isinstance(sources[0], str)
-        draft.say(key, "dataset", sources[0] if one else sources)
+    say_sources(draft, key, sources)
 
 
 def eval_file(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -170,12 +164,6 @@ def too_long(draft: RecipeDraft, key: str, value: Any) -> None:
         draft.say(key, "too_long", TRUNCATION[value])
     elif value is not None:
         draft.note(key, "unmapped", "examples are cut at their end, split or dropped")
-
-
-def targets(draft: RecipeDraft, key: str, value: Any) -> None:
-    names = value.split() if isinstance(value, str) else list(value or ())
-    if names:
-        draft.say(key, "lora_targets", "all-linear" if "all-linear" in names else names)
 
 
 def zero(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -201,19 +189,6 @@ def template(draft: RecipeDraft, key: str, value: Any) -> None:
         draft.note(key, "unmapped", explanation)
 
 
-def quantised(draft: RecipeDraft, key: str, value: Any) -> None:
-    base = {"4": "nf4", "8": "int8"}.get(str(value))
-    if base:
-        draft.say(key, "lora_base", base)
-    elif not is_off(value):
-        draft.note(key, "unmapped", "a frozen base has 4 or 8 bits")
-
-
-def recomputed(draft: RecipeDraft, key: str, value: Any) -> None:
-    if value in (True, "full", "selective"):
-        draft.use(key, "activation_checkpointing")
-
-
 def chat(draft: RecipeDraft, key: str, value: Any) -> None:
     if value is False:
         draft.note(key, "unmapped", "a dialogue is always written by a chat template")
@@ -223,17 +198,14 @@ KEYS: dict[str, Handler] = (
     TRAINING
     | table("ms_swift")
     | {
-        "tuner_type": tuner,
-        "train_type": tuner,
+        "tuner_type": named("finetuning_type"),  # others are refused before a key is read
+        "train_type": named("finetuning_type"),
         "dataset": datasets,
         "val_dataset": eval_file,
         "split_dataset_ratio": share_or_count,
         "torch_dtype": precision,
-        "packing": later,
-        "padding_free": later,
-        "packing_length": later,
         "truncation_strategy": too_long,
-        "target_modules": targets,
+        "target_modules": lora_targets("all-linear", None),
         "target_regex": named("lora_targets"),
         "use_rslora": named("lora_rslora", bool),
         "use_dora": named("lora_dora", bool),
@@ -243,17 +215,12 @@ KEYS: dict[str, Handler] = (
         "use_chat_template": chat,
         "loss_scale": scale,
         "deepspeed": zero,
-        "per_device_train_batch_size": later,
-        "gradient_accumulation_steps": later,
-        "micro_batch_size": later,
-        "global_batch_size": later,
         "train_iters": steps,
         "lr": named("learning_rate", float),
         "lr_warmup_fraction": warmup,
         "lr_warmup_iters": warmup,
-        "min_lr": later,
         "lr_decay_style": TRAINING["lr_scheduler_type"],
-        "recompute_granularity": recomputed,
+        "recompute_granularity": switch("activation_checkpointing", on=(True, "full", "selective")),
         "use_liger_kernel": TRAINING["use_liger_kernel"],
         "fsdp": sharding.fsdp_options,
     }

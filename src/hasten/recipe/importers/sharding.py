@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hasten.recipe.importers.draft import RecipeDraft
+from hasten.recipe.importers.draft import ROWS, RecipeDraft
 
 FULL, GRADIENTS_ONLY, NONE = "full_shard", "shard_grad_op", "no_shard"
 NUMBERS = {
@@ -20,28 +20,8 @@ NUMBERS = {
     "5": "hybrid_shard_zero2",
 }
 COPIES = "one sharded copy a host is `fsdp2: {replicas: N}` in the plan, N being the hosts"
-BY_LAYER = "blocks are sharded one by one (layout: fsdp2)"
-FULL_STATE = "weights are saved in full, and read on any number of ranks"
-ALWAYS = "fsdp2 does it"
-ONE_BUILDS = "one rank of a host builds the model and sends the others their part"
-NEEDLESS = {
-    "auto_wrap": BY_LAYER,
-    "auto_wrap_policy": BY_LAYER,
-    "transformer_layer_cls_to_wrap": BY_LAYER,
-    "transformer_cls_names_to_wrap": BY_LAYER,
-    "min_num_params": BY_LAYER,
-    "wrap_policy": BY_LAYER,
-    "backward_prefetch": ALWAYS,
-    "backward_prefetch_policy": ALWAYS,
-    "forward_prefetch": ALWAYS,
-    "limit_all_gathers": ALWAYS,
-    "use_orig_params": ALWAYS,
-    "sync_module_states": ONE_BUILDS,
-    "cpu_ram_efficient_loading": ONE_BUILDS,
-    "state_dict_type": FULL_STATE,
-    "final_state_dict_type": FULL_STATE,
-    "version": "fsdp2 is PyTorch's second one",
-    "pin_memory": "memory that a GPU copies from is always pinned",
+NEEDLESS: Mapping[str, str] = {
+    key: why for why, keys in ROWS["sharding"]["needless"].items() for key in keys
 }
 
 

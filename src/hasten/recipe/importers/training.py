@@ -15,6 +15,7 @@ from hasten.recipe.importers.draft import (
     Handler,
     RecipeDraft,
     is_off,
+    names_of,
     switch,
     table,
     whole_number,
@@ -37,6 +38,9 @@ INT8 = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit")
 WRITERS = ("tensorboard", "wandb", "mlflow")
 BETAS = [0.9, 0.999]  # what the other trainers take where the file says nothing
 EPSILON = 1e-8
+FORMATS = {"autocast", "bf16_master_weights"}
+ANOTHER_FORMAT = "another number format is on already, which is kept"
+COUNT_STEPS = "set checkpoint_every in steps, or dynamic; `hasten check` counts the steps"
 LOGGING_STEPS = 500
 # What a TrainingArguments of the other tools does where a key is left out.
 DEFAULTS: dict[str, Any] = {
@@ -70,14 +74,14 @@ def schedule(draft: RecipeDraft, key: str, value: Any) -> None:
     if schedule_name is None:
         available = ", ".join(sorted(set(SCHEDULES.values())))
         draft.note(key, "unmapped", f"there is no schedule {value!r}; hasten has {available}")
-    else:
-        draft.say(key, "lr_schedule", schedule_name)
-        if schedule_name == "wsd":
-            explanation = (
-                "wsd falls linearly over the last tenth of all steps; there by a cosine, over "
-                "num_decay_steps (LLaMA-Factory: two thirds of the steps)"
-            )
-            draft.note(key, "unmapped", explanation)
+        return
+    draft.say(key, "lr_schedule", schedule_name)
+    if schedule_name == "wsd":
+        explanation = (
+            "wsd falls linearly over the last tenth of all steps; there by a cosine, over "
+            "num_decay_steps (LLaMA-Factory: two thirds of the steps)"
+        )
+        draft.note(key, "unmapped", explanation)
 
 
 def schedule_settings(draft: RecipeDraft, key: str, written: Any) -> None:
@@ -108,8 +112,7 @@ def optimizer(draft: RecipeDraft, key: str, value: Any) -> None:
     if value in ADAMW:
         draft.note(key, "mapped", "AdamW is the optimizer where the plan names none")
     elif value in PAGED:
-        explanation = "AdamW with 32-bit moments; they stay on the device"
-        draft.note(key, "mapped", explanation)
+        draft.note(key, "mapped", "AdamW with 32-bit moments; they stay on the device")
     elif value in INT8:
         draft.use(key, "compact_adamw", {"moments": "int8"})
     elif value == "muon":
@@ -124,10 +127,9 @@ def beta(index: int) -> Handler:
     def handle(draft: RecipeDraft, key: str, value: Any) -> None:
         betas = list(draft.values.get("adam_betas", BETAS))
         betas[index] = BETAS[index] if value is None else float(value)
-        explanation = f"adam_betas: {betas}"
         draft.values["adam_betas"] = betas
         draft.why["adam_betas"] = f"{draft.tool}'s default" if draft.at_default else key
-        draft.note(key, "mapped", explanation)
+        draft.note(key, "mapped", f"adam_betas: {betas}")
 
     return handle
 
@@ -150,10 +152,9 @@ def half(dtype: str) -> Handler:
     def handle(draft: RecipeDraft, key: str, value: Any) -> None:
         if value not in (True, "auto", "full", "true"):
             return
-        if "autocast" in draft.techniques or "bf16_master_weights" in draft.techniques:
+        if draft.techniques & FORMATS:
             if not draft.at_default:
-                explanation = "another number format is on already, which is kept"
-                draft.note(key, "contradicts", explanation)
+                draft.note(key, "contradicts", ANOTHER_FORMAT)
         else:
             draft.use(key, "autocast", {"dtype": dtype})
 
@@ -166,8 +167,8 @@ def pure(dtype: str) -> Handler:
     def handle(draft: RecipeDraft, key: str, value: Any) -> None:
         if value not in (True, "auto", "true"):
             return
-        if draft.techniques & {"autocast", "bf16_master_weights"}:
-            draft.note(key, "contradicts", "another number format is on already, which is kept")
+        if draft.techniques & FORMATS:
+            draft.note(key, "contradicts", ANOTHER_FORMAT)
         elif dtype == "bf16":
             draft.add("bf16_master_weights")
             draft.note(key, "mapped", "plan: bf16_master_weights; float32 masters are kept too")
@@ -186,6 +187,32 @@ def writers(draft: RecipeDraft, key: str, value: Any) -> None:
     unsupported = [w for w in requested if w not in (*WRITERS, "none", "all", None)]
     if unsupported:
         draft.note(key, "unmapped", f"hasten doesn't write to {', '.join(map(str, unsupported))}")
+
+
+def quantised(draft: RecipeDraft, key: str, value: Any) -> None:
+    """The bits of a frozen base."""
+    base = {"4": "nf4", "8": "int8"}.get(str(value).removesuffix(".0"))
+    if base:
+        draft.say(key, "lora_base", base)
+    elif not is_off(value):
+        draft.note(key, "unmapped", "a frozen base has 4 or 8 bits (lora_base)")
+
+
+def lora_targets(all_linear: str, separator: str | None = ",") -> Handler:
+    """Names of modules; the word ``all_linear`` among them means all linear layers."""
+
+    def handle(draft: RecipeDraft, key: str, value: Any) -> None:
+        if names := names_of(value, separator):
+            draft.say(key, "lora_targets", "all-linear" if all_linear in names else names)
+
+    return handle
+
+
+def say_sources(draft: RecipeDraft, key: str, sources: list[Any]) -> None:
+    """The recipe's data sets; one without settings is a text."""
+    one = len(sources) == 1 and isinstance(sources[0], str)
+    if sources:
+        draft.say(key, "dataset", sources[0] if one else sources)
 
 
 activation_checkpointing = switch(
@@ -262,16 +289,14 @@ def saves(draft: RecipeDraft, key: str, value: Any) -> None:
     elif number >= 1:
         draft.say(key, "checkpoint_every", whole_number(number))
     elif number > 0:
-        explanation = "set checkpoint_every in steps, or dynamic; `hasten check` counts the steps"
-        draft.note(key, "unmapped", explanation)
+        draft.note(key, "unmapped", COUNT_STEPS)
     else:
         draft.note(key, "needless", "the model is saved at the end")
 
 
 def save_strategy(draft: RecipeDraft, key: str, value: Any) -> None:
     if value in ("epoch", "best"):
-        explanation = "set checkpoint_every in steps, or dynamic; `hasten check` counts the steps"
-        draft.note(key, "unmapped", explanation)
+        draft.note(key, "unmapped", COUNT_STEPS)
     else:
         draft.note(key, "needless", "checkpoint_every decides")
 

@@ -15,10 +15,9 @@ from hasten.recipe.importers.draft import (
     Handler,
     RecipeDraft,
     drafted,
-    implied,
     is_off,
-    later,
     named,
+    needless,
     table,
     whole_number,
 )
@@ -54,7 +53,6 @@ TRL_DEFAULTS = {
     "gradient_checkpointing": True,
     "bf16|fp16": True,
 }
-STRATEGIES = {"bfd": "", "bfd_split": "split"}  # others cut examples where a row ends
 
 
 def is_script(source: Mapping[str, Any]) -> bool:
@@ -240,29 +238,12 @@ def precision(draft: RecipeDraft, key: str, value: Any) -> None:
         draft.note(key, "needless", "weights are float32")
 
 
-def stopped_shuffle(draft: RecipeDraft, key: str, value: Any) -> None:
-    draft.note(key, "needless", "examples are shuffled each epoch, as by Trainer")
-
-
 KEYS: dict[str, Handler] = (
     TRAINING
     | table("training_arguments")
     | {
-        "per_device_train_batch_size": later,
-        "gradient_accumulation_steps": later,
-        "packing": later,
-        "packing_strategy": later,
-        "padding_free": later,
-        "assistant_only_loss": later,
-        "completion_only_loss": later,
         "dataset_name": dataset,
         "train_file": dataset,
-        "dataset_config_name": later,
-        "max_train_samples": later,
-        "block_size": later,
-        "dataset_config": later,
-        "dataset_test_split": later,
-        "dataset_train_split": later,
         "datasets": mixture,
         "dataset_text_field": text_field,
         "max_length": length,
@@ -270,14 +251,11 @@ KEYS: dict[str, Handler] = (
         "loss_type": loss,
         "dtype": precision,
         "torch_dtype": precision,
-        "use_peft": implied("finetuning_type", "lora"),
         "lora_target_modules": targets,
-        "load_in_8bit": implied("lora_base", "int8"),
-        "load_in_4bit": implied("lora_base", "nf4"),
         "bnb_4bit_quant_type": four_bits,
         "use_rslora": named("lora_rslora", bool),
         "use_dora": named("lora_dora", bool),
-        "shuffle_dataset": stopped_shuffle,
+        "shuffle_dataset": needless("examples are shuffled each epoch, as by Trainer"),
         "fsdp": sharding.fsdp_options,
         "fsdp_config": sharding.config(lambda settings: bool(settings.get("fsdp"))),
     }

@@ -25,15 +25,10 @@ class Half(CompressesGradients):
 
     auto = "try"
     fidelity = Fidelity.ROUNDING
-    dtype: str = knob("bf16", "format of a number that travels", choices=("bf16", "fp16"))
+    dtype: str = knob("bf16", "format of a number that travels", only=("bf16", "fp16"))
     minimum: int = setting(4096, SMALL)
-    check_every: int = setting(100, CHECK)
+    check_every: int = setting(100, CHECK, least=0)
     scope: str = setting("all", SCOPE)
-
-    def __post_init__(self) -> None:
-        if self.dtype not in ("bf16", "fp16"):
-            raise ValueError(f"dtype is {self.dtype!r}; it must be bf16 or fp16")
-        super().__post_init__()
 
     @property
     def method(self) -> dict[str, Any]:
@@ -48,16 +43,11 @@ class Quantised(CompressesGradients):
     """Gradients travel in 8 or 4 bits, and what they leave out returns in the next step."""
 
     auto = "try"
-    bits: int = knob(8, "of a number that travels", choices=(8, 4))
+    bits: int = knob(8, "of a number that travels", only=(8, 4))
     dense_share: float = setting(0.0, DENSE)
     minimum: int = setting(4096, SMALL)
-    check_every: int = setting(100, CHECK)
+    check_every: int = setting(100, CHECK, least=0)
     scope: str = setting("all", SCOPE)
-
-    def __post_init__(self) -> None:
-        if self.bits not in (8, 4):
-            raise ValueError(f"bits is {self.bits}; it must be 8 or 4")
-        super().__post_init__()
 
     @property
     def method(self) -> dict[str, Any]:
@@ -76,16 +66,13 @@ class TopK(CompressesGradients):
     momentum: float = setting(0.0, "Deep Gradient Compression's correction, for plain SGD; 0: none")
     dense_share: float = setting(0.1, DENSE)
     minimum: int = setting(4096, SMALL)
-    check_every: int = setting(100, CHECK)
+    check_every: int = setting(100, CHECK, least=0)
     scope: str = setting("all", SCOPE)
 
     @property
     def method(self) -> dict[str, Any]:
-        return {
-            "sparsity_method": "topk",
-            "compression_ratio": self.ratio,
-            "momentum": self.momentum,
-        }
+        settings = {"compression_ratio": self.ratio, "momentum": self.momentum}
+        return {"sparsity_method": "topk", **settings}
 
     def forecast(self, context: JobContext) -> Forecast:
         # Three bytes for what is kept, from every rank to every other.
@@ -101,7 +88,7 @@ class PowerSGD(CompressesGradients):
     rank: int = knob(16, "columns of a factor", low=1, high=128, log=True)
     dense_share: float = setting(0.1, DENSE)
     minimum: int = setting(4096, SMALL)
-    check_every: int = setting(100, CHECK)
+    check_every: int = setting(100, CHECK, least=0)
     scope: str = setting("all", SCOPE)
 
     @property

@@ -22,14 +22,15 @@ from hasten.core.session import Session
 from hasten.core.setup import Communication, Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Claim, EffectCheck, Fidelity, Technique
-from hasten.errors import InputError
+from hasten.errors import InputError, as_input_error
 from hasten.parts.comm.compression_settings import CompressionSettings
 from hasten.parts.comm.exchange import CommunicationError
 from hasten.parts.comm.gradient_compressor import GradientCompressor
 from hasten.parts.distributed.compressed_shards import CopiedShards, ShardedGradients
 from hasten.parts.distributed.fsdp import why_not
 from hasten.parts.distributed.mesh import MeshSizes
-from hasten.techniques.communication.traffic import no_torch_distributed
+from hasten.techniques.communication.traffic import of_the_same_plan
+from hasten.techniques.layout.ranks import no_torch_distributed
 
 # What COMMUNICATION does where a layout deals weights out: which ranks exchange small gradients,
 # and how.
@@ -66,12 +67,10 @@ def exchange_for(
     if reason:
         raise InputError(f"plan: {reason}")
     assert settings is not None  # otherwise there is a reason
-    try:
+    with as_input_error(f"plan: {layout}"):
         if sizes.dp == 1:
             return ShardedGradients(settings, scale)
         return CopiedShards(settings, members(mesh), scale)
-    except ValueError as error:
-        raise InputError(f"plan: {layout}: {error}") from error
 
 
 def members(mesh: DeviceMesh) -> list[tuple[int, ...]]:
@@ -153,10 +152,8 @@ class CompressesGradients(Technique):
         """The compressor's settings that are the method's own."""
 
     def __post_init__(self) -> None:
-        settings = self.settings()
-        share = settings.get("dense_share", 0.0)
-        if settings["check_every"] < 0:
-            raise ValueError("check_every can't be negative")
+        super().__post_init__()
+        share = self.settings().get("dense_share", 0.0)
         if not 0 <= share <= 1:
             raise ValueError(f"dense_share is {share}; it is a share of the steps, 0 to 1")
         GradientCompressor(communication_backend=None, **self._compressor_settings())
@@ -171,7 +168,7 @@ class CompressesGradients(Technique):
         setup.communication = Compressed(setup, self.name(), arguments, settings["check_every"])
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
-        return no_torch_distributed()
+        return no_torch_distributed(context)
 
     def check_effect(self, session: Session) -> EffectCheck:
         communication = session.setup.communication
@@ -197,10 +194,8 @@ class Compressed:
     """
 
     def __init__(self, setup: Setup, kind: str, settings: dict[str, Any], check_every: int) -> None:
-        self.kind, self.compressor = (
-            kind,
-            GradientCompressor(communication_backend=None, **settings),
-        )
+        self.kind = kind
+        self.compressor = GradientCompressor(communication_backend=None, **settings)
         self.merged_from = self.lost_from = 0  # ranks whose memory became a mean, or was left
         self.shards: Exchange | None = None
         self._merges = True  # ranks' memories are of the same weights
@@ -247,25 +242,18 @@ class Compressed:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         world, states = self._setup.context.world, state["ranks"]
-        if state["technique"] != self.kind:
-            raise InputError(
-                f"the checkpoint was written with {state['technique']} and the plan has "
-                f"{self.kind}; resume with the plan that wrote it, or choose another folder"
-            )
-        if len(states) != world.size:
-            alike = self.compressor.settings()["scope"] == "all" and self._merges
-            if not alike or not _same_sizes(states):  # whose it was isn't whose it is
-                self.lost_from = len(states)
-                return
-            self.merged_from = len(states)
-            states = [_mean(states)] * world.size
-        try:
+        with of_the_same_plan(state, self.kind):
+            if len(states) != world.size:
+                alike = self.compressor.settings()["scope"] == "all" and self._merges
+                if not alike or not _same_sizes(states):  # whose it was isn't whose it is
+                    self.lost_from = len(states)
+                    return
+                self.merged_from = len(states)
+                states = [_mean(states)] * world.size
             if self.shards is not None:
                 self.shards.load(states[world.rank]["travel"])
             else:
                 self.compressor.load_state_dict(states[world.rank])
-        except ValueError as error:
-            raise InputError(f"{self.kind}: {error}; resume with the plan that wrote it") from error
 
     def proof(self, session: Session) -> EffectCheck:
         """Returns a check that gradients were compressed, with the number of bytes."""

@@ -22,7 +22,8 @@ from hasten.errors import InputError
 from hasten.parts.comm import local_sgd, streaming_local_sgd
 from hasten.parts.comm.codecs import codec
 from hasten.parts.comm.local_sgd import Buffers, LocalTraining, same_start
-from hasten.techniques.communication.traffic import WeightTraffic, no_torch_distributed
+from hasten.techniques.communication.traffic import WeightTraffic, of_the_same_plan
+from hasten.techniques.layout.ranks import no_torch_distributed
 
 AUTO = "auto"
 ON_LINK = "number format of the differences that travel"
@@ -38,7 +39,7 @@ class TrainsApart(Technique):
     fidelity = Fidelity.LOSSY
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
-        return no_torch_distributed()
+        return no_torch_distributed(context)
 
     def check_effect(self, session: Session) -> EffectCheck:
         communication = session.setup.communication
@@ -65,12 +66,12 @@ class LocalSteps(TrainsApart):
     every: int = knob(20, "steps between two averages", low=1, high=500, log=True)
     outer: str = knob("mean", "mean, or nesterov (DiLoCo) for long runs", choices=local_sgd.OUTER)
     codec: str = knob("int4", ON_LINK, choices=("none", "bf16", "int8", "int4", "sign"))
-    timeout_seconds: int = setting(600, "how long a rank waits for the others")
+    timeout_seconds: int = setting(600, "how long a rank waits for the others", least=1)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         local_sgd.check(self.every, self.outer)
         codec(self.codec)  # refuses unknown ones
-        _check_timeout(self.timeout_seconds)
 
     def apply(self, setup: Setup) -> None:
         limit = datetime.timedelta(seconds=self.timeout_seconds)
@@ -99,15 +100,15 @@ class Stream(TrainsApart):
         f"{ON_LINK}; auto: int4, signs on a slow link",
         choices=(AUTO, "bf16", "int8", "int4", "sign"),
     )
-    timeout_seconds: int = setting(600, "how long a rank waits for the others")
+    timeout_seconds: int = setting(600, "how long a rank waits for the others", least=1)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if isinstance(self.fragments, str) and self.fragments != AUTO:
             raise ValueError(f"fragments is {self.fragments!r}; it is auto or a number")
         streaming_local_sgd.check(self._count)
         if self.codec != AUTO:
             codec(self.codec)  # refuses unknown ones
-        _check_timeout(self.timeout_seconds)
 
     @property
     def _count(self) -> int | None:
@@ -188,15 +189,8 @@ class LocalCommunication(Communication):
         return {"technique": self.kind, "part": self._running().state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["technique"] != self.kind:
-            raise InputError(
-                f"the checkpoint was written with {state['technique']} and the plan has "
-                f"{self.kind}; resume with the plan that wrote it, or choose another folder"
-            )
-        try:
+        with of_the_same_plan(state, self.kind):
             self._running().load_state_dict(state["part"])
-        except ValueError as error:
-            raise InputError(f"{self.kind}: {error}; resume with the plan that wrote it") from error
 
     def _running(self) -> LocalTraining:
         """The part, built when all ranks begin their first step, after weights were restored."""
@@ -232,11 +226,6 @@ def enable_local_steps(setup: Setup, technique: Technique, build: Build) -> None
             "would average weights of its own; leave weight_average out"
         )
     setup.communication = LocalCommunication(setup, name, build)
-
-
-def _check_timeout(seconds: int) -> None:
-    if seconds < 1:
-        raise ValueError(f"timeout_seconds is {seconds}; a rank waits for at least 1 second")
 
 
 def _forecast(context: JobContext, name: str, rarer: int, copies: int) -> Forecast:

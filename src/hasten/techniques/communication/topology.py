@@ -13,13 +13,13 @@ from hasten.core.session import Session
 from hasten.core.setup import Communication, Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob, setting
-from hasten.errors import InputError
+from hasten.errors import as_input_error
 from hasten.parts.comm.codecs import codec
 from hasten.parts.comm.collective_plan import CODECS, Route
 from hasten.parts.comm.collectives import TopoAwareCollective
 from hasten.parts.comm.hierarchical import RoutedBuckets
 from hasten.parts.comm.topology import check_name
-from hasten.techniques.communication.traffic import no_torch_distributed
+from hasten.techniques.layout.ranks import no_torch_distributed
 
 NUMBERS = 2**20  # of which a forecast takes a codec's ratio
 
@@ -30,22 +30,18 @@ class Hierarchical(Technique):
 
     slot = Slot.COMMUNICATION
     auto = "try"
-    within: str = knob("none", "codec within a host", choices=("none", "bf16"))
-    between: str = knob("none", "codec between hosts", choices=CODECS)
+    within: str = knob("none", "codec within a host", choices=("none", "bf16"), only=CODECS)
+    between: str = knob("none", "codec between hosts", only=CODECS)
     feedback: bool = setting(True, "add what a codec left out between hosts to the next step")
     topology: str = setting("detect", "detect, measure, or a name such as dgx_a100")
     timeout: float = setting(120.0, "seconds a collective may take before the ranks are called")
-    check_every: int = setting(100, "steps between two comparisons of all ranks' weights; 0: never")
+    check_every: int = setting(
+        100, "steps between two comparisons of all ranks' weights; 0: never", least=0
+    )
 
     def __post_init__(self) -> None:
-        for name in ("within", "between"):
-            if getattr(self, name) not in CODECS:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; give {', '.join(CODECS)}")
+        super().__post_init__()
         check_name(self.topology)
-        if self.check_every < 0:
-            raise ValueError(
-                f"check_every is {self.check_every}; give a number of steps, or 0 for never"
-            )
         if not self.timeout > 0:
             raise ValueError(f"timeout is {self.timeout}; it must be more than 0 seconds")
 
@@ -64,7 +60,7 @@ class Hierarchical(Technique):
             setup.communication = RoutedCommunication(self.name(), buckets, self.check_every)
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
-        return no_torch_distributed() if context.world.size > 1 else ()
+        return no_torch_distributed(context)
 
     def forecast(self, context: JobContext) -> Forecast:
         """Returns the forecast for a host with one rank.
@@ -100,10 +96,8 @@ class RoutedCommunication(Communication):
         return self.buckets.collective.bytes_sent
 
     def attach(self, module: nn.Module) -> None:
-        try:
+        with as_input_error(self._kind):  # hosts or settings that don't go together
             self.buckets.attach(module)
-        except ValueError as error:  # hosts or settings that don't go together
-            raise InputError(f"{self._kind}: {error}") from error
 
     def after_update(self, parameters: Sequence[Tensor]) -> None:
         self.buckets.step()

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol, runtime_checkable
 
-from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.core.layout import CommTiming
 from hasten.core.setup import Communication, NoCompression
 from hasten.core.timing import OPTIMIZER
+from hasten.errors import InputError, as_input_error
 from hasten.parts.distributed.ddp import ring_bytes, under_way, watch_reducer
+
+
+@contextmanager
+def of_the_same_plan(state: Mapping[str, Any], kind: str) -> Iterator[None]:
+    """Context in which a communication method reads its ``state`` of a checkpoint.
+
+    Raises:
+        InputError: another technique than ``kind`` has written the state, or it doesn't fit.
+    """
+    if state["technique"] != kind:
+        raise InputError(
+            f"the checkpoint was written with {state['technique']} and the plan has {kind}; "
+            "resume with the plan that wrote it, or choose another folder"
+        )
+    with as_input_error(kind, "; resume with the plan that wrote it"):
+        yield
 
 
 @runtime_checkable
@@ -80,8 +98,3 @@ class WeightTraffic:
         )
         self.begin()
         return timing
-
-
-def no_torch_distributed() -> tuple[str, ...]:
-    """The obstacle of every communication, where there is one."""
-    return () if dist.is_available() else ("this torch was built without torch.distributed",)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,11 +20,11 @@ from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Technique, knob
 from hasten.machine.environment import World
 from hasten.parts.comm.collectives import TopoAwareCollective
-from hasten.parts.comm.groups import sum_over_ranks
 from hasten.parts.comm.link_model import bucket_bytes
 from hasten.parts.distributed.ddp import leave_constants, reduce_now
 from hasten.parts.nn.causal_lm import freeze_indexers, may_rest
 from hasten.techniques.communication.traffic import ReplicaTraffic
+from hasten.techniques.layout.ranks import RanksLayout, no_torch_distributed
 
 
 @dataclass(frozen=True)
@@ -33,19 +32,15 @@ class DDP(Technique):
     """Every rank holds the whole model and its own examples; gradients are averaged in buckets."""
 
     slot = Slot.LAYOUT
+    fidelity = Fidelity.ROUNDING
     bucket_cap_mb: int = knob(
-        25, "size of a gradient bucket in MB; 0: by the link, measured", low=1, high=256, log=True
+        25,
+        "size of a gradient bucket in MB; 0: by the link, measured",
+        least=0,
+        low=1,
+        high=256,
+        log=True,
     )
-
-    def __post_init__(self) -> None:
-        if self.bucket_cap_mb < 0:
-            raise ValueError(
-                f"bucket_cap_mb is {self.bucket_cap_mb}; it is at least 1, or 0 to measure the link"
-            )
-
-    @property
-    def fidelity(self) -> Fidelity:
-        return Fidelity.ROUNDING
 
     def apply(self, setup: Setup) -> None:
         world = setup.context.world
@@ -53,9 +48,7 @@ class DDP(Technique):
             setup.layout = Replicas(world, self.bucket_cap_mb, setup.job.device)
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
-        if context.world.size > 1 and not dist.is_available():
-            return ("this torch was built without torch.distributed",)
-        return ()
+        return no_torch_distributed(context)
 
     def check_effect(self, session: Session) -> EffectCheck:
         replicated = isinstance(session.module, DistributedDataParallel)
@@ -73,7 +66,7 @@ class DDP(Technique):
         )
 
 
-class Replicas:
+class Replicas(RanksLayout):
     """The model on every rank, in torch's DistributedDataParallel."""
 
     replicated = True
@@ -86,12 +79,6 @@ class Replicas:
         self.buckets = ""  # what was found out about their size
         self._watched: ReplicaTraffic | None = None
         self._communication: Communication | None = None
-
-    def apply_pipeline(self, module: nn.Module) -> nn.Module:
-        return module
-
-    def apply_tensor_parallel(self, module: nn.Module) -> nn.Module:
-        return module
 
     def apply_data_parallel(self, module: nn.Module, communication: Communication) -> nn.Module:
         self._communication = communication
@@ -137,12 +124,6 @@ class Replicas:
             reduce_now(module)
         if self._watched is not None:
             self._watched.late = True
-
-    def all_reduce_data(self, values: Tensor) -> Tensor:
-        return sum_over_ranks(values)
-
-    def all_reduce_world(self, values: Tensor) -> Tensor:
-        return self.all_reduce_data(values)
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
         return total_norm(parameters)

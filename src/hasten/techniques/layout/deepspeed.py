@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from hasten.core.context import JobContext
 from hasten.core.job import MicroBatch
 from hasten.core.session import Session
-from hasten.core.setup import Communication, Setup
+from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.step import EngineParts, StepNumbers, all_finite, forward_of
 from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob, setting
 from hasten.core.timing import BACKWARD, COMMUNICATION, FORWARD, OPTIMIZER
-from hasten.errors import InputError
+from hasten.errors import InputError, as_input_error
 from hasten.machine import environment
-from hasten.parts.comm.groups import sum_over_ranks
 from hasten.parts.distributed.deepspeed_config import (
     BATCH_KEYS,
     TrainerSettings,
@@ -31,14 +30,14 @@ from hasten.parts.distributed.deepspeed_config import (
     section_enabled,
 )
 from hasten.parts.distributed.deepspeed_engine import ZeroTrainer, why_not
+from hasten.techniques.layout.ranks import RanksLayout
 
 EXTENSIONS = "TORCH_EXTENSIONS_DIR"
 # What DeepSpeed decides itself, and where it does.
 DECIDED_BY_DEEPSPEED = {
     Slot.PRECISION: "its number format is its config's (bf16, fp16), or this technique's dtype",
     Slot.COMMUNICATION: "gradients travel in ZeRO's own reduce-scatter; its own way of making them "
-    "small is "
-    "zero_quantized_gradients in its config (ZeRO++)",
+    "small is zero_quantized_gradients in its config (ZeRO++)",
     Slot.OPTIMIZER: "it gives the job's AdamW flat pieces of many weights, which other rules can't "
     "separate",
     Slot.AVERAGE: "it keeps the true weights in pieces",
@@ -57,20 +56,13 @@ class DeepSpeed(Technique):
     """ZeRO-1, 2 or 3 of DeepSpeed, which is a separate package, from a config of its own."""
 
     slot = Slot.LAYOUT
+    fidelity = Fidelity.ROUNDING
     config: str = setting("", "a ds_config.json; without one, ZeRO at this stage")
-    stage: int = knob(2, "1 deals out optimizer state, 2 gradients, 3 weights", choices=(1, 2, 3))
+    stage: int = knob(2, "1 deals out optimizer state, 2 gradients, 3 weights", only=(1, 2, 3))
     offload: bool = setting(False, "optimizer state in host memory; without a config")
-    dtype: str = setting("float32", "float32, bf16 or fp16, if the config has no format")
-
-    def __post_init__(self) -> None:
-        if self.stage not in (1, 2, 3):
-            raise ValueError(f"stage is {self.stage}; it is 1, 2 or 3 (0 is ddp)")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype is {self.dtype!r}; it is one of {', '.join(DTYPES)}")
-
-    @property
-    def fidelity(self) -> Fidelity:
-        return Fidelity.ROUNDING
+    dtype: str = setting(
+        "float32", "float32, bf16 or fp16, if the config has no format", only=DTYPES
+    )
 
     def settings_of(self, trainer_settings: TrainerSettings) -> dict[str, Any]:
         """The config without any "auto".
@@ -82,7 +74,7 @@ class DeepSpeed(Technique):
         if self.offload:
             zero["offload_optimizer"] = {"device": "cpu"}
         config: dict[str, Any] = {"zero_optimization": zero}
-        try:
+        with as_input_error(self.name()):
             if self.config:
                 config = read_config(Path(self.config))
             enabled = {name: section_enabled(config, name) for name in DTYPES[1:]}
@@ -95,8 +87,6 @@ class DeepSpeed(Technique):
             # the rest of what the job decides isn't DeepSpeed's
             batch_sizes(config, trainer_settings)
             filled = fill_auto({k: v for k, v in config.items() if k not in JOBS}, trainer_settings)
-        except ValueError as error:
-            raise InputError(f"{self.name()}: {error}") from error
         if not (filled.get("zero_optimization") or {}).get("stage"):
             raise InputError(
                 f"{self.name()}: {self.config} has no zero_optimization stage above 0; set 1, 2 "
@@ -124,8 +114,18 @@ class DeepSpeed(Technique):
                 f"plan: {self.name()} needs the number of a step's trained tokens before its "
                 "passes; take ddp or fsdp2 with a loss of your own"
             )
-        config = self.settings_of(self._trainer_settings(setup))
-        clipping, max_norm = config.get("gradient_clipping"), setup.job.max_grad_norm
+        job = setup.job
+        config = self.settings_of(
+            TrainerSettings(
+                world=setup.context.world.size,
+                batch=job.batch.examples,
+                clipping=job.max_grad_norm,
+                hidden=setup.context.model.hidden_size,
+                fp16=self.dtype == "fp16",
+                bf16=self.dtype == "bf16",
+            )
+        )
+        clipping, max_norm = config.get("gradient_clipping"), job.max_grad_norm
         if clipping is not None and clipping != (max_norm or 0.0):
             raise InputError(
                 f"{self.name()}: gradient_clipping is {clipping} and max_grad_norm {max_norm}; set "
@@ -133,16 +133,6 @@ class DeepSpeed(Technique):
             )
         setup.layout = Zero(setup)
         setup.engine = lambda assembly: ZeroEngine(assembly, config)
-
-    def _trainer_settings(self, setup: Setup) -> TrainerSettings:
-        return TrainerSettings(
-            world=setup.context.world.size,
-            batch=setup.job.batch.examples,
-            clipping=setup.job.max_grad_norm,
-            hidden=setup.context.model.hidden_size,
-            fp16=self.dtype == "fp16",
-            bf16=self.dtype == "bf16",
-        )
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
         reason = why_not(not context.on_gpu, _extensions(context))
@@ -188,7 +178,7 @@ def _extensions(context: JobContext) -> Path:
     return Path(folder) if folder else Path.home() / ".cache" / "hasten" / "deepspeed" / name
 
 
-class Zero:
+class Zero(RanksLayout):
     """Ranks among which ZeRO deals out the model's state; each has its own examples."""
 
     replicated = False
@@ -198,24 +188,6 @@ class Zero:
         self.size = self.data_size = self.averages = world.size
         self.data_rank = world.rank
         self.zero: ZeroTrainer | None = None  # once the engine is built
-
-    def apply_pipeline(self, module: nn.Module) -> nn.Module:
-        return module
-
-    def apply_tensor_parallel(self, module: nn.Module) -> nn.Module:
-        return module
-
-    def apply_data_parallel(self, module: nn.Module, communication: Communication) -> nn.Module:
-        return module
-
-    def sync(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def all_reduce_data(self, values: Tensor) -> Tensor:
-        return sum_over_ranks(values)
-
-    def all_reduce_world(self, values: Tensor) -> Tensor:
-        return self.all_reduce_data(values)
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
         assert self.zero is not None  # the engine asks it itself

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.core.context import JobContext
@@ -20,10 +18,9 @@ from hasten.core.session import Session
 from hasten.core.setup import Communication, NoCompression, RankSync, Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob, setting
-from hasten.errors import InputError
+from hasten.errors import InputError, as_input_error
 from hasten.machine.environment import World
 from hasten.models.memory import ADAMW_FLOAT32, routed_weights
-from hasten.parts.comm.groups import sum_over_ranks
 from hasten.parts.distributed.ddp import leave_constants
 from hasten.parts.distributed.expert_parallel import (
     ExpertGradients,
@@ -41,6 +38,7 @@ from hasten.parts.nn.recompute import BlockRecompute
 from hasten.parts.optim.master_weights import MasterWeights
 from hasten.techniques.experts import ARCHITECTURES
 from hasten.techniques.layout import mesh as layout_dealt
+from hasten.techniques.layout.ranks import RanksLayout, no_torch_distributed
 
 
 @dataclass(frozen=True)
@@ -51,21 +49,11 @@ class ExpertParallel(Technique):
     """
 
     slot = Slot.LAYOUT
-    size: int = setting(0, "neighbouring ranks that share the experts out; 0: all ranks")
+    fidelity = Fidelity.ROUNDING
+    size: int = setting(0, "neighbouring ranks that share the experts out; 0: all ranks", least=0)
     bucket_cap_mb: int = knob(
-        25, "size of a gradient bucket of the rest in MB", low=1, high=256, log=True
+        25, "size of a gradient bucket of the rest in MB", low=1, high=256, log=True, least=1
     )
-
-    def __post_init__(self) -> None:
-        if self.size < 0 or self.bucket_cap_mb < 1:
-            raise ValueError(
-                f"size is {self.size} and bucket_cap_mb {self.bucket_cap_mb}; give a number of "
-                "ranks, or 0 for all, and at least 1 MB"
-            )
-
-    @property
-    def fidelity(self) -> Fidelity:
-        return Fidelity.ROUNDING
 
     def apply(self, setup: Setup) -> None:
         if setup.context.world.size == 1:
@@ -79,13 +67,10 @@ class ExpertParallel(Technique):
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
         model, ranks, world = context.model, self._ranks(context), context.world.size
-        if model.architecture not in ARCHITECTURES or not model.experts:
-            return (
-                f"{model.architecture} has no experts to share out here; it is for models with "
-                f"experts of {', '.join(ARCHITECTURES)}",
-            )
-        if world > 1 and not dist.is_available():
-            return ("this torch was built without torch.distributed",)
+        if reasons := (
+            model.why_not_of(ARCHITECTURES, needs_experts=True) or no_torch_distributed(context)
+        ):
+            return reasons
         if world > 1 and world % ranks:
             return (
                 f"{world} ranks can't form groups of {ranks}; give a size that divides {world}",
@@ -139,28 +124,38 @@ def proof(shared: SharedExperts, more: str = "") -> EffectCheck:
     )
 
 
-class ExpertsInDDP:
-    """Experts on ``ranks`` neighbours each, the rest in DistributedDataParallel over all."""
+class ExpertsLayout(RanksLayout):
+    """Experts on ``ranks`` neighbours each; of ``name``, the technique."""
 
     replicated = False
-    pieces = False
 
-    def __init__(self, world: World, ranks: int, bucket_cap_mb: int, device: str) -> None:
+    def __init__(self, name: str, world: World, ranks: int, device: str) -> None:
         self.size = self.data_size = self.averages = world.size
         self.data_rank = world.rank
         self.shared: SharedExperts | None = None
-        self._ranks, self._bucket_cap_mb, self._device = ranks, bucket_cap_mb, device
-        self._replicas: Any = None
+        self._name, self._ranks, self._device = name, ranks, device
+        self._replicas: Any = None  # the group of the ranks with the same experts
         self._gradients: ExpertGradients | None = None
 
-    def apply_pipeline(self, module: nn.Module) -> nn.Module:
+    def apply_tensor_parallel(self, module: nn.Module) -> nn.Module:
+        with as_input_error(self._name):
+            group, self._replicas = expert_groups(self._ranks, self._device)
+            self.shared = share_experts(module, group)
         return module
 
-    def apply_tensor_parallel(self, module: nn.Module) -> nn.Module:
-        self.shared, self._replicas = shared_out(
-            "expert_parallel", module, self._ranks, self._device
-        )
-        return module
+    def _shared_experts(self) -> SharedExperts:
+        assert self.shared is not None  # apply_tensor_parallel() comes first
+        return self.shared
+
+
+class ExpertsInDDP(ExpertsLayout):
+    """Experts on ranks, the rest in DistributedDataParallel over all."""
+
+    pieces = False
+
+    def __init__(self, world: World, ranks: int, bucket_cap_mb: int, device: str) -> None:
+        super().__init__("expert_parallel", world, ranks, device)
+        self._bucket_cap_mb = bucket_cap_mb
 
     def apply_data_parallel(self, module: nn.Module, communication: Communication) -> nn.Module:
         if isinstance(communication, RankSync) and communication.diverged:
@@ -188,12 +183,6 @@ class ExpertsInDDP:
         finally:
             self._gradients.reduces = True
 
-    def all_reduce_data(self, values: Tensor) -> Tensor:
-        return sum_over_ranks(values)
-
-    def all_reduce_world(self, values: Tensor) -> Tensor:
-        return self.all_reduce_data(values)
-
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """Each expert once: its copies in other groups have the same gradient."""
         dense_norm = total_norm([p for p in parameters if not holds_part(p)])
@@ -207,22 +196,6 @@ class ExpertsInDDP:
 
     def local_shard(self, weight: Tensor, full: Tensor) -> Tensor:
         return local_shard(weight, full)
-
-    def _shared_experts(self) -> SharedExperts:
-        if self.shared is None:
-            raise InputError("expert_parallel: the experts aren't shared out before `within`")
-        return self.shared
-
-
-def shared_out(
-    name: str, module: nn.Module, ranks: int, device: str
-) -> tuple[SharedExperts, dist.ProcessGroup]:
-    """Experts on so many neighbours each, and the group of the ranks with the same ones."""
-    try:
-        group, replicas = expert_groups(ranks, device)
-        return share_experts(module, group), replicas
-    except ValueError as error:
-        raise InputError(f"{name}: {error}") from error
 
 
 def norm_with_experts(
@@ -281,47 +254,28 @@ def refuse_own_choices(setup: Setup) -> None:
 # The layout behind hybrid's shared experts beside shards: experts on ranks, the rest in pieces.
 
 
-class ExpertsInFSDP:
-    """Experts on ``ranks`` neighbours each; of the rest every rank keeps a piece."""
+class ExpertsInFSDP(ExpertsLayout):
+    """Experts on ranks; of the rest every rank keeps a piece."""
 
-    replicated = False
     pieces = True
 
     def __init__(
         self, setup: Setup, sizes: MeshSizes, ranks: int, reshard: bool, whole_gradients: bool
     ) -> None:
-        world = setup.context.world
         refuse_own_choices(setup)
-        try:
-            sizes.check(world.size)
-        except ValueError as error:
-            raise InputError(f"hybrid: {error}; change the sizes, or nproc") from error
+        with as_input_error("hybrid", "; change the sizes, or nproc"):
+            sizes.check(setup.context.world.size)
         if isinstance(setup.precision, MasterWeights):
             raise InputError(
                 "hybrid: bf16_master_weights lets FSDP2 cast weights, and FSDP2 doesn't manage the "
                 "experts of ep with shard; take autocast, or ep with dp only"
             )
-        self.sizes, self.size = sizes, world.size
-        self.data_size = self.averages = world.size
-        self.data_rank = world.rank
+        super().__init__("hybrid", setup.context.world, ranks, setup.job.device)
+        self.sizes = sizes
         self.weights = LocalShards(setup.precision)
         setup.precision = self.weights
-        self.shared: SharedExperts | None = None
-        self._ranks, self._reshard, self._whole_gradients = ranks, reshard, whole_gradients
-        self._device, self._module = setup.job.device, nn.Module()
-        self._replicas: Any = None
-        self._gradients: ExpertGradients | None = None
-
-    @cached_property
-    def mesh(self) -> DeviceMesh:
-        return self.sizes.build(torch.device(self._device).type)
-
-    def apply_pipeline(self, module: nn.Module) -> nn.Module:
-        return module
-
-    def apply_tensor_parallel(self, module: nn.Module) -> nn.Module:
-        self.shared, self._replicas = shared_out("hybrid", module, self._ranks, self._device)
-        return module
+        self._reshard, self._whole_gradients = reshard, whole_gradients
+        self._module = nn.Module()
 
     def apply_data_parallel(self, module: nn.Module, communication: Communication) -> nn.Module:
         if not isinstance(communication, NoCompression):
@@ -332,8 +286,8 @@ class ExpertsInFSDP:
         self._module, shared = module, self._shared_experts()
         self.move_parts(module)  # copies are made alike next, by what carries the device's memory
         self._gradients = ExpertGradients(shared.parameters(), self._replicas, self.averages)
-        how = Sharding(self._reshard)
-        shard(module, data_mesh(self.mesh), how, ignored=shared.parameters())
+        mesh = self.sizes.build(torch.device(self._device).type)
+        shard(module, data_mesh(mesh), Sharding(self._reshard), ignored=shared.parameters())
         return module
 
     def move_parts(self, module: nn.Module) -> None:
@@ -343,19 +297,13 @@ class ExpertsInFSDP:
 
     @contextmanager
     def sync(self, module: nn.Module, last: bool) -> Iterator[None]:
-        assert self._gradients is not None  # across() has made it
+        assert self._gradients is not None  # apply_data_parallel() has made it
         send_gradients(module, last or not self._whole_gradients)
         self._gradients.reduces = last
         try:
             yield
         finally:
             self._gradients.reduces = True
-
-    def all_reduce_data(self, values: Tensor) -> Tensor:
-        return sum_over_ranks(values)
-
-    def all_reduce_world(self, values: Tensor) -> Tensor:
-        return self.all_reduce_data(values)
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """Each piece once, and each expert once: its copies have the same gradient."""
@@ -380,7 +328,3 @@ class ExpertsInFSDP:
         if holds_part(weight):
             return local_shard(weight, full)
         return layout_dealt.local_shard(self.weights, weight, full)
-
-    def _shared_experts(self) -> SharedExperts:
-        assert self.shared is not None  # within() comes first
-        return self.shared

@@ -12,7 +12,8 @@ from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, kn
 from hasten.models.memory import ADAMW_FLOAT32
 from hasten.parts.distributed.fsdp import Sharding, groups, is_sharded
 from hasten.parts.distributed.mesh import MeshSizes
-from hasten.techniques.layout.mesh import LayoutOptions, MeshLayout, lay_out, no_ranks
+from hasten.techniques.layout.mesh import LayoutOptions, MeshLayout, lay_out
+from hasten.techniques.layout.ranks import no_torch_distributed
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class FSDP2(Technique):
     """Weights, gradients and moments in pieces; a block's weights come together for its pass."""
 
     slot = Slot.LAYOUT
+    fidelity = Fidelity.ROUNDING
     reshard: bool = knob(
         True, "let a block's weights go between its two passes", choices=(True, False)
     )
@@ -29,20 +31,14 @@ class FSDP2(Technique):
         choices=(True, False),
     )
     replicas: int = setting(
-        1, "copies of the sharded model, such as one per host; their gradients are averaged"
+        1,
+        "copies of the sharded model, such as one per host; their gradients are averaged",
+        least=1,
     )
     offload: bool = setting(False, "pieces lie in host memory, where the optimizer runs (GPU)")
     build_once: bool = setting(
         True, "one rank of a host builds the model and sends the others what they keep of it"
     )
-
-    def __post_init__(self) -> None:
-        if self.replicas < 1:
-            raise ValueError(f"replicas is {self.replicas}; it must be at least 1")
-
-    @property
-    def fidelity(self) -> Fidelity:
-        return Fidelity.ROUNDING
 
     def apply(self, setup: Setup) -> None:
         world = setup.context.world.size
@@ -51,7 +47,7 @@ class FSDP2(Technique):
         lay_out(setup, MeshSizes(dp=self.replicas, shard=max(world // self.replicas, 1)), how)
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
-        reasons = list(no_ranks(context))
+        reasons = list(no_torch_distributed(context))
         if context.world.size % self.replicas:
             reasons.append(
                 f"{context.world.size} ranks can't be dealt into {self.replicas} copies of equal "

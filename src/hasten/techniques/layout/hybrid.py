@@ -13,9 +13,9 @@ from hasten.parts.distributed.fsdp import Sharding
 from hasten.parts.distributed.mesh import MeshSizes
 from hasten.techniques.layout import experts
 from hasten.techniques.layout.experts import ExpertParallel, ExpertsInFSDP
-from hasten.techniques.layout.mesh import no_ranks
 from hasten.techniques.layout.pipeline import Pipeline
 from hasten.techniques.layout.pipeline_stages import StagesInPieces
+from hasten.techniques.layout.ranks import no_torch_distributed
 from hasten.techniques.layout.tensor import cut, forecast, no_plan, proof
 
 
@@ -27,11 +27,14 @@ class Hybrid(Technique):
     """
 
     slot = Slot.LAYOUT
+    fidelity = Fidelity.ROUNDING
     dp: int = setting(1, "copies that average their gradients")
     shard: int = setting(1, "pieces of each weight, brought together for a block's pass (FSDP2)")
     tp: int = setting(1, "pieces of each layer (tensor parallel)")
-    pp: int = setting(1, "pipeline stages, each on ranks of its own")
-    ep: int = setting(1, "ranks that share the experts, a divisor of dp x shard; not with tp, pp")
+    pp: int = setting(1, "pipeline stages, each on ranks of its own", least=1)
+    ep: int = setting(
+        1, "ranks that share the experts, a divisor of dp x shard; not with tp, pp", least=1
+    )
     reshard: bool = knob(
         True, "let a block's weights go between its two passes", choices=(True, False)
     )
@@ -48,9 +51,7 @@ class Hybrid(Technique):
     )
 
     def __post_init__(self) -> None:
-        for name in ("pp", "ep"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        super().__post_init__()
         others = [n for n in ("tp", "pp") if getattr(self, n) > 1]
         if self.ep > 1 and others:
             raise ValueError(
@@ -74,10 +75,6 @@ class Hybrid(Technique):
         if self.pp > 1:
             return Pipeline(stages=self.pp)
         return ExpertParallel(size=self.ep) if self.ep > 1 else None
-
-    @property
-    def fidelity(self) -> Fidelity:
-        return Fidelity.ROUNDING
 
     def apply(self, setup: Setup) -> None:
         other, sizes = self._other(), self._sizes()
@@ -104,7 +101,7 @@ class Hybrid(Technique):
                 "or nproc",
             )
         other = self._other()
-        reasons = other.unsupported_reasons(context) if other else no_ranks(context)
+        reasons = other.unsupported_reasons(context) if other else no_torch_distributed(context)
         return (*reasons, *no_plan(context, self.tp))
 
     def forecast(self, context: JobContext) -> Forecast:

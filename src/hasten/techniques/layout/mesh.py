@@ -9,18 +9,15 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hasten.core.context import JobContext
 from hasten.core.layout import CommTiming
-from hasten.core.setup import Communication, GivenPrecision, NoCompression, Setup, on_device
+from hasten.core.setup import Communication, GivenPrecision, NoCompression, Setup
 from hasten.core.slot import Slot
-from hasten.errors import InputError
+from hasten.errors import InputError, as_input_error
 from hasten.parts.comm.compression_settings import CompressionSettings
-from hasten.parts.comm.groups import sum_over_ranks
 from hasten.parts.distributed import local_shards
 from hasten.parts.distributed.fsdp import Sharding, is_sharded, send_gradients, shard
 from hasten.parts.distributed.local_shards import LocalShards, whole_on_first
@@ -28,6 +25,7 @@ from hasten.parts.distributed.mesh import MeshSizes, data_mesh
 from hasten.parts.distributed.weight_broadcast import WeightBroadcast
 from hasten.parts.optim.master_weights import MasterWeights
 from hasten.techniques.communication.compressed import Compressed, Exchange, exchange_for
+from hasten.techniques.layout.ranks import RanksLayout
 
 # State of weights that are dealt out as DTensors: made whole, and dealt out again.
 
@@ -86,7 +84,7 @@ class LayoutOptions:
     once: bool = False
 
 
-class MeshLayout:
+class MeshLayout(RanksLayout):
     """Ranks on a mesh of copies, shards and pieces of layers."""
 
     replicated = False
@@ -95,9 +93,9 @@ class MeshLayout:
     def __init__(self, setup: Setup, sizes: MeshSizes, how: LayoutOptions) -> None:
         world = setup.context.world
         self.sizes, self.how = sizes, how
-        self.size, self.data_size = world.size, sizes.data_size
+        self.size, self.partners = world.size, sizes.tp
+        self.data_size = self.averages = sizes.data_size
         self.data_rank = sizes.data_rank(world.rank)
-        self.averages = sizes.data_size
         if isinstance(setup.precision, MasterWeights):  # float32 pieces are masters already
             self.weights = LocalShards(GivenPrecision(), setup.precision.dtype)
         else:
@@ -114,7 +112,7 @@ class MeshLayout:
         adapters = [t.settings() for t in setup.plan if t.slot is Slot.ADAPTER]
         looks = any(settings.get("base") or settings.get("dora") for settings in adapters)
         plain = setup.routing is None and not looks
-        has_skeleton = setup.job.skeleton is not None and setup.context.world.size > 1
+        has_skeleton = setup.job.skeleton is not None and world.size > 1
         self._sends = how.once and plain and has_skeleton
         self.builds = not self._sends or world.local_rank == 0
 
@@ -122,16 +120,11 @@ class MeshLayout:
     def mesh(self) -> DeviceMesh:
         return self.sizes.build(torch.device(self._device).type)
 
-    def apply_pipeline(self, module: nn.Module) -> nn.Module:
-        return module
-
     def apply_tensor_parallel(self, module: nn.Module) -> nn.Module:
         if self.how.cut is None or self.sizes.tp == 1:
             return module
-        try:
+        with as_input_error(self.how.name):
             return self.how.cut(module, self.mesh["tp"])
-        except ValueError as error:
-            raise InputError(f"{self.how.name}: {error}") from error
 
     def apply_data_parallel(self, module: nn.Module, communication: Communication) -> nn.Module:
         self._module, sharding = module, self.how.sharding
@@ -142,10 +135,8 @@ class MeshLayout:
             how = Sharding(sharding.reshard, sharding.offload, self.weights.dtype)
             arrival = WeightBroadcast(self.builds) if self._sends else None
             mesh = data_mesh(self.mesh, self._exchange is None)
-            try:
+            with as_input_error(self.how.name):
                 shard(module, mesh, how, arrival or (lambda part: None))
-            except ValueError as error:
-                raise InputError(f"{self.how.name}: {error}") from error
             self.arrived_bytes = 0 if arrival is None else arrival.sent_bytes
         if self._exchange is not None:
             self._exchange.attach(module)
@@ -171,7 +162,7 @@ class MeshLayout:
     def move_parts(self, module: nn.Module) -> None:
         """Shards are there already: FSDP2 moves a group as it cuts it. What it hasn't cut moves."""
         if not is_sharded(module):
-            on_device(module, self._device)
+            module.to(torch.device(self._device))
 
     def sync(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
         if self._exchange is not None:
@@ -187,12 +178,6 @@ class MeshLayout:
             return None
         before, self._counted = self._counted, self._exchange.sent_bytes
         return CommTiming(None, sent_bytes=self._counted - before)
-
-    def all_reduce_data(self, values: Tensor) -> Tensor:
-        return self.all_reduce_world(values) / self.sizes.tp
-
-    def all_reduce_world(self, values: Tensor) -> Tensor:
-        return sum_over_ranks(values)
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
         return self.weights.norm(parameters, self.size, self.all_reduce_world)
@@ -215,15 +200,6 @@ def lay_out(setup: Setup, sizes: MeshSizes, how: LayoutOptions) -> None:
     """
     if setup.context.world.size == 1 and sizes.size == 1:
         return
-    try:
+    with as_input_error(how.name, "; change the sizes, or nproc"):
         sizes.check(setup.context.world.size)
-    except ValueError as error:
-        raise InputError(f"{how.name}: {error}; change the sizes, or nproc") from error
     setup.layout = MeshLayout(setup, sizes, how)
-
-
-def no_ranks(context: JobContext) -> tuple[str, ...]:
-    """Why a layout for several ranks can't work here at all."""
-    if context.world.size > 1 and not dist.is_available():
-        return ("this torch was built without torch.distributed",)
-    return ()

@@ -16,7 +16,7 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.step import EngineParts, PlainEngine, forward_of
 from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob, setting
-from hasten.errors import InputError
+from hasten.errors import InputError, as_input_error
 from hasten.models.memory import ADAMW_FLOAT32
 from hasten.parts.data import collate
 from hasten.parts.distributed.pipeline.runtime import (
@@ -64,10 +64,8 @@ class PipelineEngine(PlainEngine):
         layout, precision = self.layout, self.setup.precision
         settings, original_count = layout.settings, len(micro_batches)
         count = enough_micro_batches(settings.schedule, settings.ranks, original_count)
-        try:
+        with as_input_error("pipeline"):
             pieces = equal_micro_batches([m.inputs for m in micro_batches], count)
-        except ValueError as error:
-            raise InputError(f"pipeline: {error}") from error
         self._filled = [
             MicroBatch(inputs, m.counts, m.examples)
             for inputs, m in zip(pieces, micro_batches, strict=False)
@@ -120,9 +118,15 @@ class Pipeline(Technique):
     """
 
     slot = Slot.LAYOUT
-    stages: int = setting(0, "ranks of one pipeline; 0: all there are")
+    fidelity = Fidelity.ROUNDING
+    stages: int = setting(0, "ranks of one pipeline; 0: all there are", least=0)
     micro_batch_size: int = knob(
-        1, "examples of a micro-batch; 0: as BATCH and SAMPLER cut them", low=1, high=64, log=True
+        1,
+        "examples of a micro-batch; 0: as BATCH and SAMPLER cut them",
+        low=1,
+        high=64,
+        log=True,
+        least=0,
     )
     schedule: str = knob("1f1b", "order of passes on a rank", choices=SCHEDULES)
     checkpoint: str = knob(
@@ -130,18 +134,8 @@ class Pipeline(Technique):
     )
 
     def __post_init__(self) -> None:
-        if self.stages < 0 or self.micro_batch_size < 0:
-            raise ValueError(
-                f"stages is {self.stages} and micro_batch_size {self.micro_batch_size}; neither "
-                "can be negative, and 0 leaves it to the ranks and to BATCH"
-            )
-        PipelineSettings(
-            self.schedule, max(self.stages, 1), self.checkpoint
-        )  # refuses what doesn't fit
-
-    @property
-    def fidelity(self) -> Fidelity:
-        return Fidelity.ROUNDING
+        super().__post_init__()
+        self.settings_on(1)  # refuses what doesn't fit
 
     def apply(self, setup: Setup) -> None:
         world = setup.context.world
@@ -171,12 +165,7 @@ class Pipeline(Technique):
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
         ranks, layers = self.ranks(context.world.size), context.model.layers
-        architecture, reasons = context.model.architecture, []
-        if architecture not in KNOWN:
-            reasons.append(
-                f"{architecture} can't be cut into pipeline stages here; known are "
-                f"{', '.join(KNOWN)}"
-            )
+        architecture, reasons = context.model.architecture, [*context.model.why_not_of(KNOWN)]
         if context.model.router_loss:
             reasons.append(
                 f"the last stage computes the loss, and that of {architecture} has a part for the "
@@ -215,6 +204,5 @@ class Pipeline(Technique):
             engine.passes > 0 and session.progress.step > 0,
             f"{layout.data_size} pipeline(s) of {layers} layers, {schedule}; this rank holds "
             f"{local_count:,} weights; {engine.passes} micro-batches, {engine.filler} of them "
-            f"filler, in "
-            f"{session.progress.step} steps",
+            f"filler, in {session.progress.step} steps",
         )

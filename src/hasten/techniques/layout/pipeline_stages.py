@@ -14,10 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.core.layout import total_norm
-from hasten.core.setup import Communication, NoCompression, Setup, on_device, run_once
+from hasten.core.setup import Communication, NoCompression, Setup, run_once
 from hasten.core.state import order_of
-from hasten.errors import InputError
-from hasten.parts.comm.groups import sum_over_ranks
+from hasten.errors import InputError, as_input_error
 from hasten.parts.distributed.ddp import reduce_now
 from hasten.parts.distributed.fsdp import shard_stage
 from hasten.parts.distributed.local_shards import LocalShards, whole_on_first
@@ -45,6 +44,7 @@ from hasten.parts.optim.master_weights import MasterWeights
 from hasten.techniques.communication.compressed import Compressed
 from hasten.techniques.compile import Compiling
 from hasten.techniques.layout import mesh as layout_dealt
+from hasten.techniques.layout.ranks import RanksLayout
 from hasten.techniques.layout.tensor import refuse_other_code
 
 # One rank's part of a pipeline: a model is cut, stages run, and the whole comes together again.
@@ -199,10 +199,14 @@ def _no_recompute(recompute: BlockRecompute, settings: PipelineSettings) -> str:
     return ""
 
 
-class StageWeightsSplit:
+class StagesLayout(RanksLayout):
     """A layout of stages deals weights as its cut does (``hasten.core.layout.SplitsWeights``)."""
 
+    replicated = False
     cut: Cut
+
+    def apply_pipeline(self, module: nn.Module) -> nn.Module:
+        return self.cut.apply_pipeline(module)
 
     @property
     def names(self) -> Sequence[str]:
@@ -225,15 +229,13 @@ class StageWeightsSplit:
 # The layout.
 
 
-class Stages(StageWeightsSplit):
+class Stages(StagesLayout):
     """``data_size`` parallel pipelines; neighbouring ranks make up one of them.
 
     Stages that several pipelines have are copies. Their gradients are averaged when all
     passes of a step are done. DistributedDataParallel's buckets and the communication
     method's codec do it.
     """
-
-    replicated = False
 
     def __init__(self, setup: Setup, settings: PipelineSettings) -> None:
         world = setup.context.world
@@ -243,8 +245,8 @@ class Stages(StageWeightsSplit):
                 "stages; make nproc a multiple of stages"
             )
         self.settings = settings
-        self.size, self.data_size = world.size, world.size // settings.ranks
-        self.averages = self.data_size
+        self.size, self.partners = world.size, settings.ranks
+        self.data_size = self.averages = world.size // settings.ranks
         self.data_rank, stage = divmod(world.rank, settings.ranks)
         self.cut = Cut(
             setup, settings, stage, not self.data_rank, lambda: self.mesh.get_group("pp")
@@ -258,12 +260,6 @@ class Stages(StageWeightsSplit):
         shape, names = (self.data_size, self.settings.ranks), ("dp", "pp")
         return init_device_mesh(self._device.type, shape, mesh_dim_names=names)
 
-    def apply_pipeline(self, module: nn.Module) -> nn.Module:
-        return self.cut.apply_pipeline(module)
-
-    def apply_tensor_parallel(self, module: nn.Module) -> nn.Module:
-        return module
-
     def apply_data_parallel(self, module: nn.Module, communication: Communication) -> nn.Module:
         check_communication(communication, self.data_size)
         if self.data_size > 1:
@@ -271,9 +267,6 @@ class Stages(StageWeightsSplit):
             self._replicas = DistributedDataParallel(module, process_group=group)
             communication.attach(self._replicas)
         return module
-
-    def sync(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
-        return nullcontext()
 
     def average(self) -> None:
         """Gradients of this rank's stages over the pipelines; experts without tokens bring 0."""
@@ -284,15 +277,9 @@ class Stages(StageWeightsSplit):
         """The tied weight among the true weights: itself, or its master."""
         return next((p for p in parameters if is_end(p)), None)
 
-    def all_reduce_data(self, values: Tensor) -> Tensor:
-        return self.all_reduce_world(values) / self.settings.ranks
-
     def of_layers(self, values: Tensor) -> Tensor:
         """Returns the sum over data ranks of each rank's values for its layers, 0 elsewhere."""
         return self.all_reduce_world(values)
-
-    def all_reduce_world(self, values: Tensor) -> Tensor:
-        return sum_over_ranks(values)
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """Squares summed over stages; a tied head counts where it embeds."""
@@ -314,8 +301,7 @@ def check_communication(communication: Communication, pipelines: int) -> None:
         raise InputError(
             f"plan: pipelines average the gradients of their stages, which "
             f"{type(communication).__name__.lower()} can't do for some of the ranks; take half, "
-            f"quantised, "
-            "topk or powersgd as the communication method, or none"
+            "quantised, topk or powersgd as the communication method, or none"
         )
     if pipelines == 1:
         raise InputError(
@@ -325,22 +311,20 @@ def check_communication(communication: Communication, pipelines: int) -> None:
     if communication.compressor.settings()["scope"] != "all":
         raise InputError(
             f"plan: {communication.kind} with scope hosts works on gradients of all ranks, and "
-            f"pipelines "
-            "average stage by stage; set scope to all"
+            "pipelines average stage by stage; set scope to all"
         )
 
 
 # The layout behind hybrid's pipelines of pieces: stages whose weights are sharded, layers cut.
 
 
-class StagesInPieces(StageWeightsSplit):
+class StagesInPieces(StagesLayout):
     """Pipelines of ``settings.ranks`` stages, each stage on copies, shards and pieces of layers.
 
     Ranks are numbered with ``tp`` innermost and stages next to it, so that what talks most are
     neighbours. Hidden states travel whole; embedding and head are whole on each piece's rank.
     """
 
-    replicated = False
     pieces = True
 
     def __init__(self, setup: Setup, settings: PipelineSettings, sizes: MeshSizes) -> None:
@@ -356,7 +340,8 @@ class StagesInPieces(StageWeightsSplit):
                 "take autocast, or pp with dp only"
             )
         self.sizes, self.settings = sizes, settings
-        self.size, self.data_size, self.averages = world.size, sizes.data_size, sizes.data_size
+        self.size, self.partners = world.size, settings.ranks * sizes.tp
+        self.data_size = self.averages = sizes.data_size
         lane, self._tensor_rank = divmod(world.rank, sizes.tp)
         self.data_rank, stage = divmod(lane, settings.ranks)
         self._keeps = self.data_rank == self._tensor_rank == 0  # one rank of each stage
@@ -371,9 +356,6 @@ class StagesInPieces(StageWeightsSplit):
         names = ("dp", "shard", "pp", "tp")
         return init_device_mesh(self._device.type, shape, mesh_dim_names=names)
 
-    def apply_pipeline(self, module: nn.Module) -> nn.Module:
-        return self.cut.apply_pipeline(module)
-
     def apply_tensor_parallel(self, module: nn.Module) -> nn.Module:
         if self.sizes.tp == 1:
             return module
@@ -384,10 +366,8 @@ class StagesInPieces(StageWeightsSplit):
             raise InputError(
                 f"hybrid: how to cut the layers of {type(causal).__name__} isn't known"
             )
-        try:
+        with as_input_error("hybrid"):
             split_layers(causal, self.mesh["tp"], plan, sequence=False)
-        except ValueError as error:
-            raise InputError(f"hybrid: {error}") from error
         return module
 
     def apply_data_parallel(self, module: nn.Module, communication: Communication) -> nn.Module:
@@ -405,10 +385,7 @@ class StagesInPieces(StageWeightsSplit):
     def move_parts(self, module: nn.Module) -> None:
         """Shards are on the device already; what isn't sharded goes there."""
         if self.data_size == 1:
-            on_device(module, str(self._device))
-
-    def sync(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
-        return nullcontext()
+            module.to(self._device)
 
     def average(self) -> None:
         """Nothing is left to do: each backward pass has averaged its gradients."""
@@ -422,15 +399,9 @@ class StagesInPieces(StageWeightsSplit):
         owners = self.weights.parameter_of
         return next((p for p in parameters if owners(p) is end.weight), None)
 
-    def all_reduce_data(self, values: Tensor) -> Tensor:
-        return self.all_reduce_world(values) / (self.settings.ranks * self.sizes.tp)
-
     def of_layers(self, values: Tensor) -> Tensor:
         """Returns the sum over data ranks of each rank's values for its layers, 0 elsewhere."""
         return self.all_reduce_world(values) / self.sizes.tp
-
-    def all_reduce_world(self, values: Tensor) -> Tensor:
-        return sum_over_ranks(values)
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """Each piece counts once among the ranks of its stage; a tied head where it embeds."""

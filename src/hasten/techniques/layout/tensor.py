@@ -23,7 +23,8 @@ from hasten.parts.nn.causal_lm import causal_lm
 from hasten.parts.nn.losses import LabelOnlyLoss, WholeLogitsLoss
 from hasten.techniques.compile import Bucketed
 from hasten.techniques.layout.experts import routed
-from hasten.techniques.layout.mesh import LayoutOptions, MeshLayout, lay_out, no_ranks
+from hasten.techniques.layout.mesh import LayoutOptions, MeshLayout, lay_out
+from hasten.techniques.layout.ranks import no_torch_distributed
 from hasten.techniques.precision import AutocastRegion
 
 
@@ -32,7 +33,8 @@ class TensorParallel(Technique):
     """Heads, MLP widths and vocabulary are dealt out; all ranks see the same examples."""
 
     slot = Slot.LAYOUT
-    size: int | None = setting(None, "ranks that share each layer; none: all of them")
+    fidelity = Fidelity.ROUNDING
+    size: int | None = setting(None, "ranks that share each layer; none: all of them", least=1)
     sequence: bool = knob(
         True, "cut the sequence between attention and MLP too", choices=(True, False)
     )
@@ -40,21 +42,13 @@ class TensorParallel(Technique):
         True, "deal embedding, head and loss out by vocabulary", choices=(True, False)
     )
 
-    def __post_init__(self) -> None:
-        if self.size is not None and self.size < 1:
-            raise ValueError(f"size is {self.size}; it must be at least 1")
-
-    @property
-    def fidelity(self) -> Fidelity:
-        return Fidelity.ROUNDING
-
     def apply(self, setup: Setup) -> None:
         size = self.size or setup.context.world.size
         cut(setup, MeshSizes(tp=size), self.name(), (self.sequence, self.parallel_loss))
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
         size = self.size or context.world.size
-        reasons = [*no_ranks(context), *no_plan(context, size)]
+        reasons = [*no_torch_distributed(context), *no_plan(context, size)]
         if self.size is not None and self.size != context.world.size:
             reasons.append(
                 f"{size} ranks share each layer and {context.world.size} are running; use "
@@ -74,8 +68,8 @@ def no_plan(context: JobContext, size: int) -> tuple[str, ...]:
     if size == 1:
         return ()
     name, model = context.model.architecture, context.model
-    if name not in TENSOR_PLANS:
-        return (f"how to cut the layers of {name} isn't known; it is of {', '.join(TENSOR_PLANS)}",)
+    if reasons := model.why_not_of(tuple(TENSOR_PLANS)):
+        return reasons
     for heads, what in ((model.heads, "attention"), (model.key_value_heads, "key and value")):
         if heads % size:
             return (
@@ -106,15 +100,11 @@ def cut(
 def refuse_other_code(setup: Setup, name: str) -> None:
     """Refuses code that reads a layer's weight by itself: it would get only a shard."""
     precision = setup.precision
-    taken = {
-        "float8": isinstance(precision, AutocastRegion) and precision.layers is not None,
-    }
-    for other, active in taken.items():
-        if active:
-            raise InputError(
-                f"plan: {name} cuts torch's own layers, and {other} replaces them with its own "
-                "code; leave one of them out"
-            )
+    if isinstance(precision, AutocastRegion) and precision.layers is not None:
+        raise InputError(
+            f"plan: {name} cuts torch's own layers, and float8 replaces them with its own code; "
+            "leave one of them out"
+        )
 
 
 def _split(module: nn.Module, mesh: DeviceMesh, sequence: bool, parallel_loss: bool) -> nn.Module:
@@ -155,8 +145,8 @@ def proof(session: Session) -> EffectCheck:
         return EffectCheck(False, "one rank holds everything")
     local_count = sum(p.numel() for p in layout.weights.parameters())
     total = sum(p.numel() for p in session.module.parameters() if p.requires_grad)
-    evidence = (
+    return EffectCheck(
+        steps > 0 and (local_count < total or layout.sizes.dp > 1),
         f"{layout.sizes}: this rank holds {local_count:,} of {total:,} trained weights; {steps} "
-        f"steps"
+        "steps",
     )
-    return EffectCheck(steps > 0 and (local_count < total or layout.sizes.dp > 1), evidence)
