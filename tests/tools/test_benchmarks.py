@@ -23,6 +23,7 @@ LONG = {
     "bench_expert_parallel.py",
     "bench_full_duplex.py",
     "bench_host.py",
+    "bench_input.py",
     "bench_layouts.py",
     "bench_netlab.py",
     "bench_pipeline.py",
