@@ -41,6 +41,7 @@ WAITING: dict[str, dict[str, str]] = {
     "as the library does": {},
     "asleep": {"OMP_WAIT_POLICY": "PASSIVE"},
     "1,000 turns": {"GOMP_SPINCOUNT": "1000"},
+    "3,000 turns": {"GOMP_SPINCOUNT": "3000"},
     "10,000 turns": {"GOMP_SPINCOUNT": "10000"},
     "one thread": {"OMP_NUM_THREADS": "1"},
 }

@@ -242,7 +242,7 @@ def test_callbacks_read_the_hosts_own_batches_of_the_loader(tmp_path: Path) -> N
 
     class Looks(TrainerCallback):
         def on_train_begin(self, *_: Any, train_dataloader: Any = None, **more: Any) -> None:
-            assert len(train_dataloader) > 0
+            assert len(copy.copy(train_dataloader)) == len(train_dataloader) > 0
             batches.append(next(iter(train_dataloader)))
 
     for joins in (False, True):

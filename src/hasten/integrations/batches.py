@@ -262,6 +262,8 @@ class HostBatches:
             yield marks.get(_HOST, marks.get(_PACKED, batch))
 
     def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # of a copy that has no contents yet
+            raise AttributeError(name)
         return getattr(self.loader, name)
 
 

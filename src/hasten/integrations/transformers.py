@@ -319,7 +319,7 @@ class TrainerTechniques(TrainerCallback):
         self._window: contextlib.ExitStack | None = None
         self._is_open = False
         self._host_batch: Any = None
-        self._look = _HostsLoader(trainer)
+        self._hosts_loader = _HostsLoader(trainer)
         self._reported: set[str] = set()
 
     # Joining a trainer and leaving it. These attributes are the instance's alone.
@@ -341,7 +341,8 @@ class TrainerTechniques(TrainerCallback):
             setattr(self._trainer, name, method)
         vars(self._trainer)[JOINED] = self
         self._trainer.add_callback(self)
-        self._trainer.callback_handler.callbacks.insert(0, self._look)
+        if Slot.COLLATE in plan:
+            self._trainer.callback_handler.callbacks.insert(0, self._hosts_loader)
 
     def leave(self) -> None:
         """Give the trainer its own places back."""
@@ -352,7 +353,8 @@ class TrainerTechniques(TrainerCallback):
                 setattr(self._trainer, name, usual)
         vars(self._trainer).pop(JOINED, None)
         self._trainer.remove_callback(self)
-        self._trainer.remove_callback(self._look)
+        if self._hosts_loader in self._trainer.callback_handler.callbacks:
+            self._trainer.remove_callback(self._hosts_loader)
 
     # Data.
 

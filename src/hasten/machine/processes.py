@@ -285,7 +285,7 @@ def write_exit_reason(error: BaseException) -> bool:
     lines = str(error).strip().splitlines() or [""]
     advice = isinstance(error, InputError | StoppedError)
     code = 2 if isinstance(error, InputError) else getattr(error, "code", 1)
-    words = {
+    report = {
         "time": time.time(),
         "code": code if isinstance(code, int) and advice else 1,
         "line": " ".join(lines) if advice else f"{type(error).__name__}: {lines[0]}",
@@ -294,7 +294,7 @@ def write_exit_reason(error: BaseException) -> bool:
     path = words_file(folder, rank)
     if not path.exists():
         with contextlib.suppress(OSError):  # the disk may be why it ends
-            write_atomic(path, json.dumps(words), durable=False)
+            write_atomic(path, json.dumps(report), durable=False)
     return True
 
 

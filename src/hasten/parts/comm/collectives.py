@@ -307,7 +307,7 @@ class TopoAwareCollective:
         if self._reports is None:
             members, seconds = range(dist.get_world_size()), self.settings.timeout
             self._reports = RankReports("collective", members, seconds)
-        failure = self._reports.told
+        failure = self._reports.first_failure
         if failure is not None:
             raise CollectiveError(f"no further collective: {failure}", failure.missing)
         try:

@@ -48,7 +48,7 @@ class RankReports:
         _built[group_key] += 1
         self._members, self._seconds = tuple(members), min(seconds, LONGEST)
         self._lock = threading.Lock()  # several threads may see it
-        self.told: CollectiveError | None = None  # the first failure
+        self.first_failure: CollectiveError | None = None
         self._hosts().set(str(dist.get_rank()), socket.gethostname())
 
     def failed(self, what: str, error: Exception) -> CollectiveError:
@@ -57,9 +57,9 @@ class RankReports:
         Later failures follow from the first one and return the same exception.
         """
         with self._lock:
-            if self.told is None:
-                self.told = self._found(what, error)
-            return self.told
+            if self.first_failure is None:
+                self.first_failure = self._found(what, error)
+            return self.first_failure
 
     def _found(self, what: str, error: Exception) -> CollectiveError:
         me, reason = dist.get_rank(), _first_line(error)
