@@ -218,7 +218,7 @@ def gpu_tests(until: float, rehearsal: bool) -> Found:
     files = [
         str(file)
         for file in sorted((REPOSITORY / "tests").rglob("test_*.py"))
-        if "mark.gpu" in file.read_text()
+        if re.search(r"mark\.gpu|on_gpu", file.read_text())
     ]
     asked = ["--collect-only"] if rehearsal else ["-rfEs"]
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "--no-header", *asked]

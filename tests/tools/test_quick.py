@@ -162,7 +162,7 @@ def test_only_tests_of_the_change_run_and_their_failure_is_the_exit_code(project
 
 @pytest.mark.cold
 def test_what_has_no_time_left_is_counted_and_no_failure(project: Path) -> None:
-    done = start(project, "--limit", "0.1")
+    done = start(project, "--limit", "0.001")
     assert done.returncode == 0
     assert "1 tests and 0 test files had no time left" in done.stdout
 

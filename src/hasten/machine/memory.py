@@ -151,11 +151,14 @@ def free_bytes(device: torch.device | str) -> float:
     if torch_device.type == "cpu":
         used, limit = host_meter()()
         return min(float(psutil.virtual_memory().available), limit - used)
+    memory = torch.accelerator.memory
     try:
-        free_on_device, _ = torch.accelerator.memory.get_memory_info(torch_device)
+        free_on_device, _ = memory.get_memory_info(torch_device)
+        # What torch keeps of tensors that are gone, this process gets back.
+        kept = memory.memory_reserved(torch_device) - memory.memory_allocated(torch_device)
     except (RuntimeError, NotImplementedError):
         return math.inf
-    return float(free_on_device)
+    return float(free_on_device + kept)
 
 
 def _peaks(peak: Callable[[], int], now: Callable[[], int], limit: Callable[[], float]) -> Meter:

@@ -30,6 +30,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -124,8 +125,10 @@ class GradientRecord:
     unbiased estimate (Charikar, Chen and Farach-Colton, 2002).
     """
 
-    def __init__(self, gradients: Mapping[str, Tensor | None], sketched: bool) -> None:
-        self.sketched = sketched
+    def __init__(
+        self, gradients: Mapping[str, Tensor | None], sketched: bool, on_device: bool = False
+    ) -> None:
+        self.sketched, self.on_device = sketched, on_device
         self.norms = {name: _norm(g) for name, g in gradients.items()}
         self.norm = math.sqrt(sum(n * n for n in self.norms.values()))
         self._compared = {name: self._form(name, g) for name, g in gradients.items()}
@@ -155,7 +158,7 @@ class GradientRecord:
             return None
         flat = gradient.detach().flatten().float()
         if not self.sketched:
-            return flat.cpu()
+            return flat if self.on_device else flat.cpu()
         sums = torch.zeros(SKETCH, device=flat.device)
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         for chunk in flat.split(2**22):
@@ -266,41 +269,50 @@ class FirstStepProof:
 
     def _fitting(self, batch: Any) -> Any:
         """The batch, or a part of it if the host's pass wouldn't fit into what memory is free."""
+        if _on_any_rank(not self._fits(batch, copies=2)):
+            return _cut(batch, SHORT_ROWS, SHORT_TOKENS)
+        return batch
+
+    def _fits(self, batch: Any, copies: int) -> bool:
+        """True if a pass and so many float32 copies of the gradients fit into the free memory."""
         model, ids = self.passes.model, _get(batch, "input_ids")
         if not isinstance(ids, Tensor) or ids.dim() != 2:
-            return batch
+            return True
         config = getattr(model, "config", None)
         sizes = [getattr(config, name, 0) or 0 for name in ("vocab_size", "hidden_size")]
         layers = getattr(config, "num_hidden_layers", 0) or 0
         # Three copies of the logits, and 34 numbers a layer of each hidden one (arXiv:2205.05198).
         each = 4 * (3 * sizes[0] + 34 * sizes[1] * layers)
-        free = memory.free_bytes(next(model.parameters()).device) - 2 * _trained_bytes(model)
-        if _on_any_rank(ids.numel() * each > 0.8 * free):
-            return _cut(batch, SHORT_ROWS, SHORT_TOKENS)
-        return batch
+        free = memory.free_bytes(_device(model)) - copies * _trained_bytes(model)
+        return bool(ids.numel() * each <= 0.8 * free)
 
     def _check(self, batch: Any) -> None:
-        sketched = 3 * _trained_bytes(self.passes.model) > memory.free_bytes(torch.device("cpu"))
+        # A processor compares the gradients of 1 B weights in seconds, a GPU in milliseconds.
+        model, trained = self.passes.model, _trained_bytes(self.passes.model)
+        is_short = 6 * trained > memory.free_bytes(_device(model))
+        on_device = _device(model).type != "cpu" and not is_short and self._fits(batch, copies=5)
+        short = 3 * trained > memory.free_bytes("cpu")
+        keep = partial(GradientRecord, sketched=short and not on_device, on_device=on_device)
         wide: GradientRecord | None = None
         with _float32(self.passes) as possible:
             if possible:
-                wide = self._agree(batch, self._near, sketched)
+                wide = self._agree(batch, self._near, keep)
         narrow = (torch.bfloat16, torch.float16)
-        if self.passes.is_mixed or any(p.dtype in narrow for p in self.passes.model.parameters()):
-            self._agree(batch, lambda *args: self._alike(wide, *args), sketched, rounded=True)
+        if self.passes.is_mixed or any(p.dtype in narrow for p in model.parameters()):
+            self._agree(batch, lambda *args: self._alike(wide, *args), keep, rounded=True)
 
     def _agree(
         self,
         batch: Any,
         compare: Callable[..., Difference | None],
-        sketched: bool,
+        keep: Callable[[Mapping[str, Tensor | None]], GradientRecord],
         rounded: bool = False,
     ) -> GradientRecord:
         """Take techniques away until their pass agrees with the host's; the host's gradients."""
         host = self._run(batch, [], is_host=True)
         if _on_any_rank(not math.isfinite(host.loss)):
             raise _NoLossError
-        loss, example, noise = host.loss, GradientRecord(host.gradients, sketched), _Noise()
+        loss, example, noise = host.loss, keep(host.gradients), _Noise()
         del host
 
         def difference(techniques: Sequence[Technique]) -> tuple[Difference | None, bool]:
@@ -514,8 +526,7 @@ def _float32(passes: TechniquePasses) -> Iterator[bool]:
         if t.dtype in (torch.bfloat16, torch.float16)
     }
     need = sum(4 * t.numel() for t in narrow.values())
-    device = next(model.parameters()).device
-    if _on_any_rank(2 * need > memory.free_bytes(device)):
+    if _on_any_rank(2 * need > memory.free_bytes(_device(model))):
         _LOG.info("memory is short: the proof compares the run's own format alone")
         yield False
         return
@@ -571,6 +582,10 @@ def _rounded_otherwise(weight: Tensor | None, seed: int) -> Iterator[None]:
     finally:
         with torch.no_grad():
             weight.copy_(original)
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
 
 
 def _trained_bytes(model: nn.Module) -> int:

@@ -39,11 +39,10 @@ def why_not(device: str) -> str:
     return why_no_triton(torch.device(device), "the fused layers are", homes)
 
 
+@torch.compiler.assume_constant_result  # a graph has the answer, not the way to it
 def has_kernels(device: str) -> bool:
     """Returns True if Triton's kernels run on a device."""
-    # A compiler that looks through here takes no cache, and asks once for its graph.
-    ask = _asked.__wrapped__ if torch.compiler.is_compiling() else _asked
-    return ask(device)
+    return _asked(device)
 
 
 @functools.cache

@@ -203,7 +203,8 @@ def quantise(x: Tensor, block: tuple[int, int], dtype: torch.dtype = E4M3) -> Fl
     """Round a matrix to float8; a block with an infinite or NaN number becomes NaN, not wrong."""
     largest = torch.finfo(dtype).max
     blocks = _in_blocks(x.float(), block)
-    scale = blocks.abs().amax(dim=(1, 3)) / largest
+    # By a tensor: a GPU multiplies by the rounded reciprocal of a number, which is another scale.
+    scale = blocks.abs().amax(dim=(1, 3)) / blocks.new_full((), largest)
     scale = scale.clamp_min(torch.finfo(torch.float32).tiny)  # a block of zeros keeps its zeros
     rounded = (blocks / scale[:, None, :, None]).clamp(-largest, largest).to(dtype)
     rows, columns = x.shape
