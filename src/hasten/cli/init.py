@@ -18,11 +18,13 @@ def init(
     recipe: Annotated[Path, output_option("the recipe")] = Path("recipe.yaml"),
 ) -> None:
     """Write a first recipe for a model and a data set."""
+    from hasten.progress import Display
     from hasten.recipe.suggest import suggest
 
     if recipe.exists():
         raise InputError(f"{recipe} exists; name another file with --output")
-    text = suggest(model, dataset, output=f"runs/{recipe.stem}")
+    with Display() as display:
+        text = suggest(model, dataset, f"runs/{recipe.stem}", display.tell)
     try:
         recipe.parent.mkdir(parents=True, exist_ok=True)
         with recipe.open("x") as file:

@@ -24,9 +24,11 @@ from hasten.core.context import JobContext
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
 from hasten.models.presets import PRESETS
+from hasten.parts.kernels.registry import kept_figures
 from hasten.recipe.build import context_of
 from hasten.recipe.candidates import first_plan_sentence
 from hasten.recipe.prepared_data import PreparedData, prepare_data
+from hasten.recipe.read_conversations import Tell
 from hasten.recipe.schema import Recipe, recipe_from
 from hasten.recipe.yaml_reader import check_keys, one_line
 
@@ -56,8 +58,11 @@ class Line:
         return "\n".join([*(f"# {part}" for part in textwrap.wrap(reason, 98)), line])
 
 
-def suggest(model: str, dataset: str, output: str) -> str:
+def suggest(model: str, dataset: str, output: str, tell: Tell = lambda text: None) -> str:
     """The text of a recipe that trains ``model`` on ``dataset``.
+
+    Args:
+        tell: receives what takes seconds, one line before each piece of work.
 
     Raises:
         InputError: the model or the data can't be used.
@@ -75,8 +80,10 @@ def suggest(model: str, dataset: str, output: str) -> str:
             },
             "init",
         )
-        data = prepare_data(look, Path(folder))
+        data = prepare_data(look, Path(folder), tell)
         context = context_of(look, data)
+        if kept_figures(context.device) is None:
+            tell("compiling and measuring hasten's kernels, once on this machine (half a minute)")
         lines = _lines(look, data, context, output)
         first = "\n#   ".join(textwrap.wrap(one_line(first_plan_sentence(look, context)), 100))
     head = (

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from hasten.machine.lazy_torch import is_dtensor
 from hasten.parts.checkpoint.format import json_without_tensors, tensors_from_json
 
 
@@ -38,8 +38,7 @@ class CheckpointedState:
                     "with state_dict and load_state_dict"
                 )
             if isinstance(stateful, nn.Module) and any(
-                isinstance(tensor, DTensor)
-                for tensor in (*stateful.parameters(), *stateful.buffers())
+                is_dtensor(tensor) for tensor in (*stateful.parameters(), *stateful.buffers())
             ):
                 raise ValueError(
                     f"{name} is sharded over ranks, which is not supported here; save it with "

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from hasten.machine.lazy_torch import is_dtensor
 from hasten.parts.comm import methods
 from hasten.parts.comm.compression_settings import CompressionSettings
 from hasten.parts.comm.exchange import FIRST, Hosts, Ranks
@@ -45,7 +45,7 @@ def named(model: nn.Module | Iterable[Any]) -> list[Named]:
                 f"gradients belong to a model or to parameters; {name} is a "
                 f"{type(parameter).__name__}"
             )
-        if isinstance(parameter, DTensor):
+        if is_dtensor(parameter):
             raise ValueError(
                 f"{name} is sharded over ranks (DTensor): its gradient isn't averaged like a "
                 "replica's, leave it out"

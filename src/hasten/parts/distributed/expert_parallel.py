@@ -33,6 +33,8 @@ from torch.distributed import ProcessGroup as Group
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from hasten.machine.lazy_torch import not_compiled
+
 # Tokens travel to the ranks that hold their experts, and results travel back: all of them, once.
 #
 #     (1) a token goes to every rank that holds one of its experts, once     rows    (N, H)
@@ -273,14 +275,14 @@ class ExpertLayer:
         module.register_forward_pre_hook(self._leave)
         module.register_forward_hook(self._return)
 
-    @torch.compiler.disable
+    @not_compiled
     def _leave(self, module: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> Any:
         if self.alone:
             return args
         self._routes, pairs = depart(*args, self.here, self.group, self.traffic)
         return pairs
 
-    @torch.compiler.disable
+    @not_compiled
     def _return(self, module: nn.Module, args: Any, results: Tensor) -> Tensor:
         routes, self._routes = self._routes, None
         return results if routes is None else come_home(routes, results)

@@ -21,14 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
 
+from hasten.machine.lazy_torch import is_fsdp_module
 from hasten.parts.nn.recompute import decoder_blocks
 
 
@@ -63,6 +57,13 @@ def shard(
         before: called with each block, and with the module at last, just before it is cut.
         ignored: parameters that stay whole (experts that are shared out over ranks).
     """
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
+
     how = how or Sharding()
     reduce = None if how.dtype is None else torch.float32
     settings: dict[str, Any] = {
@@ -83,24 +84,24 @@ def shard(
 
 
 def is_sharded(module: nn.Module) -> bool:
-    return isinstance(module, FSDPModule)
+    return is_fsdp_module(module)
 
 
 def groups(module: nn.Module) -> int:
     """How many pieces are brought together one after the other."""
-    return sum(isinstance(m, FSDPModule) for m in module.modules())
+    return sum(is_fsdp_module(m) for m in module.modules())
 
 
 def send_gradients(module: nn.Module, send: bool) -> None:
     """Selects if the next backward pass reduces gradients or each rank keeps full ones."""
-    if isinstance(module, FSDPModule):
+    if is_fsdp_module(module):
         module.set_requires_gradient_sync(send)
 
 
 def let_go(module: nn.Module) -> None:
     """Back to shards everywhere: after a pass without gradients the outermost group is whole."""
     for submodule in module.modules():
-        if isinstance(submodule, FSDPModule):
+        if is_fsdp_module(submodule):
             submodule.reshard()
 
 
@@ -153,6 +154,8 @@ class ShardGroup:
 def why_not() -> str:
     """Why gradients of shards can't be made small with this torch, in one sentence; empty: they
     can."""
+    from torch.distributed.fsdp import FSDPModule
+
     missing = [name for name in METHODS if not hasattr(FSDPModule, name)]
     if missing:
         return f"FSDP2 of torch {torch.__version__} has no {missing[0]}; take torch 2.11 or later"
@@ -168,7 +171,7 @@ def shard_groups(module: nn.Module) -> list[ShardGroup]:
     names = {id(p): name for name, p in module.named_parameters()}
     weight_groups = []
     for member in module.modules():
-        if not isinstance(member, FSDPModule):
+        if not is_fsdp_module(member):
             continue
         for group in _parameter_groups(member):
             learn = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
@@ -247,6 +250,8 @@ def shard_stage(stage: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh)
     Gradients are reduced and scattered in every backward pass, because passes of other
     micro-batches follow. ``layers`` holds the layers of all stages of this rank.
     """
+    from torch.distributed.fsdp import fully_shard
+
     layer_ids = {id(layer) for layer in layers}
     for module in list(stage.modules()):
         if id(module) in layer_ids:

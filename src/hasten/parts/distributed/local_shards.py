@@ -10,18 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from hasten.machine.lazy_torch import is_dtensor
 from hasten.parts.distributed.expert_parallel import has_room
 from hasten.parts.distributed.fsdp import let_go
 from hasten.parts.optim.muon import MuonAdamW
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 Sum = Callable[[Tensor], Tensor]  # of a float64 tensor on the host, over all ranks
 FSDP_MARK = "_is_fsdp_managed_module"  # an attribute that fully_shard leaves on what it holds
 ENGINE = "torch.distributed"  # where the hooks of FSDP2 and of tensor parallelism come from
@@ -75,7 +77,7 @@ class LocalShards:
 
     def _piece(self, parameter: Tensor) -> Tensor:
         shard = parameter
-        if isinstance(parameter, DTensor):
+        if is_dtensor(parameter):
             shard = nn.Parameter(parameter.detach().to_local(), parameter.requires_grad)
         self._pairs.append((parameter, shard))
         self._owners[id(shard)] = parameter
@@ -92,7 +94,7 @@ class LocalShards:
     def accumulate_gradients(self) -> None:
         """Hand the gradients that are there over to the pieces, in the pieces' own cut."""
         for parameter, shard in self._pairs:
-            if shard is not parameter and isinstance(parameter.grad, DTensor):
+            if shard is not parameter and is_dtensor(parameter.grad):
                 shard.grad = _as_cut(parameter.grad, parameter)
 
     def parameters(self) -> list[Tensor]:
@@ -145,7 +147,7 @@ def _wide(parameters: Sequence[Tensor]) -> torch.dtype:
 def _pieces(parameter: Tensor) -> int:
     """Into how many pieces a parameter is cut; the ranks beyond them hold copies."""
     shard_count = 1
-    if isinstance(parameter, DTensor):
+    if is_dtensor(parameter):
         for axis, placement in enumerate(parameter.placements):
             if not placement.is_replicate():
                 shard_count *= parameter.device_mesh.size(axis)
@@ -155,7 +157,7 @@ def _pieces(parameter: Tensor) -> int:
 def _as_cut(gradient: DTensor, parameter: Tensor) -> Tensor:
     """The gradient's local piece; what ranks have yet to add up (a norm's weight over pieces of a
     sequence) is added up."""
-    assert isinstance(parameter, DTensor)
+    assert is_dtensor(parameter)
     if gradient.placements != parameter.placements:
         gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
     local = gradient.to_local()
@@ -178,7 +180,7 @@ def whole_on_first(module: nn.Module, model: nn.Module, first: bool) -> Iterator
         (owner, name, parameter)
         for owner in model.modules()
         for name, parameter in owner._parameters.items()
-        if isinstance(parameter, DTensor)
+        if is_dtensor(parameter)
     ]
     needed = sum(p.numel() * p.element_size() for p in {id(p): p for *_, p in places}.values())
     full_parameters: dict[int, nn.Parameter] = {}
@@ -245,7 +247,9 @@ def full_tensor(value: Tensor, parameter: DTensor, first: bool) -> Tensor:
         ValueError: the value isn't laid out like the parameter's shard.
     """
     mesh = parameter.device_mesh
-    if not isinstance(value, DTensor):
+    from torch.distributed.tensor import DTensor
+
+    if not is_dtensor(value):
         if value.shape != parameter.to_local().shape:
             raise ValueError(
                 f"a state of {tuple(value.shape)} for a piece of "
@@ -266,6 +270,8 @@ def full_tensor(value: Tensor, parameter: DTensor, first: bool) -> Tensor:
 @torch.no_grad()
 def local_shard(full: Tensor, parameter: DTensor) -> DTensor:
     """This rank's piece of a whole tensor of the parameter's shape, with its place."""
+    from torch.distributed.tensor import distribute_tensor
+
     mesh, home = parameter.device_mesh, parameter.to_local().device
     dealt: DTensor = distribute_tensor(
         full.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None

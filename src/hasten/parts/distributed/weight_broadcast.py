@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from hasten.machine.lazy_torch import is_dtensor
 from hasten.parts.comm.groups import ordered_group
 from hasten.parts.comm.topology import host_name, hosts_of
 
@@ -126,5 +126,5 @@ def _tensors(module: nn.Module) -> Iterator[tuple[Table, str, Tensor]]:
     for owner in module.modules():
         for table in (owner._parameters, owner._buffers):
             for name, tensor in list(table.items()):
-                if tensor is not None and not isinstance(tensor, DTensor):
+                if tensor is not None and not is_dtensor(tensor):
                     yield table, name, tensor

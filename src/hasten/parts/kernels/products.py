@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from hasten.machine.environment import isa_variable
+from hasten.machine.lazy_torch import constant_in_graphs
 from hasten.machine.processor import doubles_bf16, processor_flags
 from hasten.parts.kernels.build import LoadedLibrary, build_library
 from hasten.parts.kernels.operators import address, no_results, operator
@@ -52,13 +53,13 @@ def tile_library() -> LoadedLibrary:
     return loaded
 
 
-@torch.compiler.assume_constant_result  # a graph has the answer, not the way to it
+@constant_in_graphs  # a graph has the answer, not the way to it
 def is_available() -> bool:
     """Returns True if the kernels for any processor are compiled and loaded."""
     return library().library is not None
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def unit(dtype: torch.dtype) -> str:
     """How numbers of a format are multiplied here: by ``tiles``, ``pairs`` or ``floats``."""
     if dtype == torch.float32:

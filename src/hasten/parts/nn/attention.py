@@ -40,6 +40,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hasten.machine.lazy_torch import not_compiled
 from hasten.parts.kernels import products
 from hasten.parts.kernels.registry import LEAST_CAPABILITY, is_refused
 from hasten.parts.nn import fused_functions, rebind
@@ -323,7 +324,7 @@ def lead_through(module: nn.Module) -> None:
     _around.pop(module, None)
 
 
-@torch.compiler.disable
+@not_compiled
 def attend_uncompiled(
     module: nn.Module,
     query: Tensor,

@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hasten.machine.lazy_torch import not_compiled
 from hasten.parts.data.collate import IGNORED
 from hasten.parts.nn import attention, rebind
 from hasten.parts.nn.causal_lm import is_cache
@@ -140,7 +141,7 @@ class CompiledBlocks:
         return shape in known_shapes
 
 
-@torch.compiler.disable
+@not_compiled
 def _begin_pass(module: nn.Module, inputs: Any) -> None:
     """CUDA graphs may write over what the pass before has left: without it, torch has to guess."""
     torch.compiler.cudagraph_mark_step_begin()

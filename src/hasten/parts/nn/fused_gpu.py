@@ -20,6 +20,7 @@ import functools
 import torch
 from torch import Tensor
 
+from hasten.machine.lazy_torch import constant_in_graphs
 from hasten.parts.kernels.operators import gpu_operator, launch, operator, why_no_triton
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,7 +40,7 @@ def why_not(device: str) -> str:
     return why_no_triton(torch.device(device), "the fused layers are", homes)
 
 
-@torch.compiler.assume_constant_result  # a graph has the answer, not the way to it
+@constant_in_graphs  # a graph has the answer, not the way to it
 def has_kernels(device: str) -> bool:
     """Returns True if Triton's kernels run on a device."""
     return _asked(device)

@@ -13,12 +13,12 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from hasten.machine.lazy_torch import is_dtensor
 from hasten.parts.kernels import products, rowwise
 from hasten.parts.nn import attention, fused_gpu, rebind
 from hasten.parts.nn.causal_lm import holds_cache
@@ -38,6 +38,8 @@ from hasten.parts.nn.fused_functions import (
 )
 from hasten.parts.nn.quantised import QuantisedLinear
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 # Fused code on a model that is cut over ranks: kernels see plain tensors, this rank's part.
 #
 # Under tensor parallelism a norm's weight is whole on every rank, and its input is a piece: of the
@@ -52,11 +54,13 @@ UsualAttention = Callable[..., Attended]
 
 def is_cut(*layers: nn.Module) -> bool:
     """Returns True if the weight of one of them is sharded over ranks."""
-    return any(isinstance(layer.weight, DTensor) for layer in layers)
+    return any(is_dtensor(layer.weight) for layer in layers)
 
 
 def own_weight(weight: Tensor) -> Tensor:
     """A norm's weight as a plain tensor, to be multiplied with this rank's rows."""
+    from torch.distributed.tensor import DTensor, Partial
+
     if not isinstance(weight, DTensor):
         return weight
     return weight.to_local(grad_placements=[Partial() for _ in weight.placements])
@@ -64,6 +68,8 @@ def own_weight(weight: Tensor) -> Tensor:
 
 def norm_of_piece(x: DTensor, weight: Tensor, eps: float) -> DTensor | None:
     """The norm of a piece, laid out as ``x`` is; None where the kernel doesn't take it."""
+    from torch.distributed.tensor import DTensor, Replicate
+
     replicated = isinstance(weight, DTensor) and all(p.is_replicate() for p in weight.placements)
     if not replicated or x.placements == (Replicate(),):
         return None
@@ -154,6 +160,8 @@ def _is_adapted(module: nn.Module) -> bool:
 
 
 def _norm(self: Any, usual: Usual, hidden_states: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
     if isinstance(hidden_states, DTensor):
         normed = norm_of_piece(hidden_states, self.weight, self.variance_epsilon)
         return usual(hidden_states) if normed is None else normed

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from hasten.core.layout import CommTiming
 from hasten.core.setup import Communication, GivenPrecision, NoCompression, Setup
 from hasten.core.slot import Slot
 from hasten.errors import InputError, as_input_error
+from hasten.machine.lazy_torch import is_dtensor
 from hasten.parts.comm.compression_settings import CompressionSettings
 from hasten.parts.distributed import local_shards
 from hasten.parts.distributed.fsdp import Sharding, is_sharded, send_gradients, shard
@@ -41,7 +41,7 @@ def full_tensor(
         InputError: the value isn't laid out like its weight, under the layout of that name.
     """
     parameter = weights.parameter_of(weight)
-    if not isinstance(parameter, DTensor) or not value.ndim:  # a number of steps
+    if not is_dtensor(parameter) or not value.ndim:  # a number of steps
         return value
     try:
         return local_shards.full_tensor(value, parameter, keeps)
@@ -55,7 +55,7 @@ def full_tensor(
 def local_shard(weights: LocalShards, weight: Tensor, full: Tensor) -> Tensor:
     """This rank's piece of what belongs to a weight."""
     parameter = weights.parameter_of(weight)
-    if not isinstance(parameter, DTensor) or full.shape != parameter.shape:
+    if not is_dtensor(parameter) or full.shape != parameter.shape:
         return full
     part = local_shards.local_shard(full, parameter)
     return part if parameter is weight else part.to_local()

@@ -37,7 +37,6 @@ from hasten.parts.distributed.pipeline.runtime import (
 )
 from hasten.parts.distributed.pipeline.schedules import SPLIT
 from hasten.parts.distributed.pipeline.stages import LanguageModel, TiedHead, is_end
-from hasten.parts.distributed.tensor_parallel import split_layers
 from hasten.parts.distributed.tensor_plans import TENSOR_PLANS
 from hasten.parts.nn.recompute import BlockRecompute
 from hasten.parts.optim.master_weights import MasterWeights
@@ -359,6 +358,8 @@ class StagesInPieces(StagesLayout):
     def apply_tensor_parallel(self, module: nn.Module) -> nn.Module:
         if self.sizes.tp == 1:
             return module
+        from hasten.parts.distributed.tensor_parallel import split_layers
+
         refuse_other_code(self.cut.setup, "hybrid")
         causal = self.cut.model.causal
         plan = TENSOR_PLANS.get(causal.config.model_type)

@@ -17,7 +17,6 @@ from hasten.errors import InputError
 from hasten.models.memory import ADAMW_FLOAT32
 from hasten.parts.distributed.fsdp import Sharding
 from hasten.parts.distributed.mesh import MeshSizes
-from hasten.parts.distributed.tensor_parallel import split_layers, split_vocabulary
 from hasten.parts.distributed.tensor_plans import TENSOR_PLANS
 from hasten.parts.nn.causal_lm import causal_lm
 from hasten.parts.nn.losses import LabelOnlyLoss, WholeLogitsLoss
@@ -114,6 +113,8 @@ def _split(module: nn.Module, mesh: DeviceMesh, sequence: bool, parallel_loss: b
             f"only language models can be cut, and the loss is {type(module).__name__}; take ddp "
             "or fsdp2 as the layout"
         )
+    from hasten.parts.distributed.tensor_parallel import split_layers, split_vocabulary
+
     model = module.model
     plan = TENSOR_PLANS.get(causal_lm(model).config.model_type)
     if plan is None:

@@ -1,0 +1,47 @@
+"""Parts of torch whose import takes seconds, for modules that every command imports.
+
+``torch.distributed.tensor`` takes 1 s of processor time, torch's compiler 2 s more. Commands
+that build no model (``report``, ``keys``, ``launch``) need neither.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ParamSpec, TypeGuard, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Returns True for a tensor that is dealt out over ranks.
+
+    Without its module no such tensor exists. Not for code that is compiled.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def is_fsdp_module(module: object) -> TypeGuard[FSDPModule]:
+    """Returns True for a module that ``fully_shard`` was called on."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """Marks a function as `torch.compiler.assume_constant_result` does: a graph has its answer."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def not_compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """`torch.compiler.disable`, which imports the compiler with the first call."""
+    disabled: Callable[P, R] = torch._disable_dynamo(function)
+    return disabled
