@@ -39,7 +39,7 @@ OVERTIME = 15.0  # seconds after which a stage hangs
 CEILING_SECONDS = 4.0
 SHARE_FOR_CEILING = 0.05  # of a row's time
 PEERS = ("liger-kernel", "triton", "accelerate")
-FEW_LAYERS = 2  # of a rehearsal
+FEW_LAYERS, FEW_EXAMPLES = 1, 4  # of a rehearsal
 PRELOADED = ("torch._dynamo", "peft", "transformers.trainer", "hasten.measure.gpu_simulation.step")
 
 
@@ -157,7 +157,8 @@ def _rehearsed(
 
     if row is not None:
         layers = FEW_LAYERS + row.shape.get("first_k_dense_replace", 0)
-        row = dataclasses.replace(row, shape={**row.shape, "num_hidden_layers": layers})
+        shape = {**row.shape, "num_hidden_layers": layers}
+        row = dataclasses.replace(row, shape=shape, batch=min(row.batch, FEW_EXAMPLES))
     with on_simulated_device(Tracer(simulated_device("h100"))):
         _stage(name, row, device, found, path, until)
 
@@ -218,7 +219,7 @@ def gpu_tests(until: float, rehearsal: bool) -> Found:
     files = [
         str(file)
         for file in sorted((REPOSITORY / "tests").rglob("test_*.py"))
-        if re.search(r"mark\.gpu|on_gpu", file.read_text())
+        if re.search(r"mark\.gpu|triton_marks", file.read_text())
     ]
     asked = ["--collect-only"] if rehearsal else ["-rfEs"]
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "--no-header", *asked]
