@@ -1,4 +1,4 @@
-"""Commands that build no model don't import torch's compiler, and its marks are set all the same."""
+"""Commands without a model don't import torch's compiler; its marks are set all the same."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Parts of torch whose import takes seconds, for modules that every command imports.
+"""Uses of torch's DTensor, FSDP2 and compiler that don't import them.
 
-``torch.distributed.tensor`` takes 1 s of processor time, torch's compiler 2 s more. Commands
-that build no model (``report``, ``keys``, ``launch``) need neither.
+Their imports take 1 to 3 s. Commands without a model (``report``, ``keys``, ``launch``)
+don't need them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def is_dtensor(value: object) -> TypeGuard[DTensor]:
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     """Returns True for a tensor that is dealt out over ranks.
 
     Without its module no such tensor exists. Not for code that is compiled.
     """
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def is_fsdp_module(module: object) -> TypeGuard[FSDPModule]:

@@ -62,7 +62,7 @@ def suggest(model: str, dataset: str, output: str, tell: Tell = lambda text: Non
     """The text of a recipe that trains ``model`` on ``dataset``.
 
     Args:
-        tell: receives what takes seconds, one line before each piece of work.
+        tell: called with one line before each slow part.
 
     Raises:
         InputError: the model or the data can't be used.
