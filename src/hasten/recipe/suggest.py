@@ -61,9 +61,6 @@ class Line:
 def suggest(model: str, dataset: str, output: str, tell: Tell = lambda text: None) -> str:
     """The text of a recipe that trains ``model`` on ``dataset``.
 
-    Args:
-        tell: called with one line before each slow part.
-
     Raises:
         InputError: the model or the data can't be used.
     """
