@@ -338,8 +338,9 @@ def test_sketches_estimate_the_norm_of_a_difference() -> None:
     torch.manual_seed(0)
     one, other = {"w": torch.randn(5000)}, {"w": torch.randn(5000)}
     whole, sketch = GradientRecord(one, sketched=False), GradientRecord(one, sketched=True)
+    kept = GradientRecord(one, sketched=False, on_device=True)
     true = float((one["w"] - other["w"]).norm())
-    assert whole.distance("w", other["w"]) == pytest.approx(true)
+    assert whole.distance("w", other["w"]) == kept.distance("w", other["w"]) == pytest.approx(true)
     assert sketch.distance("w", other["w"]) == pytest.approx(true, rel=0.5)
     assert sketch.distance("w", one["w"]) == 0
     assert whole.norm == sketch.norm == pytest.approx(float(one["w"].norm()))

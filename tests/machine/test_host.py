@@ -23,7 +23,7 @@ from hasten.machine.host import (
     mounts,
     numa_nodes,
 )
-from hasten.machine.memory import memory_meter
+from hasten.machine.memory import free_bytes, memory_meter
 from hasten.machine.processor import doubles_bf16, isa_limit, processor_flags
 
 linux = pytest.mark.skipif(platform.system() != "Linux", reason="reads Linux's files")
@@ -279,3 +279,10 @@ def test_the_peak_is_the_rank_s_own_device_s(asked: list[str]) -> None:
 def test_the_meter_asks_its_own_device(asked: list[str]) -> None:
     assert memory_meter("cuda:1")() == (7.0, 14.0)
     assert set(asked) == {"cuda:1"}
+
+
+def test_what_torch_keeps_of_gone_tensors_is_free(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator.memory, "memory_allocated", lambda device: 3)
+    assert free_bytes("cuda:1") == 7 + (7 - 3)

@@ -133,8 +133,8 @@ def check_native(source: str, raw: dict[str, Any], *, needs_weights: bool) -> No
     if needs_weights and quantization and not is_block_scaled(quantization):
         method = quantization.get("quant_method", "an unnamed method")
         raise InputError(
-            f"the weights of {source} are quantised ({method}) and can't be trained as they are: "
-            "convert them to bfloat16 first"
+            f"by its config.json the weights of {source} are quantised ({method}), which can't be "
+            "trained: convert them to bfloat16, or delete quantization_config if they are plain"
         )
     for part in _parts(raw):
         _check_kernels(source, part)

@@ -107,7 +107,7 @@ def cost_of_experiment(
     final = variants[-1]
     good = on_the_whole(final, report) not in ("failed", "no effect") and quality != "worse"
     spent = price.money(seconds, paid)
-    cost["experiment"] = {"seconds": seconds, "money": spent, "kwh": None}
+    cost["experiment"] = {"seconds": seconds, "money": spent}
     cost["payback"] = payback(final["ratio"], seconds, good)
     return cost
 
