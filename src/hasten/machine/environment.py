@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -213,6 +214,8 @@ def use_defaults() -> None:
     """Sets `defaults` for this process; torch reads them when it is loaded, so call it before."""
     for name, value in defaults(os.environ).items():
         os.environ.setdefault(name, value)
+    # A thread of autograd begins without a CUDA context, and torch then makes one.
+    warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA")
 
 
 def take_over(variables: Mapping[str, str]) -> None:
