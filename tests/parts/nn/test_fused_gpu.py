@@ -40,7 +40,7 @@ needs_triton_at_all = pytest.mark.skipif(
 )
 CAPABILITIES = ("80", "86", "89", "90", "100", "120")
 dtypes = pytest.mark.parametrize("dtype", ROUNDING, ids=str)
-few = settings(max_examples=12)
+few = settings(max_examples=8)
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ def plain_norm(x: Tensor, weight: Tensor) -> Tensor:
 @needs_triton
 @dtypes
 @few
-@given(count=st.integers(1, 20), n=st.integers(1, 90))
+@given(count=st.integers(1, 9), n=st.integers(1, 90))
 def test_a_norm_beside_its_residual_is_both(dtype: torch.dtype, count: int, n: int) -> None:
     def fused(x: Tensor, weight: Tensor) -> Tensor:
         y, past = fused_functions.norm_beside(x, weight, 1e-5)
@@ -112,7 +112,7 @@ def test_a_gate_is_silu_times_up(dtype: torch.dtype, count: int) -> None:
 @dtypes
 @few
 @given(
-    sizes=st.tuples(*(st.integers(1, n) for n in (7, 9, 24))),
+    sizes=st.tuples(*(st.integers(1, n) for n in (3, 5, 24))),
     plain=st.integers(0, 40),
     layout=st.tuples(st.booleans(), st.booleans()),
     gap=st.integers(0, 5),
@@ -253,21 +253,28 @@ def test_a_compiled_model_keeps_them_in_one_graph(monkeypatch: pytest.MonkeyPatc
 OUTSIDE = {"norm back 16384": 96, "float8 tile True": 176}
 
 
-def compiled(folder: Path, *asked: str) -> Any:
+def compiled(folder: Path, *asked: str) -> dict[str, Any]:
+    """What ``triton_cubins`` prints: a process of its own, as this one's Triton may interpret."""
     script = Path(__file__).with_name("triton_cubins.py")
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
     command = [sys.executable, str(script), *asked]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    printed: dict[str, Any] = json.loads(done.stdout)
+    return printed
+
+
+@pytest.fixture(scope="module")
+def hopper(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What training launches, compiled for the capability that has all kernels."""
+    return compiled(tmp_path_factory.mktemp("hopper"), "90", "accesses")
 
 
 @pytest.mark.slow
 @needs_triton_at_all
-def test_loads_are_wide_though_a_launch_ignores_counts(tmp_path: Path) -> None:
+def test_loads_are_wide_though_a_launch_ignores_counts(hopper: dict[str, Any]) -> None:
     """A count of numbers that varies compiles nothing anew, and 16 bytes are moved at once."""
-    names = ("swiglu", "swiglu back", "rotate llama", "norm 8192")
-    accesses = compiled(tmp_path, "accesses", "90", *names)
+    accesses = hopper["accesses"]
     widest = ["ld.global.v4.b32", "st.global.v4.b32"]
     assert accesses["swiglu"] == accesses["swiglu back"] == accesses["rotate llama"] == widest
     assert accesses["norm 8192"] == sorted([*widest, "st.global.b32"]), "a root for each row, too"
@@ -275,19 +282,25 @@ def test_loads_are_wide_though_a_launch_ignores_counts(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_triton_at_all
+def test_every_kernel_compiles_for_a_gpu_that_is_not_here(hopper: dict[str, Any]) -> None:
+    check_registers(hopper["outside"], "90")
+
+
+@pytest.mark.long
+@needs_triton_at_all
 @pytest.mark.parametrize(
     "asked",
     [
-        pytest.param(("80", "90"), id="what training launches"),
-        pytest.param(("86", "89", "100", "120"), id="the same, other GPUs", marks=pytest.mark.long),
-        pytest.param(("all", *CAPABILITIES), id="all formats and layouts", marks=pytest.mark.long),
+        pytest.param(("80", "86", "89", "100", "120"), id="what training launches"),
+        pytest.param(("all", *CAPABILITIES), id="all formats and layouts"),
     ],
 )
-def test_every_kernel_compiles_for_gpus_that_are_not_here(
-    asked: tuple[str, ...], tmp_path: Path
-) -> None:
-    """In a process of its own, as this one's Triton may interpret; and it stays in registers."""
-    outside: dict[str, int] = compiled(tmp_path, *asked)
+def test_every_kernel_compiles_for_the_other_gpus(asked: tuple[str, ...], tmp_path: Path) -> None:
+    check_registers(compiled(tmp_path, *asked)["outside"], *asked)
+
+
+def check_registers(outside: dict[str, int], *asked: str) -> None:
+    """Each kernel is there, and stays in registers."""
     numbers = [a for a in asked if a != "all"]
     usual, float8 = (19, 3) if len(numbers) == len(asked) else (104, 21)
     assert len(outside) == usual * len(numbers) + float8 * sum(int(n) >= 90 for n in numbers)

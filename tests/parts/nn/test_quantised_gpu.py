@@ -103,10 +103,10 @@ def check_rounding(x: Tensor, kind: torch.dtype) -> None:
         assert not data.view(torch.uint8)[:, rows:].any(), "filled up with zeros"
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
-    rows=st.integers(1, 150),
-    columns=st.integers(1, 150),
+    rows=st.integers(1, 80),
+    columns=st.integers(1, 140),  # more than one tile of any kind
     dtype=st.sampled_from(FORMATS),
     kind=st.sampled_from([E4M3, E5M2]),
     spread=st.sampled_from([0.0, 4.0]),
@@ -131,13 +131,13 @@ def test_rounding_has_the_bits_of_torchs_operators(
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("kind", [E4M3, E5M2], ids=str)
 def test_zeros_infinities_and_nan_are_rounded_alike(dtype: torch.dtype, kind: torch.dtype) -> None:
-    x = draw(70, 90, dtype=dtype)
+    x = draw(18, 70, dtype=dtype)
     x[3] = 0.0
     x[:, 5] = 0.0
-    x[7, 8], x[66, 9], x[69, 80] = torch.inf, -torch.inf, torch.nan
+    x[7, 8], x[16, 9], x[17, 66] = torch.inf, -torch.inf, torch.nan
     check_rounding(x, kind)
     data, _ = quantised_gpu.float8_rows(x, kind)
-    assert data.float()[[7, 66, 69]].isnan().any(1).all()
+    assert data.float()[[7, 16, 17]].isnan().any(1).all()
     assert not data.float()[3].any()
 
 
@@ -152,11 +152,15 @@ def test_numbers_between_two_float8_go_to_the_even_one() -> None:
     same(data, x.cpu().to(E4M3))
 
 
-@pytest.mark.parametrize("kind", [E4M3, E5M2], ids=str)
-def test_quotients_of_all_mantissas_have_the_bits_of_a_division(kind: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("kind", "powers"), [(E4M3, (0, -110)), (E5M2, (-70, 100))], ids=["e4m3", "e5m2"]
+)
+def test_quotients_of_all_mantissas_have_the_bits_of_a_division(
+    kind: torch.dtype, powers: tuple[int, int]
+) -> None:
     """All pairs of two bf16 mantissas; the bits, so that a zero keeps its sign, too."""
     mantissas = 1 + torch.arange(128) / 128
-    for power in (0, -70, -110, 100):
+    for power in powers:
         largest = (2 * mantissas * 2.0**power).unsqueeze(1)
         columns = torch.cat([mantissas * 2.0 ** (power - down) for down in (0, 8, 18)])
         columns = torch.cat((columns, -columns, torch.tensor([0.0, -0.0])))
@@ -174,7 +178,7 @@ def test_tiles_come_in_groups_that_need_not_be_full(
     monkeypatch.setattr(quantised_gpu, "GROUP", group)
     for name, tile in (("LARGEST", (16, 32, 1)), ("COLUMNS", (32, 16, 1)), ("BOTH", (16, 16, 1))):
         monkeypatch.setattr(quantised_gpu, f"{name}_TILE", tile)
-    for rows, columns in ((1, 1), (16, 70), (112, 20), (113, 33)):
+    for rows, columns in ((1, 1), (16, 40), (48, 20), (49, 20)):
         x = draw(rows, columns, dtype=torch.bfloat16)
         x[-1, 0] = 50.0
         check_rounding(x, E4M3)

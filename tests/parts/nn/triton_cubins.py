@@ -2,9 +2,8 @@
 
 The interpreter runs a kernel's Python, with all that Python allows; the compiler refuses what isn't
 Triton, and the assembler says what a launch costs. Run as a script in a process whose Triton
-compiles, with the compute capabilities: ``80 90``; ``all`` takes every format and layout.
-With ``accesses`` first, it prints how the kernels whose names follow a capability reach the memory
-of such a GPU.
+compiles, with the compute capabilities: ``80 90``; ``all`` takes every format and layout. With
+``accesses``, it also prints how some kernels reach the memory of the first of these GPUs.
 """
 
 from __future__ import annotations
@@ -55,6 +54,8 @@ FLOAT8_FROM = 90  # as the products; earlier GPUs round to fp16 on the way
 FLOAT8 = {"data": "*fp8e4nv", "turned": "*fp8e4nv", "scale": "*fp32", "turned_scale": "*fp32"}
 FLOAT8 |= {"of_rows": "*i32", "of_columns": "*i32"}
 FORMATS = ("bf16", "fp16", "fp32")
+ACCESSES = ("swiglu", "swiglu back", "rotate llama", "norm 8192")
+WORDS = ("all", "accesses")
 
 
 class Variant(NamedTuple):
@@ -253,8 +254,9 @@ def main(capabilities: list[int], every: bool) -> dict[str, int]:
 
 if __name__ == "__main__":
     asked = sys.argv[1:]
-    if asked[0] == "accesses":
-        chosen = (v for v in variants("bf16", False) if v.name in asked[2:])
-        print(json.dumps({v.name: accesses(v, int(asked[1])) for v in chosen}))
-        sys.exit()
-    print(json.dumps(main([int(a) for a in asked if a != "all"], "all" in asked)))
+    numbers = [int(a) for a in asked if a not in WORDS]
+    printed: dict[str, Any] = {"outside": main(numbers, "all" in asked)}
+    if "accesses" in asked:
+        chosen = (v for v in variants("bf16", False) if v.name in ACCESSES)
+        printed["accesses"] = {v.name: accesses(v, numbers[0]) for v in chosen}
+    print(json.dumps(printed))

@@ -107,9 +107,12 @@ def test_the_kernel_has_the_bits_of_its_reference(case: Any, divided: bool) -> N
 
 
 @pytest.mark.parametrize("moments", [torch.float32, "int8"])
-def test_a_tensor_of_several_programs_is_moved_to_its_end(moments: Any) -> None:
+def test_a_tensor_of_several_programs_is_moved_to_its_end(
+    moments: Any, by_kernel: pytest.MonkeyPatch
+) -> None:
     from hasten.parts.kernels import adamw_triton
 
+    by_kernel.setattr(adamw_triton, "CHUNK", 2048)  # two tiles
     sizes = (2 * adamw_triton.CHUNK + 264, 300, adamw_triton.CHUNK)
     given = [a_tensor(n, *FORMATS, moments, False, seed) for seed, n in enumerate(sizes)]
     expected = copy.deepcopy(given)
@@ -243,14 +246,14 @@ def test_compact_adamw_follows_its_own_way_without_a_kernel(
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_a_resumed_run_keeps_its_bits(moments: str, dtype: torch.dtype) -> None:
     whole = some_weights(dtype)
-    expected = steps(CompactAdamW(whole, moments=moments, **SETTINGS), whole, 4)
+    expected = steps(CompactAdamW(whole, moments=moments, **SETTINGS), whole, 3)
     first = some_weights(dtype)
     optimizer = CompactAdamW(first, moments=moments, **SETTINGS)
     steps(optimizer, first, 2)
     second = [nn.Parameter(w.detach().clone()) for w in first]
     resumed = CompactAdamW(second, moments=moments, **SETTINGS)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert all(map(torch.equal, steps(resumed, second, 2, first=2), expected))
+    assert all(map(torch.equal, steps(resumed, second, 1, first=2), expected))
 
 
 @formats
@@ -275,14 +278,14 @@ def test_updates_too_small_for_bf16_are_right_in_the_mean(
     """A tenth of a step of bf16 each; rounded to the nearest, no weight would ever move."""
     if not kernel:
         by_kernel.setattr(compact_adamw, "_by_kernel", lambda parameter: False)
-    weight = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16, device=DEVICE))
+    weight = nn.Parameter(torch.ones(32, 32, dtype=torch.bfloat16, device=DEVICE))
     rate = 2**-7 / 10
     optimizer = CompactAdamW([weight], lr=rate, weight_decay=0.0, moments="bf16")
     for _ in range(20):
         weight.grad = torch.full_like(weight, -1.0)
         optimizer.step()
     moved = weight.detach().double() - 1
-    spread = float(moved.std()) / 64
+    spread = float(moved.std()) / 32
     assert abs(float(moved.mean()) - 20 * rate) < 5 * spread
     assert float(moved.max()) > 0
 
@@ -309,7 +312,7 @@ def test_the_seed_decides_the_rounding_and_replicas_agree() -> None:
     found = []
     for seed in (0, 0, 1):
         weights = some_weights()
-        found.append(steps(CompactAdamW(weights, seed=seed, **SETTINGS), weights, 4))
+        found.append(steps(CompactAdamW(weights, seed=seed, **SETTINGS), weights, 2))
     assert all(map(torch.equal, found[0], found[1]))
     assert not torch.equal(found[0][0], found[2][0])
 
