@@ -159,7 +159,7 @@ def test_a_loop_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path) -> None:
     assert all(torch.equal(p, wanted[name]) for name, p in model.named_parameters())
 
 
-COUNT = 20_000
+COUNT = 4_000
 LENGTHS = np.random.default_rng(0).integers(1, 513, COUNT)
 
 

@@ -190,17 +190,28 @@ def test_a_break_an_error_of_the_caller_and_the_collector_end_the_thread() -> No
     assert until(lambda: not readers())  # the reader itself may be the one who collects
 
 
-@pytest.mark.parametrize("ending", ["", "raise SystemExit(0)", "batches = None"])
-def test_a_pass_in_progress_does_not_keep_the_interpreter_from_leaving(ending: str) -> None:
-    code = (
-        "from hasten.parts.data.prefetch import SmartPrefetcher\n"
-        "batches = iter(SmartPrefetcher().wrap(range(10**9)))\n"
-        "[next(batches) for _ in range(5)]\n"
-    )
+LEAVING = """
+import os
+from hasten.parts.data.prefetch import SmartPrefetcher
+
+endings = ["", "raise SystemExit(0)", "batches = None"]
+while endings:  # each in a fork, which ends as an interpreter does
+    child = os.fork()
+    if child == 0:
+        batches = iter(SmartPrefetcher().wrap(range(10**9)))
+        [next(batches) for _ in range(5)]
+        exec(endings[0])
+        break
+    print(endings.pop(0), "ends with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_pass_in_progress_does_not_keep_the_interpreter_from_leaving() -> None:
     found = subprocess.run(
-        [sys.executable, "-c", code + ending], capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", LEAVING], capture_output=True, text=True, timeout=240
     )
     assert (found.returncode, found.stderr) == (0, "")
+    assert found.stdout.count(" ends with 0") == 3
 
 
 def test_the_state_is_what_was_taken_and_a_new_pass_goes_on_behind_it() -> None:
