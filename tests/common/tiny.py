@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -131,6 +131,18 @@ def tiny_model(
         model.set_experts_implementation("eager")  # the grouped product has no float64
     built: nn.Module = model.to(dtype)
     return built
+
+
+def compiled_in(part: str, model: nn.Module) -> nn.Module:
+    """The model; all parts of its blocks but this one have code of their own and aren't compiled.
+
+    A compiler takes seconds for each kind of part.
+    """
+    for layer in cast(Any, model).model.layers:
+        for name, module in layer.named_children():
+            if name != part:
+                module.forward = module.forward
+    return model
 
 
 def examples(count: int = 24, seed: int = 0, longest: int = 40) -> list[TokenizedExample]:

@@ -34,7 +34,7 @@ from hasten.techniques.layout.tensor import TensorParallel
 from hasten.techniques.loss import LabelledTokenLoss
 from ranks import on_ranks
 from techniques.sharded_rank_jobs import Case, check_same, outcome
-from tiny import COMMON, VOCABULARY, job_context, tiny_model
+from tiny import COMMON, VOCABULARY, compiled_in, job_context, tiny_model
 
 ONE, TWO = GradientAccumulation(micro_batch_size=1), GradientAccumulation(micro_batch_size=2)
 LABELS = LabelledTokenLoss(chunk=16)
@@ -59,6 +59,11 @@ def dropping() -> nn.Module:
     model.config.attention_dropout = 0.1
     found: nn.Module = model
     return found
+
+
+def mlps_alone() -> nn.Module:
+    """A model of which only these are compiled."""
+    return compiled_in("mlp", tiny_model(dtype=torch.float64))
 
 
 def even_records() -> list[TokenizedExample]:
@@ -97,13 +102,15 @@ CASES: dict[str, Case] = {
     ),
     "fused latents": Case(TensorParallel(), (FUSED, LABELS), "deepseek_v3", SINGLE),
     "fused, packed, recomputed": Case(TensorParallel(), (FUSED, *PACKED), dtype=SINGLE),
-    "compiled": Case(TensorParallel(), (ONE, COMPILED)),
+    "compiled": Case(TensorParallel(), (ONE, COMPILED), model=mlps_alone),
+    "compiled attention": Case(TensorParallel(), (ONE, COMPILED)),
     "compiled latents": Case(TensorParallel(), (ONE, COMPILED), "deepseek_v3"),
 }
 # Each is made of two others.
 LONG = (
     *("latents, whole sequence", "adapters, whole sequence", "adapters of latents"),
-    *("fused latents", "fused, whole sequence", "compiled latents"),
+    *("fused latents", "fused, whole sequence"),
+    *("compiled attention", "compiled latents"),
     *("fused norms of heads", "fused, packed, recomputed"),
 )
 MESHES: dict[str, Case] = {
@@ -115,8 +122,9 @@ MESHES: dict[str, Case] = {
     "adapters in shards": Case(Hybrid(shard=2, tp=2), (LINEAR, TWO)),
     "fused in shards": Case(Hybrid(shard=2, tp=2), (FUSED, LABELS), dtype=SINGLE),
 }
-# Each is made of two others, or of one and a case on two ranks.
-LONG_MESHES = ("adapters in shards", "fused in shards")
+# Each is made of two others, or of one and a case on two ranks, or is a pipeline's or experts' own
+# layout under another name.
+LONG_MESHES = ("adapters in shards", "fused in shards", "pipelines", "experts of copies")
 REFUSED: dict[str, Case] = {
     "directions": Case(TensorParallel(), (LoRA(rank=4, dora=True),)),
     "few bits": Case(TensorParallel(), (LoRA(rank=4, base="int8"),)),

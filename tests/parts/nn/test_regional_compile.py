@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from hasten.parts.nn.attention import use_document_attention
 from hasten.parts.nn.compile import CompiledBlocks, filled_rows
 from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.parts.nn.recompute import BlockRecompute
-from tiny import examples, tiny_model
+from tiny import compiled_in, examples, tiny_model
 
 counters = torch._dynamo.utils.counters
 
@@ -44,13 +44,17 @@ def documents(seed: int, bucket: int = 64) -> dict[str, Any]:
     return filled_rows(packed(examples(4, seed=seed, longest=12)), bucket)
 
 
-def pair(architecture: str, **settings: Any) -> tuple[nn.Module, nn.Module, CompiledBlocks]:
-    """The same model twice, document by document; the second compiled."""
+def pair_of_models(architecture: str) -> tuple[nn.Module, nn.Module]:
     plain = tiny_model(architecture)
     use_document_attention(plain)
     compiled = copy.deepcopy(plain)
+    return WholeLogitsLoss(plain), WholeLogitsLoss(compiled)
+
+
+def pair(architecture: str, **settings: Any) -> tuple[nn.Module, nn.Module, CompiledBlocks]:
+    """The same model twice, document by document; the second compiled."""
+    one, other = pair_of_models(architecture)
     blocks = CompiledBlocks(**{"backend": "aot_eager", **settings})
-    one, other = WholeLogitsLoss(plain), WholeLogitsLoss(compiled)
     blocks(other)
     return one, other, blocks
 
@@ -188,10 +192,17 @@ def test_inputs_of_another_kind_are_left_alone() -> None:
 
 
 @pytest.mark.slow
-def test_inductor_computes_the_same_gradients() -> None:
+@pytest.mark.parametrize("part", ["mlp", pytest.param("all", marks=pytest.mark.long)])
+def test_inductor_computes_the_same_gradients(part: str) -> None:
+    """One kind of part stands for all, which the other tests trace."""
     if " " in torch.__path__[0]:
         pytest.skip("inductor can't call the C++ compiler if torch's path has a space")
-    plain, compiled, blocks = pair("llama", backend="inductor")
+    plain, compiled = pair_of_models("llama")
+    if part != "all":
+        compiled_in(part, cast(Any, compiled).model)
+    blocks = CompiledBlocks(backend="inductor")
+    blocks(compiled)
+    assert blocks.parts == (8 if part == "all" else 2)
     inputs = documents(0)
     torch.testing.assert_close(
         gradients(compiled, inputs), gradients(plain, inputs), rtol=1e-3, atol=1e-4
@@ -204,7 +215,7 @@ def test_code_for_another_instruction_set_is_not_taken_from_the_disk(tmp_path: P
     """Torch's key of stored graphs leaves it out: the second process used to be aborted."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         pytest.skip("needs a processor with two sets of vector instructions that inductor knows")
-    name = f"{__file__}::{test_inductor_computes_the_same_gradients.__name__}"
+    name = f"{__file__}::{test_inductor_computes_the_same_gradients.__name__}[mlp]"
     for capability in ("avx2", "avx512"):
         places = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "ATEN_CPU_CAPABILITY": capability}
         ended = subprocess.run(
