@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -27,17 +28,20 @@ OTHERS: dict[str, tuple[Technique, ...]] = {
 }
 
 
+@functools.cache
+def losses(architecture: str, *techniques: Technique) -> list[float]:
+    job = language_job(lambda: tiny_model(architecture))
+    return [m.loss for m in run(session_of(job, *techniques, architecture=architecture))]
+
+
 @pytest.mark.parametrize("others", OTHERS.values(), ids=OTHERS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("settings", [{}, {"segments": 2}, {"budget": 0.5}], ids=str)
 def test_losses_keep_their_bits_beside_other_techniques(
     architecture: str, others: tuple[Technique, ...], settings: dict[str, Any]
 ) -> None:
-    def losses(*techniques: Technique) -> list[float]:
-        job = language_job(lambda: tiny_model(architecture))
-        return [m.loss for m in run(session_of(job, *techniques, architecture=architecture))]
-
-    assert losses(ActivationCheckpointing(**settings), *others) == losses(*others)
+    plain = losses(architecture, *others)
+    assert losses(architecture, ActivationCheckpointing(**settings), *others) == plain
 
 
 def test_the_probe_tells_bytes_and_disturbs_nothing() -> None:
