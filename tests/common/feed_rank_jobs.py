@@ -33,9 +33,11 @@ def both_ways(world: World) -> dict[str, Any]:
 
 
 def with_dropout() -> nn.Module:
+    """A model of one block whose attention drops out."""
     model: Any = tiny_model()
-    for layer in model.model.layers:
-        layer.self_attn.attention_dropout = 0.2
+    model.config.num_hidden_layers = 1
+    model.model.layers = model.model.layers[:1]
+    model.model.layers[0].self_attn.attention_dropout = 0.2
     return model
 
 

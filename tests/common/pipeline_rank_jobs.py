@@ -22,14 +22,14 @@ from tiny import VOCABULARY, tiny_config
 LAYERS = 5  # uneven stages wherever there is more than one
 
 
-def language_model(architecture: str, tied: bool = False) -> Any:
+def language_model(architecture: str, tied: bool = False, layers: int = LAYERS) -> Any:
     """A tiny model in float64 with more layers than the other tests' have."""
     import transformers as hf
 
     config = tiny_config(architecture)
-    config.num_hidden_layers, config.tie_word_embeddings = LAYERS, tied
+    config.num_hidden_layers, config.tie_word_embeddings = layers, tied
     if getattr(config, "layer_types", None):
-        config.layer_types = ["full_attention"] * LAYERS
+        config.layer_types = ["full_attention"] * layers
     torch.manual_seed(0)
     model = hf.AutoModelForCausalLM.from_config(config)
     model.set_attn_implementation("sdpa")

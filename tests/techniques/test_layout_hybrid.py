@@ -55,7 +55,10 @@ CASES: dict[str, Case] = {
     ),
 }
 # Each is made of two others.
-LONG = ("stages of shards", "stages of shards, experts", "stages of cut layers, tied")
+LONG = (
+    *("stages of shards", "stages of shards, experts"),
+    *("stages of cut layers", "stages of cut layers, tied"),
+)
 USUAL = [name for name in CASES if name not in LONG]
 REFUSED: dict[str, tuple[Hybrid, tuple[Technique, ...]]] = {
     "masters of stages": (SHARDS, (BF16MasterWeights(),)),

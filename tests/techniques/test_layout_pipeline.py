@@ -99,7 +99,7 @@ CASES: dict[str, Case] = {
 # between copies of stages, which two ranks don't have
 COMMUNICATIONS = ("half a communication", "bytes over the network")
 ON_TWO = tuple(case for case in CASES if case not in COMMUNICATIONS)
-TWO_PIPELINES = ("tied, accumulated", "experts", "experts, balanced", "recomputed", *COMMUNICATIONS)
+TWO_PIPELINES = ("tied, accumulated", "experts, balanced", "recomputed", *COMMUNICATIONS)
 # How far rounding to 8 bits of mantissa, or to 8 bits, takes losses and weights.
 ROUGH = {
     "bf16 masters": 1e-2,

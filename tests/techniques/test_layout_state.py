@@ -100,9 +100,16 @@ def on_two(world: World) -> dict[str, Any]:
     return {"resumed": resumed(world, makers, straight_on=World()), "refused": refused(world)}
 
 
-def on_four(world: World) -> dict[str, Any]:
-    makers = {name: maker(case) for name, case in ON_FOUR.items()}
-    return {"resumed": resumed(world, makers, straight_on=World())}
+def copies(world: World) -> dict[str, Any]:
+    return on_four(world, "fsdp2 in copies")
+
+
+def pieces(world: World) -> dict[str, Any]:
+    return on_four(world, "shards of pieces")
+
+
+def on_four(world: World, name: str) -> dict[str, Any]:
+    return {"resumed": resumed(world, {name: maker(ON_FOUR[name])}, straight_on=World())}
 
 
 WITHIN = 5e-6  # float32, a step of AdamW after three
@@ -128,8 +135,17 @@ def test_a_run_goes_on_with_pieces_and_without(found: list[Any]) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_in_copies_of_pieces_and_pieces_of_pieces(tmp_path: Path) -> None:
-    check(on_ranks(on_four, tmp_path, 4)[0]["resumed"], ON_FOUR)
+@pytest.mark.parametrize(
+    ("job", "name"),
+    [
+        (copies, "fsdp2 in copies"),
+        pytest.param(pieces, "shards of pieces", marks=pytest.mark.long),  # made of two others
+    ],
+)
+def test_a_run_goes_on_in_copies_of_pieces_and_pieces_of_pieces(
+    job: Any, name: str, tmp_path: Path
+) -> None:
+    check(on_ranks(job, tmp_path, 4)[0]["resumed"], [name])
 
 
 def test_what_does_not_fit_together_is_refused_on_every_rank(found: list[Any]) -> None:
