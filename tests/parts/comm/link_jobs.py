@@ -30,7 +30,7 @@ from netlab.counting import counting
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 MEETING = os.environ["HASTEN_RENDEZVOUS"]
-STEPS = 6
+STEPS = 4
 WEIGHTS = 1_000_000
 NUMBERS = 500_000
 ROUNDS = 3  # of which the one with the fewest bytes counts: a busy machine sends some twice
@@ -57,7 +57,7 @@ def compressed_ddp(*methods: str) -> dict[str, Any]:
     """Bytes that steps past the dense start should send, and those that the interface has sent."""
     found = {}
     for method in methods:
-        plain = layers(512, 6)
+        plain = layers(512, 4)
         ddp = DistributedDataParallel(plain, bucket_cap_mb=2)
         # Small messages pay more for packets: 7 % with factors of 16 columns, 50 kB a message.
         c = compressor(method, rank=64)
@@ -82,7 +82,7 @@ def compressed_loop(*methods: str) -> dict[str, Any]:
     """The same of a plain loop, all methods; where there is no interface the lab is told."""
     found = {}
     for method in methods:
-        plain, c = layers(512, 6), compressor(method, rank=64)
+        plain, c = layers(512, 4), compressor(method, rank=64)
         plain(torch.ones(2, 512)).sum().backward()
         c.synchronize_gradients(plain)
         dist.barrier()
@@ -98,8 +98,12 @@ def compressed_loop(*methods: str) -> dict[str, Any]:
     return found
 
 
-def local_training(name: str, rounds: str) -> dict[str, Any]:
+def local_training(rounds: str, *names: str) -> dict[str, Any]:
     """Bytes that a number of exchanges should send, and those that the interface has sent."""
+    return {name: _local_training(name, int(rounds)) for name in names}
+
+
+def _local_training(name: str, rounds: int) -> dict[str, Any]:
     weights = [torch.randn(WEIGHTS)]
     part: Stream | LocalSteps
     if name == "stream":
@@ -108,7 +112,7 @@ def local_training(name: str, rounds: str) -> dict[str, Any]:
         part = LocalSteps(weights, 1, codec=codec(name))
     dist.barrier()
     before = interface()[0]
-    for _ in range(int(rounds)):
+    for _ in range(rounds):
         weights[0].add_(torch.randn(WEIGHTS))
         part.after_step()
     dist.barrier()
@@ -117,7 +121,7 @@ def local_training(name: str, rounds: str) -> dict[str, Any]:
     while (now := interface()[0]) != last and time.monotonic() < end:
         last = now
         time.sleep(0.2)
-    return {"predicted": part.predicted_bytes * int(rounds), "counted": now - before}
+    return {"predicted": part.predicted_bytes * rounds, "counted": now - before}
 
 
 def reduced(times: str, *cases: str) -> dict[str, Any]:

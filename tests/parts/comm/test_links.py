@@ -59,10 +59,13 @@ def test_every_kind_of_lab_counts_what_was_predicted(mode: Any) -> None:
 
 
 def test_local_training_sends_what_was_predicted() -> None:
+    names = ("none", "int8", "int4", "sign", "stream")
     with lab_with_links(hosts=2, ranks=1, rate="1gbit") as lab:
-        for name in ("none", "int8", "int4", "sign", "stream"):
-            for found in answers(lab.run(command("local_training", name, 8), seconds=240)):
-                assert found["counted"] == pytest.approx(found["predicted"], rel=0.05), name
+        ranks = answers(lab.run(command("local_training", 8, *names), seconds=240))
+    for rank in ranks:
+        for name in names:
+            found = rank[name]
+            assert found["counted"] == pytest.approx(found["predicted"], rel=0.05), name
 
 
 SIZE = 4 * 500_000

@@ -28,9 +28,9 @@ from host_waits import HostWaits
 from ranks import on_ranks
 from tiny import tiny_config
 
-DRAWS = 24
+DRAWS = 12
 WIDTH, INNER = 8, 5
-MICRO_BATCHES, STEPS = 3, 5
+MICRO_BATCHES, STEPS = 2, 3
 
 
 class Experts(nn.Module):
