@@ -30,7 +30,7 @@ from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import FusedAdamW, Muon
 from hasten.techniques.precision import Autocast, BF16MasterWeights
 from hasten.techniques.routing import BalancedRouting
-from tiny import examples, job_context, language_job, tiny_model
+from tiny import compiled_in, examples, job_context, language_job, tiny_model
 
 STEPS = 3
 NORM = 0.05  # below every step's norm, so that clipping acts
@@ -45,6 +45,12 @@ class Case:
     dtype: Any = torch.float32
     within: float = 2e-4
     lr: float = 1e-3
+    part: str = ""  # the only one that is compiled; empty: all
+    steps: int = STEPS
+
+    def build(self) -> nn.Module:
+        model = tiny_model(self.architecture, dtype=self.dtype)
+        return compiled_in(self.part, model) if self.part else model
 
 
 ACCUMULATED = GradientAccumulation(micro_batch_size=1)
@@ -74,17 +80,18 @@ CASES: dict[str, Case] = {
 
 # Micro-batches of one row: each shape is another graph to trace, for seconds.
 ONE_SHAPE = Compiled(bucket=64, share=1.0, backend="aot_eager")
-COMPILED = {"compiled": Case("deepseek_v3", (ONE_SHAPE, ACCUMULATED))}
-ON_FOUR = ("v3, float64", "v2, float64", "balanced, packed, fused", "bf16 masters")
+COMPILED = {"compiled": Case("deepseek_v3", (ONE_SHAPE, ACCUMULATED), part="mlp", steps=1)}
+ALL_COMPILED = {"compiled": Case("deepseek_v3", (ONE_SHAPE, ACCUMULATED))}
+ON_FOUR = ("v2, float64", "balanced, packed, fused")
 
 
 def session_on(world: World, case: Case, size: int) -> Session:
     """Eleven examples in fives: ranks have unequal shares, and most have none of the last one."""
     job = language_job(
-        lambda: tiny_model(case.architecture, dtype=case.dtype),
+        case.build,
         data=examples(11),
         batch=5,
-        stop=Stop(steps=STEPS),
+        stop=Stop(steps=case.steps),
         lr=case.lr,
         max_grad_norm=NORM,
     )
@@ -147,6 +154,10 @@ def on_four(world: World) -> dict[str, Any]:
 
 def compiled(world: World) -> dict[str, Any]:
     return compared(world, COMPILED)
+
+
+def all_compiled(world: World) -> dict[str, Any]:
+    return compared(world, ALL_COMPILED)
 
 
 def compared(world: World, cases: dict[str, Case]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.communication.local import LocalSteps
 from hasten.techniques.layout.experts import ExpertParallel, ExpertsInDDP
 from ranks import on_ranks
-from techniques.expert_session_jobs import CASES, compiled, on_four, on_two
+from techniques.expert_session_jobs import CASES, all_compiled, compiled, on_four, on_two
 from tiny import job_context, language_job, run, session_of, tiny_model
 
 
@@ -55,8 +55,15 @@ def test_a_run_on_four_ranks_is_that_of_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_runs_in_compiled_blocks(tmp_path: Path) -> None:
-    check(on_ranks(compiled, tmp_path))
+@pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param(compiled, id="experts"),
+        pytest.param(all_compiled, id="all parts", marks=pytest.mark.long),
+    ],
+)
+def test_it_runs_in_compiled_blocks(job: Any, tmp_path: Path) -> None:
+    check(on_ranks(job, tmp_path))
 
 
 def test_its_probe_says_what_travelled(found: list[Any]) -> None:

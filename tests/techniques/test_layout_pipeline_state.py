@@ -46,8 +46,7 @@ from tiny import examples, job_context, language_job
 
 Case = tuple[str, bool, tuple[Technique, ...], Technique]  # model, tied, plan, layout
 CASES: dict[str, Case] = {
-    "plain": ("llama", False, (FusedAdamW(),), Pipeline()),
-    "tied": ("qwen2", True, (), Pipeline(schedule="zero_bubble")),
+    "tied": ("qwen2", True, (FusedAdamW(),), Pipeline(schedule="zero_bubble")),
     "tied, masters": ("llama", True, (BF16MasterWeights(),), Pipeline()),
     "balanced experts in a v": (
         *("deepseek_v3", False, (BalancedRouting(speed=0.01), Muon())),
@@ -75,7 +74,9 @@ def session_on(
     architecture, tied, plan, own = case
 
     def built() -> nn.Module:
-        model: nn.Module = language_model(architecture, tied).float()
+        # Of uneven stages: two ranks have four of a v, else two.
+        layers = 5 if own == Pipeline(schedule="zbv") else 3
+        model: nn.Module = language_model(architecture, tied, layers).float()
         return model
 
     job = language_job(built, data=examples(24), batch=4, stop=Stop(steps=steps), lr=1e-3)
@@ -200,9 +201,8 @@ def test_its_checkpoint_is_one_of_a_single_process(two: list[Any], name: str, wa
     check(two[0]["resumed"], name, way)
 
 
-@pytest.mark.parametrize("name", ["plain", "tied"])
-def test_another_layout_goes_on_from_it(two: list[Any], name: str) -> None:
-    check(two[0]["resumed"], name, "ranks to another layout")
+def test_another_layout_goes_on_from_it(two: list[Any]) -> None:
+    check(two[0]["resumed"], "tied", "ranks to another layout")
 
 
 @pytest.mark.slow
