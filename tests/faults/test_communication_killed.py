@@ -18,7 +18,7 @@ import yaml
 
 from sample_data import small
 
-STEPS = 24
+STEPS = 14
 PLAN: list[Any] = [
     {"quantised": {"bits": 4, "minimum": 0, "check_every": 1}},
     {"checkpoints": {"interval": 2}},
