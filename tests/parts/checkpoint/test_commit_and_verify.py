@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import pickle
 import random
+import resource
 import shutil
-import subprocess
-import sys
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,6 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from fault_kit import Tell, forked
 from hasten.parts import checkpoint
 from hasten.parts.checkpoint import (
     MANIFEST,
@@ -223,18 +224,15 @@ def test_a_pickle_is_refused_and_its_code_does_not_run(forged: bool, tmp_path: P
 
 def test_a_file_that_can_not_grow_is_an_os_error_and_leaves_nothing(tmp_path: Path) -> None:
     """A limit on the size of files stands for the full disk."""
-    code = (
-        "import resource, signal, sys, torch; from pathlib import Path\n"
-        "from hasten.parts import checkpoint\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
-        "try: checkpoint.save(Path(sys.argv[1]), 3, {'a': torch.zeros(100_000)}, {})\n"
-        "except OSError as error: print('refused:', error)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
-    )
-    assert "File too large" in done.stdout
+
+    def save(tell: Tell) -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        checkpoint.save(tmp_path, 3, {"a": torch.zeros(100_000)}, {})
+
+    [told], _ = forked(save, None)
+    assert told[:2] == ["E", "OSError"]
+    assert "File too large" in " ".join(told)
     assert list(tmp_path.iterdir()) == []
 
 
