@@ -214,8 +214,9 @@ COPIES: dict[str, tuple[Technique, Technique]] = {
 
 def copies(world: World, name: str) -> dict[str, Any]:
     layout, communication = COPIES[name]
-    found = seen(session(world, communication, EACH, layout=layout), communication)
-    return found | {"plain": [m.loss for m in run(session(world, EACH, layout=layout))]}
+    found = seen(session(world, communication, EACH, layout=layout, steps=3), communication)
+    plain = run(session(world, EACH, layout=layout, steps=3))
+    return found | {"plain": [m.loss for m in plain]}
 
 
 def on_four(world: World) -> dict[str, Any]:

@@ -128,7 +128,8 @@ def test_hasten_train_starts_its_processes_with_the_plans_variables(
         {"allocator": {"huge_pages": memory.huge_page_mode() == "madvise"}},
     ]
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(small(tmp_path, plan=plan, nproc=ranks)))
+    short = {"max_steps": 1, "eval_data": 0}
+    recipe.write_text(yaml.safe_dump(small(tmp_path, plan=plan, nproc=ranks, **short)))
     drop = ("OMP_", "MALLOC_", "GLIBC_", "HASTEN_STARTED")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
     subprocess.run(

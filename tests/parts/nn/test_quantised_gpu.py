@@ -289,8 +289,8 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.q, self.k = nn.Linear(32, 48), nn.Linear(32, 48)
-        self.out = nn.Linear(48, 32)
+        self.q, self.k = nn.Linear(16, 32), nn.Linear(16, 32)
+        self.out = nn.Linear(32, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.out(self.q(x) * self.k(x))
@@ -305,7 +305,7 @@ def block_gradients(way: str, keep: bool, calls: Counter[str]) -> list[Tensor]:
     layers.keep_weights(keep)
     if way == "hasten":
         BlockRecompute()(net)
-    x = draw(20, 32).requires_grad_()
+    x = draw(7, 16).requires_grad_()
     calls.clear()
     y = checkpoint(net, x, use_reentrant=False) if way == "torch" else net(x)
     assert isinstance(y, Tensor)
