@@ -267,6 +267,7 @@ def test_a_wrong_variable_is_a_sentence_and_exit_code_2(
     assert "Traceback" not in err
 
 
+@pytest.mark.cold  # neither imports torch
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has /dev/full")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("words", [["--version"], ["--help"]], ids=str)
