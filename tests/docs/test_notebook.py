@@ -55,7 +55,7 @@ def fewer(code: str) -> str:
     smaller = {
         "rounds=4": "rounds=2",
         "max_examples=400": "max_examples=60",
-        "cutoff_len=256": "cutoff_len=64",
+        "cutoff_len=256": "cutoff_len=128",
         "vocabulary=1000": "vocabulary=400",
         "eval_data=16": "eval_data=4",
         "global_batch_size=8": "global_batch_size=4",
