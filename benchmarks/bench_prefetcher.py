@@ -29,6 +29,7 @@ BATCH = 8
 RECORD_SECONDS = 0.0006  # in quiet times: 4.8 ms a batch, with a step of about 12 ms
 BURST_EVERY, BURST_SECONDS = 120, 0.06  # every 15th batch the store hangs
 REQUEST_SECONDS, COLD_RECORDS = 0.005, 1024
+WIDTH, WORKERS = 768, (1, 2, 4)  # of the products of a step; of the DataLoader
 
 
 class SlowStore:
@@ -74,10 +75,10 @@ def stall_share(
 
 
 def stalls(steps: int, passes: int, scale: int) -> None:
-    weight, store = torch.randn(768, 768), SlowStore(steps, scale)
+    weight, store = torch.randn(WIDTH, WIDTH), SlowStore(steps, scale)
     plain = DataLoader(store, batch_size=BATCH)
     ways: dict[str, Iterable[Any]] = {"DataLoader, no reading ahead": plain}
-    for workers in (1, 2, 4):
+    for workers in WORKERS:
         ways[f"DataLoader, {workers} persistent worker(s)"] = DataLoader(
             store,
             batch_size=BATCH,
@@ -133,7 +134,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="of a pass")
     parser.add_argument("--passes", type=int, default=5)
     parser.add_argument("--scale", type=int, default=1)
-    chosen = arguments(parser, steps=4, passes=1, COLD_RECORDS=128)
+    chosen = arguments(parser, steps=4, passes=1, COLD_RECORDS=128, WIDTH=64, WORKERS=(1,))
     torch.set_num_threads(1)
     stalls(chosen.steps, chosen.passes, chosen.scale)
     requests()

@@ -18,6 +18,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import interpreted_triton  # noqa: F401  # before all that may import Triton
+import narrow_presets
 import sample_data
 import side_by_side
 import suite_report
@@ -89,6 +90,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("HASTEN_PROOF", "off")
     # One measurement at a time on a machine: processes that test side by side don't wait.
     os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="hasten-tests-")
+    narrow_presets.narrow()
     warm.install()
 
 
@@ -139,6 +141,12 @@ def _short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sample, "ANSWER_TOKENS", warm.ANSWER_TOKENS)
     # What kernels gain here is no test's business: a measurement takes four seconds.
     monkeypatch.setattr(registry, "figures_here", lambda device="cpu", fresh=False: FIGURES)
+
+
+@pytest.fixture
+def published_presets() -> Iterator[None]:
+    with narrow_presets.as_published():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -35,7 +35,8 @@ from hasten.training.chosen_plan import TrainingSpeed
 from measure.machines import Machine, MadeUpLoad, measured_on
 from tiny import job_context, language_job
 
-FEWER = {"max_examples": 300, "eval_data": 8.0, "vocabulary": 800, "global_batch_size": 8}
+FEWER = {"max_examples": 60, "eval_data": 4.0, "vocabulary": 400, "global_batch_size": 4}
+FEWER |= {"cutoff_len": 256}
 PLAN = list(module.TECHNIQUES)
 
 

@@ -218,10 +218,11 @@ def test_a_repeated_sigterm_changes_nothing_until_the_process_has_ended(
 
 @pytest.mark.parametrize("nohup", [False, True])
 def test_a_closed_terminal_ends_a_training_that_is_saved_and_nohup_keeps_it(
-    tmp_path: Path, nohup: bool
+    tmp_path: Path, full_run: Path, nohup: bool
 ) -> None:
     path, run = tmp_path / "recipe.yaml", tmp_path / "run"
-    path.write_text(yaml.safe_dump(small(tmp_path, max_steps=40 if nohup else 5000)))
+    steps, model = 40 if nohup else 5000, str(full_run / "model")
+    path.write_text(yaml.safe_dump(small(tmp_path, max_steps=steps, model=model)))
     pid, terminal = pty.fork()
     if pid == 0:
         signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
@@ -267,6 +268,7 @@ def test_a_wrong_variable_is_a_sentence_and_exit_code_2(
     assert "Traceback" not in err
 
 
+@pytest.mark.cold  # neither imports torch
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has /dev/full")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("words", [["--version"], ["--help"]], ids=str)

@@ -256,7 +256,7 @@ def test_a_full_disk_at_the_end_leaves_a_summary_that_says_what_is_lost(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = small_recipe(tmp_path, max_steps=1)
-    with full_disk(1 << 20):
+    with full_disk(1 << 18):
         assert train.train(path, []) == 1
     said = capsys.readouterr().err
     assert "error: the weights are NOT saved" in said

@@ -19,14 +19,6 @@ from hasten.parts.data.collate import TokenizedExample
 
 TEXT = "how many apples does she have left if she gives two to her friend and eats one"
 WORDS = TEXT.split()
-STDLIB: dict[str, Any] = {  # a recipe on Python's own modules, without steps and batch
-    "model": "deepseek-llm-tiny",
-    "dataset": "stdlib",
-    "eval_data": 4,
-    "vocabulary": 512,
-    "max_examples": 40,
-    "cutoff_len": 64,
-}
 
 
 def real_dataset(name: str) -> str:

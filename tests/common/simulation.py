@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from hasten.techniques.collate import Packed
 from hasten.techniques.optimizer import FusedAdamW
 
 JOB = "simulate_job:pretend"
-IMPORTS = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
 PLANS = {
     "baseline": Plan(),
     "packed": Plan([Packed()]),
@@ -65,7 +62,7 @@ def pretend(
 
     def spec(name: str) -> WorkerSpec:
         given = {"recipe": str(recipe), "plan": (plans or PLANS)[name].to_list()}
-        return WorkerSpec(JOB, given, IMPORTS)
+        return WorkerSpec(JOB, given)
 
     with WorkerPool(folder) as pool:
         at = ExperimentContext(pool, spec, memory, 2, joules)

@@ -10,12 +10,12 @@ Importing takes 3 to 6 s of a core in each new interpreter, and the suite starts
   4. the child takes its descriptors and runs the module or script as ``__main__``
 
 What the child can't tell from a plain start: command, variables, folder, descriptors, process
-group, parent, umask, affinity. Only the samples that it writes of a model are shorter. What
-libraries read while they are loaded comes from variables named in ``READ_WHEN_LOADED``. There is a
-server for each set of their values: for our own at once, for others from the third start on. Where
-we have entered other namespaces than the server, so does the middle process. Other starts stay
-plain: ``-c``, other programs, a ``preexec_fn`` that the child can't import. A test that is about a
-cold start has the mark ``cold``.
+group, parent, umask, affinity. Only the samples that it writes of a model are shorter, and its
+smallest presets are narrower (`narrow_presets`). What libraries read while they are loaded comes
+from variables named in ``READ_WHEN_LOADED``. There is a server for each set of their values: for
+our own at once, for others from the third start on. Where we have entered other namespaces than
+the server, so does the middle process. Other starts stay plain: ``-c``, other programs, a
+``preexec_fn`` that the child can't import. A test that is about a cold start has the mark ``cold``.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import fcntl
 import gc
 import importlib
 import inspect
+import io
 import json
 import os
 import re
@@ -73,8 +74,11 @@ READ_WHEN_LOADED = (
     *("TORCH_", "TORCHINDUCTOR", "TORCHDYNAMO", "PYTORCH_", "PYTHON", "TRANSFORMERS_", "HF_"),
     *("TRITON_", "CUDA_", "HOME", "XDG_", "TMPDIR", "PATH"),
 )
-# torch takes these later, too: the first differs between ranks and others.
-READ_LATER = ("OMP_NUM_THREADS", "TORCH_NCCL_ENABLE_MONITORING")
+# torch takes these later, too: the first differs between ranks and others, torchrun sets the last.
+READ_LATER = (
+    *("OMP_NUM_THREADS", "TORCH_NCCL_ENABLE_MONITORING"),
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+)
 THREADS = READ_LATER[0]
 ANSWER_TOKENS = 6  # of samples that trainings write in tests: each takes a forward pass
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
@@ -234,8 +238,8 @@ def _named(function: Any) -> list[str] | None:
 def _program(words: Sequence[str]) -> tuple[str, str, list[str]] | None:
     """How it is named ("-m" or "script"), the module or script, and its arguments."""
     words = list(words)
-    while words[:2] == ["-W", "ignore"]:  # -P, -s and others must be real: they isolate
-        words = words[2:]
+    while words[:1] == ["-u"] or words[:2] == ["-W", "ignore"]:
+        words = words[1 if words[0] == "-u" else 2 :]  # others must be real: -P and -s isolate
     if (
         len(words) > 1
         and words[0] == "-m"
@@ -436,6 +440,10 @@ def _run(words: Sequence[str]) -> int:
         import warnings
 
         warnings.simplefilter("ignore")
+    if list(words[:1]) == ["-u"]:
+        for name, number in (("stdout", 1), ("stderr", 2)):
+            raw: Any = io.FileIO(number, "w", closefd=False)
+            setattr(sys, name, io.TextIOWrapper(raw, write_through=True))
     code = 0
     try:
         if what.endswith(FORK_THEMSELVES):
@@ -477,6 +485,7 @@ def _preload() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     importlib.import_module("hasten.recipe.sample").ANSWER_TOKENS = ANSWER_TOKENS
+    importlib.import_module("narrow_presets").narrow()
     with contextlib.suppress(ImportError):  # a table that takes a second when a model is saved
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 

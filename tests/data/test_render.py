@@ -88,7 +88,11 @@ def test_the_text_is_the_one_transformers_renders(
         "{% for",
     ],
 )
-def test_a_template_that_runs_away_or_reaches_out_ends_in_one_sentence(source: str) -> None:
+def test_a_template_that_runs_away_or_reaches_out_ends_in_one_sentence(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(render_module, "STEPS", 10_000)  # the usual number takes seconds
+    monkeypatch.setattr(render_module, "CHARS", 1 << 20)
     with pytest.raises(InputError, match="chat template fails on a:1") as caught:
         render(source, "a:1", {"messages": TURNS})
     assert "\n" not in str(caught.value)
@@ -226,6 +230,7 @@ def test_a_template_has_limits_of_time_and_memory_whatever_a_single_text_does(
     assert encode(tokenizer, dialogue("a", "b"), 99).examples, "the next template is rendered"
 
 
+@pytest.mark.cold  # its PYTHONPATH would have a server of its own
 def test_libraries_do_not_count_as_memory_of_a_template(
     limits: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,8 +54,11 @@ def fewer(code: str) -> str:
     """The same with fewer rounds and examples; measured figures are not what is tested here."""
     smaller = {
         "rounds=4": "rounds=2",
-        "max_examples=400": "max_examples=120",
-        "cutoff_len=256": "cutoff_len=96",
+        "max_examples=400": "max_examples=60",
+        "cutoff_len=256": "cutoff_len=128",
+        "vocabulary=1000": "vocabulary=400",
+        "eval_data=16": "eval_data=4",
+        "global_batch_size=8": "global_batch_size=4",
     }
     for usual, less in smaller.items():
         code = code.replace(usual, less)

@@ -23,7 +23,7 @@ from hasten.report.speedup import ablate, greedy_recipe
 from hasten.techniques import CATALOGUE
 from hasten.techniques.collate import Packed
 from hasten.techniques.loss import LabelledTokenLoss
-from simulation import IMPORTS, JOB, log
+from simulation import JOB, log
 from tiny import job_context, language_job
 
 DESIGN = Design(rounds=4, steps=1, warmup=1)
@@ -85,7 +85,7 @@ def recipe(sums: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rec
 
     def worker(subject: Any, at: Path, plan: Plan) -> WorkerSpec:
         assert at.is_file()
-        return WorkerSpec(JOB, {"recipe": str(path), "plan": plan.to_list()}, IMPORTS)
+        return WorkerSpec(JOB, {"recipe": str(path), "plan": plan.to_list()})
 
     def table(pool: WorkerPool, spec: Any, ranks: int, meter: Any) -> ExperimentContext:
         return ExperimentContext(pool, spec, 10_000, 2)

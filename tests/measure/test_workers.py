@@ -19,7 +19,6 @@ import pytest
 from hasten.measure import workers as workers_module
 from hasten.measure.workers import Worker, WorkerError, WorkerPool, WorkerSpec, merge_replies
 from measure.loop_jobs import SPIN
-from simulation import IMPORTS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="stops processes, reads /proc")
 FORKED = pytest.mark.parametrize("fork", [False, True], ids=["spawned", "forked"])
@@ -49,7 +48,7 @@ def forking(tmp_path: Path) -> Iterator[WorkerPool]:
 
 
 def member(*, ranks: int = 1, environ: dict[str, str] | None = None, **given: Any) -> WorkerSpec:
-    return WorkerSpec("simulate_job:members", given, {**IMPORTS, **(environ or {})}, ranks)
+    return WorkerSpec("simulate_job:members", given, environ or {}, ranks)
 
 
 def fail(worker: Worker, *hows: Sequence[str], timeout: float = 60.0) -> Any:
@@ -140,7 +139,7 @@ def test_a_request_is_done_in_slices_with_the_worker_stopped_between_them(
 @FORKED
 def test_the_clock_of_a_worker_stands_still_while_it_is_stopped(tmp_path: Path, fork: bool) -> None:
     with WorkerPool(tmp_path, fork=fork) as pool:
-        worker = pool.start(WorkerSpec("simulate_job:clocks", {}, IMPORTS), "worker")
+        worker = pool.start(WorkerSpec("simulate_job:clocks", {}), "worker")
         worker.ready(60)
         worker.submit("work", seconds=0.3)
         slept, said = 0.0, worker.run_for(0.05)
@@ -249,8 +248,7 @@ def test_a_pool_that_is_closed_leaves_no_descriptor_and_no_process(tmp_path: Pat
 @pytest.mark.parametrize("fork", ["0", "1"], ids=["spawned", "forked"])
 def test_a_stopped_worker_ends_with_a_parent_that_is_killed(tmp_path: Path, fork: str) -> None:
     command = [sys.executable, "-c", PARENT, str(tmp_path), fork]
-    environ = {**os.environ, **IMPORTS}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as parent:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 2
@@ -288,7 +286,7 @@ def test_the_oldest_server_ends_unless_a_worker_of_it_lives(forking: WorkerPool)
 
 
 def test_a_server_that_was_prepared_makes_the_start_cheap(forking: WorkerPool) -> None:
-    environ = {**IMPORTS, "KIND": "a"}
+    environ = {"KIND": "a"}
     assert forking.start_cost(environ) > 1
     forking.warm_up(environ)
     assert forking.start_cost(environ) == 1

@@ -141,6 +141,7 @@ def test_merging_adds_the_scaled_product_of_b_and_a(rslora: bool) -> None:
     torch.testing.assert_close(merged.model.layers[1].self_attn.o_proj.weight, expected)
 
 
+@pytest.mark.usefixtures("published_presets")
 def test_the_table_counts_what_can_be_computed_from_the_shapes() -> None:
     model = add_lora(build("v3-tiny"), rank=4, alpha=8, targets=["q_a_proj", "o_proj", "experts"])
     rows = {row.modules: row for row in adapted_table(model)}
@@ -158,6 +159,7 @@ def test_the_table_counts_what_can_be_computed_from_the_shapes() -> None:
     assert total == trainable + sum(p.numel() for p in build("v3-tiny").parameters())
 
 
+@pytest.mark.usefixtures("published_presets")
 def test_the_table_counts_the_lengths_that_dora_learns() -> None:
     model = add_lora(build("deepseek-llm-tiny"), rank=2, alpha=2, targets=["o_proj"], dora=True)
     (row,) = adapted_table(model)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import pickle
 import shutil
+import subprocess
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +38,28 @@ def saved(model: Any, folder: Path, shards: int = 1, tied: bool = False) -> Path
     return folder
 
 
+@pytest.fixture(autouse=True)
+def _reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are read in this process, without limits, but where a test has the mark ``cold``."""
+    if request.node.get_closest_marker("cold"):
+        return
+
+    def run(command: Sequence[str], **given: Any) -> subprocess.CompletedProcess[str]:
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said):
+            code = pickled.main(*map(Path, command[-2:]))
+        return subprocess.CompletedProcess(command, code, "", said.getvalue())
+
+    monkeypatch.setattr(pickled, "limit", lambda size: None)
+    monkeypatch.setattr("hasten.models.convert.subprocess.run", run)
+
+
 def same(one: nn.Module, other: nn.Module) -> bool:
     theirs = other.state_dict()
     return all(torch.equal(tensor, theirs[name]) for name, tensor in one.state_dict().items())
 
 
-@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("shards", [pytest.param(1, marks=pytest.mark.cold), 3])
 def test_a_folder_of_pickles_loads_as_the_same_model(tmp_path: Path, shards: int) -> None:
     model = tiny_model("llama")
     source, to = saved(model, tmp_path / "old", shards), tmp_path / "new"
@@ -96,7 +116,11 @@ def hostile(kind: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "kind", ["torch", "pickle", "compressed", "cut off", "numbers", "list", "empty"]
+    "kind",
+    [
+        pytest.param("torch", marks=pytest.mark.cold),
+        *("pickle", "compressed", "cut off", "numbers", "list", "empty"),
+    ],
 )
 def test_a_file_that_is_more_or_less_than_weights_is_refused_and_nothing_runs(
     tmp_path: Path, kind: str
@@ -124,6 +148,7 @@ def test_a_folder_without_pickles_or_a_name_that_is_taken_is_refused(tmp_path: P
     assert (taken / "mine.txt").read_text() == "keep"
 
 
+@pytest.mark.cold
 def test_reading_ends_where_its_process_would_take_too_much(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -231,7 +231,7 @@ def test_tensors_that_do_not_fit_the_config_are_refused_with_the_first_three(
     assert "layers.2.mlp.up_proj" in said
     assert "layers.3.mlp.up_proj" not in said
     assert "1 unknown (model.extra)" in said
-    assert "model.norm.weight [3] instead of [256]" in said
+    assert "model.norm.weight [3] instead of [64]" in said
 
 
 def test_one_expert_too_few_is_refused(saved_v3: Path, tmp_path: Path) -> None:

@@ -142,6 +142,7 @@ def test_what_does_not_go_with_a_quantised_base_is_refused() -> None:
         add_lora(build("v3-tiny"), rank=2, alpha=2, targets="all-linear", base="int8")
 
 
+@pytest.mark.usefixtures("published_presets")
 def test_another_models_adapter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="holds no adapter"):
         with_adapter(build("v3-tiny"), tmp_path)

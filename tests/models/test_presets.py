@@ -13,6 +13,8 @@ from hasten.errors import InputError
 from hasten.models.load import load_model
 from hasten.models.presets import PRESETS, Preset, build_config, preset
 
+pytestmark = pytest.mark.usefixtures("published_presets")
+
 TINY = [name for name in PRESETS if name.endswith("-tiny")]
 SMALL = [name for name in PRESETS if name.endswith("-small")]
 

@@ -111,7 +111,7 @@ def test_missing_and_unknown_tensors_are_found_before_weights_are_read(llama: Pa
     said = refusal(llama)
     assert "1 missing (model.layers.1.mlp.up_proj.weight)" in said
     assert "1 unknown (model.extra)" in said
-    assert "model.norm.weight [3] instead of [256]" in said
+    assert "model.norm.weight [3] instead of [64]" in said
 
 
 def test_a_missing_head_is_no_lack_where_it_is_tied(llama: Path) -> None:

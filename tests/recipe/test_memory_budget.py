@@ -100,6 +100,7 @@ def test_the_needs_are_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None
     assert "of 64.0 GB on cpu" in said[0]
 
 
+@pytest.mark.usefixtures("published_presets")
 def test_what_can_not_fit_is_refused_with_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_check, "room_of", lambda known: 13e9)
     with pytest.raises(InputError, match=r"take 16.0 GB on each rank.*cpu has 13.0 GB") as error:

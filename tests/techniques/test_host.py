@@ -118,6 +118,7 @@ def test_a_process_begins_again_only_for_what_is_missing_and_only_once(
 
 @linux
 @pytest.mark.slow
+@pytest.mark.cold  # of ranks with new variables one would be fresh and one forked
 @pytest.mark.timeout(900)  # processes start anew for their variables, on a busy machine
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_hasten_train_starts_its_processes_with_the_plans_variables(

@@ -22,7 +22,7 @@ from hasten.measure.workers import WorkerError, WorkerPool, WorkerSpec
 from hasten.progress import SilentProgress
 from hasten.recipe.schema import recipe_from
 from hasten.recipe.shorthands import catalogue
-from sample_data import STDLIB
+from sample_data import small
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -155,17 +155,12 @@ def test_a_process_by_itself_has_the_load_that_was_asked_for(kind: str) -> None:
 
 
 KINDS = {kind.name(): kind for kind in catalogue()}
-RECIPE = {
-    **STDLIB,
-    "max_steps": 10,
-    "global_batch_size": 8,
-}
 
 
 @pytest.fixture(scope="module")
 def subject(tmp_path_factory: pytest.TempPathFactory) -> ExperimentSubject:
-    output = str(tmp_path_factory.mktemp("real"))
-    return prepared(recipe_from({**RECIPE, "output": output}, "test"), SilentProgress())
+    values = small(tmp_path_factory.mktemp("real"), max_steps=10)
+    return prepared(recipe_from(values, "test"), SilentProgress())
 
 
 def side_by_side(speeds: dict[str, float]) -> Any:

@@ -78,7 +78,8 @@ def checkout_of(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow  # it starts two Pythons with torch
+@pytest.mark.long  # it starts two Pythons with torch; what it counts is tested below
+@pytest.mark.slow
 def test_a_made_up_checkout_runs_plainly_and_with_techniques(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -113,6 +113,20 @@ def test_an_error_is_printed_and_is_exit_code_1(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1] == "ValueError: why"
 
 
+def test_what_torchrun_starts_is_forked_and_its_output_is_not_held_back(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        LOADS + "import os, sys\nprint('torch' in sys.modules, end='')\nos._exit(0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-u", str(script)],
+        env={**os.environ, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, "True")
+
+
 def test_what_it_starts_is_its_own_child_and_forked_too(script: Path, tmp_path: Path) -> None:
     outer = tmp_path / "outer.py"
     start = "import subprocess\nsubprocess.run([sys.executable, sys.argv[1]])\n"

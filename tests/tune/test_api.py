@@ -16,17 +16,12 @@ import pytest
 from hasten.errors import InputError
 from hasten.machine.files import write_atomic
 from hasten.recipe.schema import recipe_from
+from hasten.tune import subjects
 from hasten.tune.api import _Tuning, tune
 from hasten.tune.subjects import TuneOptions
-from sample_data import STDLIB
+from sample_data import small
 
-RECIPE = {
-    **STDLIB,
-    "max_steps": 10,
-    "global_batch_size": 8,
-    "plan": [],
-    "on_obstacle": "skip",
-}
+OWN = {"max_steps": 10, "global_batch_size": 4, "plan": [], "on_obstacle": "skip"}
 # A tuning that stands still as soon as two trials are over and noted.
 TWO_TRIALS = """
 import sys, time
@@ -48,10 +43,12 @@ tune(Path(sys.argv[1]), 600, options, audience=StandsStill())
 
 @pytest.mark.slow
 @pytest.mark.waits
-def test_a_process_that_is_killed_leaves_its_trials_and_the_best_settings(tmp_path: Path) -> None:
+def test_a_process_that_is_killed_leaves_its_trials_and_the_best_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program, recipe = tmp_path / "two_trials.py", tmp_path / "recipe.yaml"
     program.write_text(TWO_TRIALS)
-    recipe.write_text(recipe_from({**RECIPE, "output": str(tmp_path / "run")}, "test").to_yaml())
+    recipe.write_text(recipe_from(small(tmp_path, **OWN), "test").to_yaml())
     command = [sys.executable, str(program), str(recipe)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
     try:
@@ -62,6 +59,11 @@ def test_a_process_that_is_killed_leaves_its_trials_and_the_best_settings(tmp_pa
         process.communicate()
     (record,) = tmp_path.glob("run/studies/*/record.jsonl")
     assert record.read_text().count('"event": "trial"') == 2
+
+    def too_short(*given: Any) -> Any:  # twenty rounds of four processes are no part of this
+        raise InputError("the budget is too short")
+
+    monkeypatch.setattr(subjects, "measured", too_short)
     options = TuneOptions(trials=3, steps=1, only=("gradient_accumulation",))
     found = tune(recipe, 600, options)
     assert found.folder == record.parent
@@ -85,7 +87,7 @@ def test_a_process_that_is_killed_leaves_its_trials_and_the_best_settings(tmp_pa
 def test_bad_input_is_a_sentence(
     budget: str | float, options: dict, said: str, tmp_path: Path
 ) -> None:
-    job = recipe_from({**RECIPE, "output": str(tmp_path)}, "test")
+    job = recipe_from(small(tmp_path, **OWN), "test")
     with pytest.raises(InputError, match=said):
         tune(job, budget, TuneOptions(**options))
 

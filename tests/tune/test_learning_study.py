@@ -20,13 +20,10 @@ from hasten.tune import learning_study
 from hasten.tune.learning_study import LearningOptions, learn
 from hasten.tune.recipe_workers import RecipeWorkers
 from hasten.tune.whole_trainings import RecipeTrainings
+from sample_data import small
 
 RECIPE = {
-    "model": "deepseek-llm-tiny",
-    "dataset": "stdlib",
     "eval_data": 4,
-    "vocabulary": 512,
-    "max_examples": 80,
     "cutoff_len": 128,
     "max_steps": 8,
     "global_batch_size": 4,
@@ -36,9 +33,8 @@ RECIPE = {
 
 
 def subject(folder: Path, **changes: Any) -> ExperimentSubject:
-    return prepared(
-        recipe_from({**RECIPE, "output": str(folder), **changes}, "test"), SilentProgress()
-    )
+    values = small(folder, **{**RECIPE, "output": str(folder), **changes})
+    return prepared(recipe_from(values, "test"), SilentProgress())
 
 
 @pytest.fixture(scope="module")

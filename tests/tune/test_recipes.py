@@ -26,12 +26,11 @@ from hasten.recipe.schema import load_recipe, recipe_from
 from hasten.tune import api, subjects
 from hasten.tune.space import Point
 from hasten.tune.subjects import RecipeSubject, TuneOptions
-from sample_data import STDLIB
+from sample_data import small
 from tiny import able
 from tune.simulated import Machine
 
 RECIPE = {
-    **STDLIB,
     "max_steps": 10,
     "global_batch_size": 8,
     "plan": ["fused_adamw"],
@@ -47,8 +46,8 @@ def _a_calm_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> ExperimentSubject:
-    output = str(tmp_path_factory.mktemp("tuned"))
-    found = prepared(recipe_from({**RECIPE, "output": output}, "test"), SilentProgress())
+    values = small(tmp_path_factory.mktemp("tuned"), **RECIPE)
+    found = prepared(recipe_from(values, "test"), SilentProgress())
     return dataclasses.replace(found, context=able(found.context))
 
 
@@ -172,7 +171,7 @@ def test_plan_auto_starts_from_what_was_chosen_before(
     given: ExperimentSubject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = Choice(["autocast", "fused_adamw"], "remembered", "the fastest of 9 plans")
-    auto = recipe_from({**RECIPE, "output": given.recipe.output, "plan": "auto"}, "test")
+    auto = recipe_from({**given.recipe.model_dump(), "plan": "auto"}, "test")
     for found, plan in ((kept, kept.entries), (None, [])):
         monkeypatch.setattr(api, "kept_choice", lambda recipe, audience, found=found: found)
         recipe = api._as_chosen(auto, SilentProgress())

@@ -147,8 +147,9 @@ def run(take_signals: Callable[[], None] = lambda: None) -> None:
         if not _reported_by_supervisor(error):
             raise
         sys.exit(1)
-    finally:
-        dropped_output(sys.stderr)  # a full disk under a log changes no exit code
+    finally:  # what is left in them would change the exit code: a full disk under a log, say
+        for stream in (sys.stdout, sys.stderr):
+            dropped_output(stream)
 
 
 def _refuse_other_flags(arguments: list[str]) -> None:

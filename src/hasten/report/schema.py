@@ -99,7 +99,7 @@ _COST = {
     "per_device_hour?": float,
     "per_million_tokens?": dict,
     "energy?": {"kwh_per_million_tokens?": dict, "source?": str},
-    "experiment?": {"seconds?": float, "money?": float, "kwh?": float},
+    "experiment?": {"seconds?": float, "money?": float},
     "payback?": {"text?": str, "hours?": float},
 }
 REPORT: dict[str, Any] = {

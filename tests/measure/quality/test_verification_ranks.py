@@ -34,7 +34,6 @@ from hasten.techniques.optimizer import FusedAdamW
 from hasten.techniques.threads import Threads
 from measure.quality.verify_plants import Louder, Unscaled, bench
 from ranks import on_ranks
-from simulation import IMPORTS
 
 PLAN = Plan([Packed(), DDP(), Half(), FusedAdamW()])
 ANSWERS: dict[str, dict[str, Any]] = {
@@ -156,7 +155,7 @@ def performs(tmp_path: Path) -> Any:
         *requests: CheckRequest, timeout: float = 30.0, ranks: int = 1, variable: str | None = None
     ) -> list[dict[str, Any]]:
         def wanted(plan: Plan) -> dict[str, str]:
-            return {**IMPORTS, **(environ(plan) if variable is None else {"X": variable})}
+            return environ(plan) if variable is None else {"X": variable}
 
         recipe, folder = tmp_path / "recipe.yaml", tmp_path / "verification"
         return QualityRunner(recipe, folder, wanted, timeout, ranks, JOB)(requests)
@@ -202,7 +201,7 @@ def test_a_process_that_hangs_is_ended(performs: Any) -> None:
 
 def test_what_a_budget_has_no_time_for_is_answered_so(tmp_path: Path) -> None:
     path, began = tmp_path / "r.yaml", time.monotonic()
-    perform = QualityRunner(path, tmp_path, lambda plan: IMPORTS, job=JOB, budget_seconds=3)
+    perform = QualityRunner(path, tmp_path, lambda plan: {}, job=JOB, budget_seconds=3)
     found = perform([order("hang"), order()])
     assert [answer["failed"] for answer in found] == ["no time: the budget of 3 s is used up"] * 2
     assert perform.broken
@@ -212,7 +211,7 @@ def test_what_a_budget_has_no_time_for_is_answered_so(tmp_path: Path) -> None:
 def test_it_is_known_whether_a_process_died_on_the_way(tmp_path: Path) -> None:
     def after(do: str) -> bool:
         path = tmp_path / "r.yaml"
-        perform = QualityRunner(path, tmp_path, lambda plan: IMPORTS, job=JOB)
+        perform = QualityRunner(path, tmp_path, lambda plan: {}, job=JOB)
         perform([order(), order(do)])
         return perform.broken
 
