@@ -152,7 +152,9 @@ TEXTS = ["the cat sat on the mat", "def f(x):\n\treturn  x ** 2\n", "你好，�
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
 def test_any_text_comes_back_unchanged(tokenizer: Any, text: str) -> None:
-    assert tokenizer.decode(tokenizer.encode(text)) == text
+    ids = tokenizer.encode(text)
+    assert ids[0] == tokenizer.bos_token_id
+    assert tokenizer.decode(ids[1:]) == text
 
 
 def test_merges_are_used_and_special_tokens_come_first(tokenizer: Any) -> None:
@@ -172,7 +174,7 @@ def test_a_saved_tokenizer_is_the_same_when_loaded(tokenizer: Any, tmp_path: Pat
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     text = "She had  twelve\n\napples, 你好 \U0001f34e"
     assert loaded.encode(text) == tokenizer.encode(text)
-    assert loaded.decode(loaded.encode(text)) == text
+    assert loaded.decode(loaded.encode(text)[1:]) == text
     assert loaded.chat_template == PROMPT_FORMATS["deepseek-llm"]
     assert loaded.special_tokens_map == tokenizer.special_tokens_map
     assert loaded.model_max_length == tokenizer.model_max_length > 10**6

@@ -37,6 +37,7 @@ def tokenizer_for(name: str, template: str = "") -> Any:
     """A small tokenizer with <s>, </s> and the special tokens that a format needs."""
     tokenizer = train_bpe(["a question and the answer to it, ab ba"] * 3, 300)
     tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
+    tokenizer.add_bos_token = True
     needed = missing_tokens(tokenizer, name) if name else END_TOKENS
     tokenizer.add_tokens(list(needed), special_tokens=True)
     tokenizer.chat_template = template or PROMPT_FORMATS[name]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers.processors import ByteLevel
 
 from hasten.data.chat_template import _dialogue_example, encode, encode_all
 from hasten.data.conversation import Conversation
@@ -207,17 +209,27 @@ def test_a_long_dialogue_is_cut_and_one_without_answer_is_rejected(tokenizer: An
         encode(tokenizer, chat("q", "a"), 1)
 
 
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_text_begins_as_the_tokenizer_begins_it(tokenizer: Any, begins: bool) -> None:
+    ordinary = copy.deepcopy(tokenizer)
+    if not begins:  # as GPT-2's, whose bos token is for other uses
+        ordinary.backend_tokenizer.post_processor = ByteLevel(trim_offsets=False)
+    (example,) = encode(ordinary, Conversation((), "a b c", "t:1"), 100).examples
+    assert example.input_ids.tolist() == [*ordinary("a b c").input_ids, ordinary.eos_token_id]
+    assert (ordinary.bos_token_id in example.input_ids) == begins
+
+
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1), cutoff=st.integers(2, 9))
 def test_plain_text_loses_nothing_and_predicts_every_token_once(text: str, cutoff: int) -> None:
     tokenizer = _plain()
     pieces = encode(tokenizer, Conversation((), text, "t:1"), cutoff).examples
-    whole = [tokenizer.bos_token_id, *tokenizer.encode(text), tokenizer.eos_token_id]
+    whole = [*tokenizer.encode(text), tokenizer.eos_token_id]
     predicted = np.concatenate([piece.input_ids[1:] for piece in pieces])
     assert [pieces[0].input_ids[0], *predicted] == whole
     assert all(2 <= piece.length <= cutoff and piece.trained.all() for piece in pieces)
 
 
-WORDS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
+WORDS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20).filter(str.strip)
 
 
 @given(contents=st.lists(WORDS, min_size=2, max_size=6).filter(lambda words: len(words) % 2 == 0))
@@ -229,8 +241,9 @@ def test_ids_are_those_of_the_whole_text_and_trained_are_exactly_the_answers(
     whole, expected = [tokenizer.bos_token_id], [False]
     for question, answer in zip(contents[::2], contents[1::2], strict=True):
         # The reference: pieces by themselves. The format keeps merges from crossing "Assistant:".
-        prompt = tokenizer.encode(f"User: {question}\n\nAssistant:")
-        reply = [*tokenizer.encode(f" {answer}"), tokenizer.eos_token_id]
+        prompt = tokenizer.encode(f"User: {question}\n\nAssistant:", add_special_tokens=False)
+        reply = tokenizer.encode(f" {answer}", add_special_tokens=False)
+        reply.append(tokenizer.eos_token_id)
         whole += prompt + reply
         expected += [False] * len(prompt) + [True] * len(reply)
     assert example.input_ids.tolist() == whole

@@ -197,7 +197,7 @@ def test_the_tokenizer_is_in_the_file(tokenizer: Any, tmp_path: Path) -> None:
     assert {number for number, kind in enumerate(types) if kind == 3} >= special
     assert found["tokenizer.ggml.eos_token_id"] == tokenizer.eos_token_id
     assert found["tokenizer.ggml.eot_token_id"] == 3
-    assert found["tokenizer.ggml.add_bos_token"] is False
+    assert found["tokenizer.ggml.add_bos_token"] is True
     assert found["tokenizer.chat_template"] == tokenizer.chat_template
 
 

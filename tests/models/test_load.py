@@ -332,6 +332,22 @@ def test_a_tokenizer_is_what_its_file_says_whatever_the_model_beside_it(
     assert loaded.pad_token_id == tokenizer.eos_token_id
 
 
+@pytest.mark.parametrize("adds", [True, False])
+def test_add_bos_token_of_a_config_is_followed(
+    saved_llama: Path, tokenizer: Any, tmp_path: Path, adds: bool
+) -> None:
+    """DeepSeek's tokenizer.json leaves the bos token to the class of transformers 4."""
+    folder = Path(shutil.copytree(saved_llama, tmp_path / "source"))
+    fields = json.loads((folder / "tokenizer_config.json").read_text()) | {"add_bos_token": adds}
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields))
+    plain = tokenizer.backend_tokenizer.encode("two words", add_special_tokens=False)
+    loaded = load_tokenizer(str(folder))
+    expected = [loaded.bos_token_id, *plain.ids] if adds else plain.ids
+    assert loaded("two words").input_ids == expected
+    bare = loaded("two words", add_special_tokens=False, return_offsets_mapping=True)
+    assert (bare.input_ids, bare.offset_mapping) == (plain.ids, plain.offsets)
+
+
 @pytest.mark.parametrize(
     "part",
     [

@@ -157,6 +157,26 @@ def test_folders_open_with_equal_logits_in_transformers_4(
     assert release.startswith("4.57.")
 
 
+def test_the_rope_of_two_kinds_of_layers_is_written_for_older_readers(tmp_path: Path) -> None:
+    older = {
+        "rope_theta": 5e5,
+        "rope_local_base_freq": 2e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "head_dim": 8}
+    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    config = transformers.Gemma3TextConfig(
+        vocab_size=64, num_key_value_heads=1, **sizes, **layers, **older
+    )
+    save_model(transformers.AutoModelForCausalLM.from_config(config), None, tmp_path / "model")
+    saved = json.loads((tmp_path / "model" / "config.json").read_text())
+    scaling = older["rope_scaling"] | {"type": "linear"}
+    assert {key: saved[key] for key in older} == older | {"rope_scaling": scaling}
+    again = load_model(str(tmp_path / "model")).config.rope_parameters
+    assert again["full_attention"] == {**scaling, "rope_theta": 5e5}
+    assert again["sliding_attention"] == {"rope_type": "default", "rope_theta": 2e4}
+
+
 def test_a_folder_is_written_for_older_readers_too(tmp_path: Path, tokenizer: Any) -> None:
     model = base("v3-tiny", "stretched", tmp_path)
     model.config.auto_map = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}

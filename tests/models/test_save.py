@@ -322,6 +322,8 @@ def test_a_tokenizer_is_written_in_words_of_transformers_4(
     assert fields["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert fields["additional_special_tokens"] == ["<mark>"]
     assert "extra_special_tokens" not in fields
+    assert "token_type_ids" not in fields["model_input_names"]
+    assert fields["add_bos_token"] == (marked("a").input_ids[0] == marked.bos_token_id)
     assert fields["chat_template"] == [
         {"name": "default", "template": "plain"},
         {"name": "tool_use", "template": "tools"},

@@ -316,6 +316,18 @@ def test_axolotl_s_second_fsdp_needs_no_words(tmp_path: Path) -> None:
     assert "layout" not in found.values
 
 
+@pytest.mark.parametrize("clipping", [{}, {"gradient_clipping": "auto"}])
+def test_a_deepspeed_file_without_clipping_clips_nothing(
+    tmp_path: Path, clipping: dict[str, Any]
+) -> None:
+    (tmp_path / "ds_config.json").write_text(json.dumps({"zero_optimization": {}} | clipping))
+    given = ARGUMENTS | {"max_grad_norm": 0.5, "deepspeed": "ds_config.json"}
+    found = imported_fsdp(tmp_path, given)
+    assert found.values["max_grad_norm"] == (0.5 if clipping else None)
+    fates = [row.fate for row in found.rows if row.key == "max_grad_norm"]
+    assert ("contradicts" in fates) == (not clipping)
+
+
 @pytest.mark.parametrize(
     ("block", "fate", "words"),
     [

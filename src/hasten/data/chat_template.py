@@ -182,7 +182,8 @@ def encode_all(
     remaining = iter(conversations)
     # This call sets up the backend, which then neither cuts nor pads. Without the dictionaries of
     # lists that Transformers makes of its results, tokenising takes a third less time.
-    tokenizer(["a"], add_special_tokens=False, truncation=False, padding=False)
+    first: list[int] = tokenizer("a", truncation=False, padding=False)["input_ids"][:1]
+    begins = first == [tokenizer.bos_token_id]
     backend: Any = tokenizer.backend_tokenizer
     template = chat_template_of(tokenizer)
     while batch := list(islice(remaining, _BATCH)):
@@ -192,7 +193,7 @@ def encode_all(
         for item, source, encoding in zip(drawn, batch, tokens, strict=True):
             ids = encoding.ids
             if item.trained is None:
-                example = _text_example(tokenizer, ids, item.text)
+                example = _text_example(tokenizer, ids, item.text, begins)
             else:
                 _check_bos(tokenizer, ids, source.location)
                 example = _dialogue_example(ids, encoding.offsets, item.trained)
@@ -248,11 +249,15 @@ def _dialogue_example(
 
 
 def _text_example(
-    tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str
+    tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str, begins: bool
 ) -> TokenizedExample:
-    """bos, text, eos: every token of it is trained. A text that has one of them keeps its own."""
+    """bos, text, eos: every token of it is trained. A text that has one of them keeps its own.
+
+    The bos token is added if the tokenizer ``begins`` texts with it, so a model meets the same
+    tokens later.
+    """
     bos, eos = tokenizer.bos_token, tokenizer.eos_token
-    first = bos is not None and not text.lstrip().startswith(str(bos))
+    first = begins and not text.lstrip().startswith(str(bos))
     last = eos is not None and not text.rstrip().endswith(str(eos))
     return tokenized_example(
         [*[tokenizer.bos_token_id][: int(first)], *ids, *[tokenizer.eos_token_id][: int(last)]]

@@ -36,7 +36,7 @@ from hasten.parts.data.collate import TokenizedExample
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_FORMAT = 4  # change it with anything that changes the tokens of a given input
+_FORMAT = 5  # change it with anything that changes the tokens of a given input
 
 
 class StoredExamples(Protocol):

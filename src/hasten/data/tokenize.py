@@ -272,7 +272,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """
     if vocab_size < SMALLEST:
         raise InputError(f"a vocabulary of {vocab_size} has no room for all bytes: {SMALLEST} do")
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
     bpe = Tokenizer(models.BPE())
@@ -285,6 +285,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
+    bpe.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, bpe.token_to_id(BOS))]
+    )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         bos_token=BOS,

@@ -149,10 +149,31 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     tokenizer.
     """
     from transformers import PreTrainedTokenizerFast
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
     check_tokenizer(source)
     with quiet(), _advice(f"the tokenizer of {source} can't be loaded"):
-        return PreTrainedTokenizerFast.from_pretrained(source)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(source)
+        if get_tokenizer_config(source).get("add_bos_token") is True:
+            _begin_with_bos(tokenizer)
+    return tokenizer
+
+
+def _begin_with_bos(tokenizer: Any) -> None:
+    """Makes a tokenizer write the bos token before a text.
+
+    Files of DeepSeek leave it to the class of transformers 4 (``add_bos_token``), and
+    transformers 5 reads tokenizer.json alone.
+    """
+    from tokenizers import processors
+
+    bos, number = tokenizer.bos_token, tokenizer.bos_token_id
+    if number is None or tokenizer("a")["input_ids"][:1] == [number]:
+        return
+    backend = tokenizer.backend_tokenizer
+    first = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, number)])
+    former = backend.post_processor
+    backend.post_processor = processors.Sequence([former, first]) if former else first
 
 
 def count_parameters(config: PreTrainedConfig) -> int:

@@ -44,6 +44,12 @@ _MARKS: Final = ("config.json", ADAPTER)
 _LARGEST_VOCABULARY: Final = 64 << 20  # bytes; Gemma's with 256,000 tokens has 4 million
 # How configs call their number of multi-token-prediction layers, which are never saved.
 _AHEAD_COUNTS: Final = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+# Models with two kinds of layers, and the older name of the theta of sliding attention.
+_LOCAL_THETAS: Final = {
+    "gemma3_text": ("rope_local_base_freq",),
+    "gemma3n_text": ("rope_local_base_freq",),
+    "olmo3": (),
+}
 AS_IN_MEMORY: Final = NumberFormats()
 
 
@@ -180,17 +186,22 @@ def _write_config(model: PreTrainedModel, most: torch.dtype, folder: Path) -> No
     for key in _AHEAD_COUNTS:
         if fields.get(key) or getattr(model.config, key, None):
             fields[key] = 0
-    fields |= _older_rope(fields.get("rope_parameters"))
+    fields |= _older_rope(fields)
     _write_json(folder / "config.json", fields)
 
 
-def _older_rope(rope: Any) -> dict[str, Any]:
-    """``rope_parameters`` under the names of releases before 5; empty if per layer.
+def _older_rope(fields: dict[str, Any]) -> dict[str, Any]:
+    """``rope_parameters`` under the names of releases before 5; empty if those have none.
 
     If both are present, transformers 5 reads ``rope_scaling`` instead of
     ``rope_parameters`` (modeling_rope_utils.py, convert_rope_params_to_dict). So both have
-    the same values.
+    the same values. Where layers differ, the older names are those of full attention.
     """
+    rope, local = fields.get("rope_parameters"), {}
+    names = _LOCAL_THETAS.get(str(fields.get("model_type")))
+    if isinstance(rope, dict) and names is not None and "sliding_attention" in rope:
+        local = dict.fromkeys(names, rope["sliding_attention"]["rope_theta"])
+        rope = rope["full_attention"]
     if not isinstance(rope, dict) or "rope_theta" not in rope:
         return {}
     older = {"rope_theta": rope["rope_theta"]}
@@ -199,7 +210,7 @@ def _older_rope(rope: Any) -> dict[str, Any]:
     scaling = {key: value for key, value in rope.items() if key not in older}
     kind = scaling.get("rope_type", "default")
     older["rope_scaling"] = None if kind == "default" else {**scaling, "type": kind}
-    return older
+    return older | local
 
 
 def _write_generation_config(model: PreTrainedModel, folder: Path) -> None:
@@ -229,6 +240,11 @@ def _write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         fields.pop(key, None)
     if fields.get("tokenizer_class") == "TokenizersBackend":
         fields["tokenizer_class"] = "PreTrainedTokenizerFast"
+    # The same class of transformers 4 also returns token_type_ids, which its generate refuses.
+    fields.setdefault("model_input_names", list(tokenizer.model_input_names))
+    if tokenizer.bos_token is not None:  # for llama.cpp's converter
+        first = tokenizer("a")["input_ids"][:1]
+        fields["add_bos_token"] = first == [tokenizer.bos_token_id]
     further = fields.get("extra_special_tokens")
     if isinstance(further, list):
         fields["additional_special_tokens"] = fields.pop("extra_special_tokens")

@@ -49,7 +49,7 @@ SHOWN_REASONS = 3  # for which examples were left out; rejected.jsonl has all
 _FATE = {
     "truncate": "dialogues are cut, plain texts continue in further pieces",
     "split": "they continue in further pieces, as far as those have a part of an answer",
-    "drop": "leave-one-out",
+    "drop": "they are left out",
 }
 
 

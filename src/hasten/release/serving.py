@@ -202,7 +202,8 @@ def limit_new_tokens(body: dict[str, Any], loaded: LoadedModel) -> None:
         InputError: they don't fit, or a limit is no number.
     """
     context = getattr(loaded.model.config, "max_position_embeddings", None) or 2**31
-    prompt = sum(len(loaded.tokenizer(text)["input_ids"]) for text in texts_of(body))
+    texts = (loaded.tokenizer(text, add_special_tokens=False) for text in texts_of(body))
+    prompt = sum(len(text["input_ids"]) for text in texts)
     room = context - prompt
     if room < 1:
         raise InputError(f"the prompt has {prompt} tokens, the model's context {context}")

@@ -256,12 +256,14 @@ def _autos(section: Mapping[str, Any], above: tuple[str, ...] = ()) -> list[tupl
 # trains turns them into its own switches. The rows say of every key whether it is honoured, ignored
 # (with the reason) or refused, so that nothing is dropped in silence.
 
-ADAMW = frozenset({"adamw", "fusedadam", "deepspeedcpuadam"})
+ADAMW = frozenset({"adam", "adamw", "fusedadam", "deepspeedcpuadam"})
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 EPS = 1e-8
 # Of DeepSpeed's runtime/lr_schedules.py: schedules that set the rate themselves, and defaults.
 SETS_RATE = ("WarmupLR", "WarmupDecayLR")
 WARMUP_MAX_LR, WARMUP_STEPS = 1e-3, 1000
+# Of its ops/adam: what an optimizer without params trains with.
+ADAM_LR, ADAM_BETAS = 1e-3, [0.9, 0.999]
 
 
 @dataclass(frozen=True)
@@ -375,6 +377,25 @@ def _given(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def defaults_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that DeepSpeed itself takes where the configuration leaves them out.
+
+    Without ``gradient_clipping``, DeepSpeed clips nothing, for any setting of the trainer.
+    """
+    settings: dict[str, Any] = {}
+    if "gradient_clipping" not in config:
+        settings["max_grad_norm"] = None
+    optimizer = _section(config, "optimizer")
+    if str(optimizer.get("type")).lower() in ADAMW:
+        params = _section(optimizer, "params")
+        if "betas" not in params:
+            settings["adam_betas"] = ADAM_BETAS
+        sets_rate = str(_section(config, "scheduler").get("type")) in SETS_RATE
+        if "lr" not in params and not sets_rate:
+            settings["learning_rate"] = ADAM_LR
+    return settings
+
+
 def _peak_rate(optimizer: Mapping[str, Any], timing: Mapping[str, Any], kind: str) -> float | None:
     """The rate after the warm-up, which most of DeepSpeed's schedules set over the optimizer's."""
     rate = _number(optimizer, "lr")
@@ -471,7 +492,7 @@ SPECIAL: dict[str, Callable[[Any], str | None]] = {
     "zero_optimization.offload_param": _wrong_offload,
     "optimizer.type": lambda value: (
         None
-        if isinstance(value, str) and value.lower() in {*ADAMW, "adam"}
+        if isinstance(value, str) and value.lower() in ADAMW
         else f"{value!r} has no counterpart; AdamW has"
     ),
     "optimizer.params": _wrong_parameters,

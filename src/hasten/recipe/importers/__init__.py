@@ -10,6 +10,7 @@ marks of any format is refused.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from hasten.formatting import did_you_mean
 from hasten.parts.distributed.deepspeed_config import (
     TOP,
     MappedConfig,
+    defaults_of,
     is_comment,
     read_config,
     schedule_differences,
@@ -277,11 +279,23 @@ def _beside_deepspeed(draft: RecipeDraft, ranks: int) -> None:
         ):
             explanation = f"the scheduler of {name} is used, as in Trainer"
             draft.withdraw(setting, explanation, "contradicts")
+    _deepspeed_defaults(draft, settings, name)
     _schedule_rows(draft, settings)
     number_format = next(
         (f for f in ("fp16", "bf16") if section_enabled(settings, f) is True), None
     )
     _one_format(draft, number_format, name, key)
+
+
+def _deepspeed_defaults(draft: RecipeDraft, settings: Mapping[str, Any], name: str) -> None:
+    """Sets what DeepSpeed takes by itself; a trainer's value has no effect there."""
+    for setting, value in defaults_of(settings).items():
+        text = json.dumps(value)
+        explanation = f"{name} has no such key, and DeepSpeed takes {text}, which is used"
+        if ": " not in draft.why.get(setting, ": ") and draft.values[setting] != value:
+            draft.withdraw(setting, explanation, "contradicts")
+        draft.values[setting], draft.why[setting] = value, f"{setting}: DeepSpeed's default"
+        draft.row(setting, LEFT_OUT, "mapped", f"{setting}: {text} (DeepSpeed's default)")
 
 
 def _schedule_rows(draft: RecipeDraft, settings: Mapping[str, Any]) -> None:
@@ -348,6 +362,7 @@ def _deepspeed(path: Path, source: dict[str, Any]) -> ImportedRecipe:
         else:
             explanation = f"DeepSpeed doesn't know this key{did_you_mean(key, TOP)}"
             draft.note(key, "unmapped", explanation)
+    _deepspeed_defaults(draft, recognised, "DeepSpeed")
     _schedule_rows(draft, recognised)
     return _finished("DeepSpeed", draft, 1)
 

@@ -76,6 +76,7 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
         if source.get("learning_rate") is None:
             rate = default_of("learning_rate")
             draft.row("learning_rate", None, "unmapped", f"axolotl requires it; {rate} here")
+        long_texts(draft)
         if draft.values.get("finetuning_type") == "lora" and "lora_targets" not in draft.values:
             explanation = (
                 "left out, so PEFT chooses by architecture, as lora_targets: auto does here"
@@ -385,6 +386,18 @@ def too_long(draft: RecipeDraft, key: str, value: Any) -> None:
     elif value is not None:
         explanation = "a longer example isn't an error here: too_long is truncate, split or drop"
         draft.note(key, "unmapped", explanation)
+
+
+def long_texts(draft: RecipeDraft) -> None:
+    """Keeps long texts (``completion``, ``pretraining_dataset``), which become several rows."""
+    types = _types(draft) | ({"completion"} if draft.source.get("pretraining_dataset") else set())
+    if draft.values.get("too_long") != "drop" or "completion" not in types:
+        return
+    if types == {"completion"}:
+        draft.withdraw("too_long", "a longer text continues in further examples, as there")
+    else:
+        explanation = "a longer text continues in further rows there; here it is dropped, too"
+        draft.row("excess_length_strategy", "drop", "unmapped", explanation)
 
 
 def everything(draft: RecipeDraft, key: str, value: Any) -> None:

@@ -24,6 +24,7 @@ from hasten.recipe.importers.draft import (
     whole_number,
 )
 from hasten.recipe.importers.training import (
+    CUT_TEXTS,
     DEFAULTS,
     TRAINING,
     batch,
@@ -66,6 +67,7 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
         passes = ("gradient_accumulation_steps", 1)
         batch(draft, ("per_device_train_batch_size", 8), passes, ranks)
         resolve_batch(draft)
+        long_examples(draft)
         if draft.values["finetuning_type"] == "lora":
             lora(draft)
         else:
@@ -112,6 +114,15 @@ def packing(draft: RecipeDraft) -> None:
             "(as neat_packing)"
         )
         draft.row(key, source.get(key, LEFT_OUT), "unmapped", explanation)
+
+
+def long_examples(draft: RecipeDraft) -> None:
+    """Adds a row on examples that are longer than ``cutoff_len``, if they are cut otherwise."""
+    explanation = "of a longer example each question and answer is shortened there; here its end"
+    if draft.source.get("stage") == "pt":
+        explanation = CUT_TEXTS
+    if draft.source.get("stage", "sft") == "sft" or not draft.row_tokens:
+        draft.row("cutoff_len", draft.source.get("cutoff_len", LEFT_OUT), "unmapped", explanation)
 
 
 def stage(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -192,6 +203,9 @@ def eval_data(draft: RecipeDraft, key: str, value: Any) -> None:
 
 def eval_dataset(draft: RecipeDraft, key: str, value: Any) -> None:
     names = names_of(value)
+    if names and draft.source.get("max_samples") is not None:
+        explanation = "eval_dataset has as many there; here all of its examples are evaluated"
+        draft.row("max_samples", draft.source["max_samples"], "unmapped", explanation)
     if len(names) == 1:
         folder = Path(str(draft.source.get("dataset_dir") or "data"))
         path = names[0] if Path(names[0]).suffix else f"{folder / 'dataset_info.json'}:{names[0]}"

@@ -41,6 +41,7 @@ EPSILON = 1e-8
 FORMATS = {"autocast", "bf16_master_weights"}
 ANOTHER_FORMAT = "another number format is on already, which is kept"
 COUNT_STEPS = "set checkpoint_every in steps, or dynamic; `hasten check` counts the steps"
+CUT_TEXTS = "a longer text is cut there; here it continues in further examples"
 LOGGING_STEPS = 500
 # What a TrainingArguments of the other tools does where a key is left out.
 DEFAULTS: dict[str, Any] = {

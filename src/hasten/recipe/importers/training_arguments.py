@@ -12,6 +12,7 @@ from typing import Any
 from hasten.data.sources import hub_name
 from hasten.recipe.importers import sharding
 from hasten.recipe.importers.draft import (
+    LEFT_OUT,
     Handler,
     RecipeDraft,
     drafted,
@@ -22,6 +23,7 @@ from hasten.recipe.importers.draft import (
     whole_number,
 )
 from hasten.recipe.importers.training import (
+    CUT_TEXTS,
     DEFAULTS,
     TRAINING,
     batch,
@@ -200,6 +202,8 @@ def mixture(draft: RecipeDraft, key: str, value: Any) -> None:
 
 
 def text_field(draft: RecipeDraft, key: str, value: Any) -> None:
+    if draft.source.get("max_length", TRL_LENGTH) is not None:
+        draft.row("max_length", draft.source.get("max_length", LEFT_OUT), "unmapped", CUT_TEXTS)
     if value not in (None, "", "text"):
         draft.say(key, "columns", {"text": str(value)})
     else:
