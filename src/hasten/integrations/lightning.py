@@ -300,10 +300,10 @@ class ModulePasses:
         """Removes packing if ``training_step`` logs other numbers of a packed batch."""
         assert self._proof is not None
         packing = [t for t in self._techniques if t.slot is Slot.COLLATE]
-        own, packed = self._logged.get(()), self._logged.get(tuple(self._techniques))
-        if not packing or own is None or packed is None:
+        plain, packed = self._logged.get(()), self._logged.get(tuple(self._techniques))
+        if not packing or plain is None or packed is None:
             return
-        for name, value in own.items():
+        for name, value in plain.items():
             if not math.isclose(value, packed.get(name, math.nan), rel_tol=1e-3, abs_tol=1e-6):
                 self._techniques = [t for t in self._techniques if t not in packing]
                 self._proof.techniques = list(self._techniques)
@@ -467,7 +467,7 @@ def _loader(
 
 
 def _optimizers(setup: Setup, model: nn.Module, configured: Any) -> Any:
-    """What ``configure_optimizers`` returned, with the technique's optimizer if it can be there."""
+    """Returns the module's optimizer, or the technique's if no schedule holds the module's."""
     if isinstance(configured, Optimizer):
         return optimizer_of(setup, model, configured)
     is_one = isinstance(configured, list | tuple) and len(configured) == 1
@@ -475,8 +475,8 @@ def _optimizers(setup: Setup, model: nn.Module, configured: Any) -> Any:
         return [optimizer_of(setup, model, configured[0])]
     name = next(t.name() for t in setup.plan if t.slot is Slot.OPTIMIZER)
     _LOG.warning(
-        "speed_up: %s is left out: configure_optimizers returns more than an optimizer, and a "
-        "schedule would go on with the optimizer that it was made for",
+        "speed_up: %s is left out: configure_optimizers returns more than an optimizer; a "
+        "schedule keeps the optimizer that it was made for",
         name,
     )
     return configured
