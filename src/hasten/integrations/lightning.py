@@ -303,8 +303,8 @@ class ModulePasses:
         plain, packed = self._logged.get(()), self._logged.get(tuple(self._techniques))
         if not packing or plain is None or packed is None:
             return
-        for name, value in plain.items():
-            if not math.isclose(value, packed.get(name, math.nan), rel_tol=1e-3, abs_tol=1e-6):
+        for name, metric in plain.items():
+            if not math.isclose(metric, packed.get(name, math.nan), rel_tol=1e-3, abs_tol=1e-6):
                 self._techniques = [t for t in self._techniques if t not in packing]
                 self._proof.techniques = list(self._techniques)
                 self._report(f"{packing[0].name()} was taken out: {name} that is logged differs")
@@ -329,13 +329,14 @@ class ModulePasses:
         log_methods = {name: vars(self._module).get(name) for name in ("log", "log_dict")}
         logged: dict[str, float] = {}
 
-        def log(name: str, value: Any = None, *args: Any, **kwargs: Any) -> None:
-            if isinstance(value, Tensor) and value.numel() == 1:  # a number may be of the clock
-                logged[name] = float(value)
+        def log(name: str, *args: Any, **kwargs: Any) -> None:
+            metric = args[0] if args else kwargs.get("value")
+            if isinstance(metric, Tensor) and metric.numel() == 1:  # a number may be of the clock
+                logged[name] = float(metric.detach())
 
-        def log_dict(values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-            for name, value in values.items():
-                log(name, value)
+        def log_dict(dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+            for name, metric in dictionary.items():
+                log(name, metric)
 
         # The passes of the proof are no steps of the training.
         vars(self._module).update(log=log, log_dict=log_dict)
