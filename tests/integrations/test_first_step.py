@@ -257,16 +257,22 @@ def test_afterwards_everything_is_as_it_was_bit_by_bit(
                 module.attention_dropout = 0.1
         model.register_buffer("steps", torch.zeros(3))
 
+        class Meter:
+            calls = 0
+
         class Counting(InOrder):
-            """Keeps counters of its own, as TRL's trainers do."""
+            """Keeps counters of its own, as TRL's trainers do, in objects and modules, too."""
 
             def __init__(self, *args: Any, **kwargs: Any) -> None:
                 super().__init__(*args, **kwargs)
                 self.metrics: dict[str, list[float]] = {"loss": []}
-                self.calls = 0
+                self.calls, self.meter, self.module = 0, Meter(), torch.nn.BatchNorm1d(2)
 
             def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
                 self.calls += 1
+                self.meter.calls += 1
+                self.module(torch.randn(3, 2))
+                self.late = [*getattr(self, "late", []), self.calls]
                 loss = super().compute_loss(model, inputs, *args, **kwargs)
                 self.metrics["loss"].append(1.0)
                 self.model.steps += 1  # type: ignore[union-attr, operator]
@@ -281,6 +287,7 @@ def test_afterwards_everything_is_as_it_was_bit_by_bit(
         found.append(
             [
                 *(draws.found, trainer.calls, trainer.metrics, model.steps.tolist()),
+                *(trainer.meter.calls, trainer.module.running_mean.tolist(), trainer.late),
                 *(trainer.state.global_step, [w.tolist() for w in weights(trainer).values()]),
             ]
         )

@@ -409,6 +409,21 @@ def test_two_ways_to_say_the_step_are_refused() -> None:
         trained(F.cross_entropy, 1, 4, accum_steps=0)
 
 
+@pytest.mark.parametrize("norm", [0, -1.0, float("nan")])
+def test_a_norm_that_would_stop_or_turn_round_updates_is_refused(norm: float) -> None:
+    with pytest.raises(InputError, match="None for no clipping"):
+        trained(F.cross_entropy, 1, 4, max_grad_norm=norm)
+
+
+def test_a_closure_and_sparse_gradients_are_refused() -> None:
+    model: torch.nn.Module = torch.nn.EmbeddingBag(5, 2, sparse=True)
+    with pytest.raises(InputError, match="EmbeddingBag has sparse gradients"):
+        OptimizedTrainer(model, torch.optim.SGD(model.parameters()), F.cross_entropy)
+    model = torch.nn.Linear(5, 2)
+    with pytest.raises(InputError, match="LBFGS needs a closure"):
+        OptimizedTrainer(model, torch.optim.LBFGS(model.parameters()), F.cross_entropy)
+
+
 def test_a_run_does_not_go_on_with_another_number_of_accumulated_batches(tmp_path: Path) -> None:
     def run(batches: int, resume: bool) -> None:
         model = classifier()

@@ -276,6 +276,9 @@ CASES: dict[str, Case] = {
     "tokens counted": Case(
         {"include_num_input_tokens_seen": "non_padding"}, acts=LOSS, rests=PACKING - LOSS
     ),
+    "tokens and padding counted": Case(
+        {"include_num_input_tokens_seen": "all"}, acts=LOSS, rests=PACKING - LOSS
+    ),
     "evaluated": Case({**EACH_STEP, "eval_on_start": True}, EVALUATED),
     "plateau": Case(
         {**EACH_STEP, "lr_scheduler_type": "reduce_lr_on_plateau"},

@@ -102,6 +102,8 @@ def test_what_is_wrong_in_a_file_is_one_sentence(tmp_path: Path, text: str, word
         ({"price": {"currency": "EUR", "per_device_hour": 1, "spot": 2}}, "price"),
         ({"plan": "packed"}, "plan"),
         ({"cutoff_len": 1}, "cutoff_len"),
+        ({"max_grad_norm": 0}, "write null for no clipping"),
+        ({"max_grad_norm": -1}, "max_grad_norm"),
         ({"data_workers": 0}, "data_workers: give auto, or a number of processes"),
         ({"data_workers": "many"}, "data_workers: give auto"),
         ({"on_obstacle": "ignore"}, "on_obstacle"),

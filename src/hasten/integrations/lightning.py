@@ -9,11 +9,11 @@ Of several processes each calls this; they are started by torchrun, with strateg
 from __future__ import annotations
 
 import contextlib
-import copy
+import functools
 import importlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,12 @@ from hasten.integrations.adapt import (
 )
 from hasten.integrations.batches import (
     KEEP,
-    PackedBatch,
     PackedCollator,
     StepBatches,
     StepLoader,
     WeightedBatches,
     batch_for,
+    packed_batch,
     row_sizes,
 )
 from hasten.integrations.checkpoints import (
@@ -209,7 +209,7 @@ def with_techniques(
         module.configure_optimizers = lambda: _optimizers(setup, model, usual())
     passes = ModulePasses(trainer, module, model, setup)
     trainer.callbacks.insert(0, seams(setup, model, saves, passes))  # before those that save
-    return module, _loader(trainer, setup, loader, trained, passes)
+    return module, _loader(trainer, setup, loader, trained)
 
 
 def check(
@@ -222,7 +222,7 @@ def check(
 def _require_fitting(
     trainer: Any, module: Any, loader: Any, plan: Sequence[Technique], seed: int = 0
 ) -> tuple[Setup, list[int]]:
-    _check(trainer, loader, plan)
+    _check(trainer, module, loader, plan)
     model = model_of(module)
     host_run, trained = _host_run(trainer, loader, plan, seed)
     return prepare_recognised(HOST, model, plan, host_run), trained
@@ -236,17 +236,25 @@ class ModulePasses:
     """
 
     def __init__(self, trainer: Any, module: Any, model: nn.Module, setup: Setup) -> None:
-        self.packing: PackedCollator | None = None
-        self._trainer, self._module, self._model, self._setup = trainer, module, model, setup
+        self._trainer, self._module, self._model = trainer, module, model
         self._techniques = [t for t in setup.plan if t.slot in (*PROVEN, Slot.COLLATE)]
         host_run = HostRun(str(trainer.strategy.root_device), epochs=1)
         self._hosted = HostedTechniques(HOST, model, host_run)
         self._window = contextlib.ExitStack()
         self._proof: FirstStepProof | None = None
         self._index: tuple[Any, ...] = ()
-        self._usual, self._transferred = module.training_step, module.on_after_batch_transfer
-        module.training_step = self._training_step
-        module.on_after_batch_transfer = self._on_after_batch_transfer
+        self._reported: set[str] = set()
+        # Metrics that a float32 pass of the proof logged, by the techniques of that pass.
+        self._logged: dict[tuple[Technique, ...], dict[str, float]] = {}
+        self._passing: tuple[Technique, ...] | None = None
+        self._is_wide = False
+        self._usual = module.training_step
+
+        @functools.wraps(self._usual)  # Lightning reads the parameters of the module's own
+        def training_step(batch: Any, *index: Any, **more: Any) -> Any:
+            return self._training_step(batch, *index, **more)
+
+        module.training_step = training_step
 
     # Moments of a training.
 
@@ -255,57 +263,57 @@ class ModulePasses:
         if self._techniques and proof_is_on():
             pad_id = getattr(getattr(self._model, "config", None), "pad_token_id", None) or 0
             self._proof = FirstStepProof(self, self._techniques, "Lightning", pad_id)
-        else:
-            self._decide()
 
     def end_first_step(self) -> None:
         """The passes of a step are done."""
         if self._proof is not None and not self._proof.awaits_loss:
             _LOG.info("%s", self._proof)
             self._proof = None
-            self._decide()
 
     def close(self) -> None:
         """The model is plain again."""
         self._window.close()
 
-    def _decide(self) -> None:
-        if self.packing is not None:
-            self.packing.decide_by(self._techniques)
-
-    # Passes.
-
-    def _on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        if self.packing is not None:
-            batch, _ = self.packing.chosen(batch)
-        return self._transferred(batch, dataloader_idx)
+    # Passes. A batch is packed where the model is about to run. So Lightning and the hooks of the
+    # module and of callbacks have the loader's own: they count its rows and may change them.
 
     def _training_step(self, batch: Any, *index: Any, **more: Any) -> Any:
         self.close()  # of a pass that ended early
         techniques = self._techniques
         if self._proof is not None:
-            batch = self._proven(batch, index)
+            self._index = index
+            for removal in self._proof.check(batch, self._module):
+                self._report(f"{removal.technique.name()} was taken out: {removal.difference}")
+            self._techniques = self._proof.techniques
+            self._keep_rows_for_metrics()
             techniques = [] if self._proof.awaits_loss else self._techniques
+        if any(technique.slot is Slot.COLLATE for technique in techniques):
+            packed = packed_batch(batch)
+            if isinstance(packed, str):
+                self._report(f"packed: left out for some batches: {packed}")
+            else:
+                batch = packed
         self._window.enter_context(self._hosted.active(techniques))
         return self._usual(batch, *index, **more)
 
-    def _proven(self, batch: Any, index: tuple[Any, ...]) -> Any:
+    def _keep_rows_for_metrics(self) -> None:
+        """Removes packing if ``training_step`` logs other numbers of a packed batch."""
         assert self._proof is not None
-        host_batch = batch.host if isinstance(batch, PackedBatch) else batch
-        self._index = index
-        removed = self._proof.check(host_batch, self._module)
-        self._techniques = self._proof.techniques
-        for removal in removed:
-            _LOG.warning(
-                "speed_up: %s was taken out: %s", removal.technique.name(), removal.difference
-            )
-        if self._proof.awaits_loss:
-            return host_batch
-        if any(t.slot is Slot.COLLATE for t in self._techniques):
-            return batch
-        if self.packing is not None:
-            self.packing.decide(KEEP)
-        return host_batch
+        packing = [t for t in self._techniques if t.slot is Slot.COLLATE]
+        plain, packed = self._logged.get(()), self._logged.get(tuple(self._techniques))
+        if not packing or plain is None or packed is None:
+            return
+        for name, metric in plain.items():
+            if not math.isclose(metric, packed.get(name, math.nan), rel_tol=1e-3, abs_tol=1e-6):
+                self._techniques = [t for t in self._techniques if t not in packing]
+                self._proof.techniques = list(self._techniques)
+                self._report(f"{packing[0].name()} was taken out: {name} that is logged differs")
+                return
+
+    def _report(self, text: str) -> None:
+        if text not in self._reported and environment.world().is_main:
+            _LOG.warning("speed_up: %s", text)
+        self._reported.add(text)
 
     # What the proof runs.
 
@@ -319,8 +327,19 @@ class ModulePasses:
 
     def loss(self, batch: Any) -> Tensor:
         log_methods = {name: vars(self._module).get(name) for name in ("log", "log_dict")}
-        for name in log_methods:  # the passes of the proof are no steps of the training
-            vars(self._module)[name] = lambda *args, **kwargs: None
+        logged: dict[str, float] = {}
+
+        def log(name: str, *args: Any, **kwargs: Any) -> None:
+            metric = args[0] if args else kwargs.get("value")
+            if isinstance(metric, Tensor) and metric.numel() == 1:  # a number may be of the clock
+                logged[name] = float(metric.detach())
+
+        def log_dict(dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+            for name, metric in dictionary.items():
+                log(name, metric)
+
+        # The passes of the proof are no steps of the training.
+        vars(self._module).update(log=log, log_dict=log_dict)
         try:
             returned = self._usual(batch, *self._index)
         finally:
@@ -329,6 +348,8 @@ class ModulePasses:
                     del vars(self._module)[name]
                 else:
                     vars(self._module)[name] = value
+        if self._passing is not None:
+            self._logged[self._passing] = logged
         losses = _loss(returned, attached=True)
         if not losses:
             raise ValueError("training_step returns no loss")
@@ -337,14 +358,24 @@ class ModulePasses:
     def batch(self, host_batch: Any, techniques: Sequence[Technique]) -> Any:
         return batch_for(host_batch, techniques)
 
-    def active(self, techniques: Sequence[Technique]) -> AbstractContextManager[None]:
-        return self._hosted.active(techniques)
+    @contextlib.contextmanager
+    def active(self, techniques: Sequence[Technique]) -> Iterator[None]:
+        if self._is_wide:
+            self._passing = tuple(techniques)
+        try:
+            with self._hosted.active(techniques):
+                yield
+        finally:
+            self._passing = None
 
-    def in_float32(self) -> AbstractContextManager[Any]:
-        off: AbstractContextManager[Any] = torch.autocast(
-            self._trainer.strategy.root_device.type, enabled=False
-        )
-        return off
+    @contextlib.contextmanager
+    def in_float32(self) -> Iterator[None]:
+        self._is_wide = True
+        try:
+            with torch.autocast(self._trainer.strategy.root_device.type, enabled=False):
+                yield
+        finally:
+            self._is_wide = False
 
 
 def model_of(module: nn.Module) -> nn.Module:
@@ -364,7 +395,7 @@ def model_of(module: nn.Module) -> nn.Module:
     )
 
 
-def _check(trainer: Any, loader: Any, plan: Iterable[Technique]) -> None:
+def _check(trainer: Any, module: Any, loader: Any, plan: Iterable[Technique]) -> None:
     """Refuse what this trainer, and not every one, decides by itself."""
     world, filled = environment.world(), {t.slot: t.name() for t in plan}
     if trainer.world_size != world.size:
@@ -377,6 +408,12 @@ def _check(trainer: Any, loader: Any, plan: Iterable[Technique]) -> None:
         raise InputError(
             f"{strategy} deals the model out or has a step of its own, and techniques work on a "
             'whole one; give lightning.Trainer strategy="ddp", or train with `hasten train`'
+        )
+    changes = [filled[slot] for slot in (*PROVEN, Slot.COLLATE) if slot in filled]
+    if changes and not getattr(module, "automatic_optimization", True):
+        raise InputError(
+            f"{', '.join(changes)}: {type(module).__name__} has automatic_optimization = False, so "
+            "its training_step also updates the weights and can't be compared before; leave it out"
         )
     sampler = filled.get(Slot.SAMPLER)
     if sampler is not None and not hasattr(loader.dataset, "__len__"):
@@ -415,34 +452,35 @@ def _host_run(
 
 
 def _loader(
-    trainer: Any, setup: Setup, loader: DataLoader[Any], trained: list[int], passes: ModulePasses
+    trainer: Any, setup: Setup, loader: DataLoader[Any], trained: list[int]
 ) -> DataLoader[Any]:
-    packs, world = Slot.COLLATE in setup.plan, setup.context.world
-    collate: Any = loader.collate_fn
-    if packs:
-        collate = passes.packing = PackedCollator(collate)
     if Slot.SAMPLER not in setup.plan:
-        if not packs:
-            return loader
-        changed = copy.copy(loader)  # the user's own stays as it is
-        changed.collate_fn = collate
-        return changed
+        return loader
+    packs, world = Slot.COLLATE in setup.plan, setup.context.world
     assert setup.sampler is not None  # there are examples
     parts = trainer.accumulate_grad_batches
     # Without packing a loss is weighted as Lightning does.
     order = StepBatches(setup.sampler, parts, world.rank, world.size, trained if packs else None)
+    collate = PackedCollator(loader.collate_fn, KEEP)  # gives each batch its weight
     return StepLoader(
         WeightedBatches(loader.dataset), order, collate, num_workers=loader.num_workers
     )
 
 
-def _optimizers(setup: Setup, model: nn.Module, optimizer: Any) -> Any:
-    if not isinstance(optimizer, Optimizer):
-        raise InputError(
-            "an optimizer technique takes the place of the one optimizer that "
-            f"configure_optimizers returns; this one returns {type(optimizer).__name__}"
-        )
-    return optimizer_of(setup, model, optimizer)
+def _optimizers(setup: Setup, model: nn.Module, configured: Any) -> Any:
+    """Returns the module's optimizer, or the technique's if no schedule holds the module's."""
+    if isinstance(configured, Optimizer):
+        return optimizer_of(setup, model, configured)
+    is_one = isinstance(configured, list | tuple) and len(configured) == 1
+    if is_one and isinstance(configured[0], Optimizer):
+        return [optimizer_of(setup, model, configured[0])]
+    name = next(t.name() for t in setup.plan if t.slot is Slot.OPTIMIZER)
+    _LOG.warning(
+        "speed_up: %s is left out: configure_optimizers returns more than an optimizer; a "
+        "schedule keeps the optimizer that it was made for",
+        name,
+    )
+    return configured
 
 
 def step_evidence(folder: str | Path | StepLog) -> Any:  # noqa: C901  # a class within: its methods count

@@ -15,6 +15,7 @@ by ``count`` or by examples.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -95,7 +96,8 @@ class OptimizedTrainer:
     Raises:
         InputError: a switch is neither a bool nor a technique, or two are for the same
             slot. It is also raised for ``accum_steps`` together with ``dynamic_batch``,
-            which decide the same.
+            which decide the same. Other reasons are a ``max_grad_norm`` that isn't above
+            0, an optimizer with a closure, and sparse gradients.
     """
 
     def __init__(
@@ -115,6 +117,23 @@ class OptimizedTrainer:
     ) -> None:
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self.count, self.max_grad_norm, self.progress = count, max_grad_norm, progress
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise InputError(
+                f"max_grad_norm is {max_grad_norm!r}, which would stop or turn round each update; "
+                "give a number above 0, or None for no clipping"
+            )
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise InputError(
+                f"{type(optimizer).__name__} needs a closure that computes the loss again, "
+                "which this trainer doesn't have; take another optimizer, such as AdamW"
+            )
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                raise InputError(
+                    f"{name or type(module).__name__} has sparse gradients, and their norm isn't "
+                    "computed here; build it with sparse=False"
+                )
         self.replicated = DDP(bucket_cap_mb)
         settings = {
             "compress_gradients": compress_gradients,

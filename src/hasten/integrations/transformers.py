@@ -205,8 +205,8 @@ def _needs_rows(trainer: Trainer) -> str:  # noqa: C901  # a clause for each rea
         return "its rows hold several documents already"
     if getattr(args, "neftune_noise_alpha", None) is not None:
         return "NEFTune's noise depends on the length of a row"
-    if getattr(args, "include_num_input_tokens_seen", "no") == "non_padding":
-        return "include_num_input_tokens_seen counts by the attention_mask"
+    if getattr(args, "include_num_input_tokens_seen", "no") not in ("no", False):
+        return "include_num_input_tokens_seen counts the tokens of its own rows"
     adapters = getattr(trainer.model, "peft_config", None) or {}
     if any(getattr(one, "is_prompt_learning", False) for one in adapters.values()):
         return "a learned prompt comes before each row"

@@ -319,6 +319,13 @@ class Recipe(BaseModel):
             return values
         return with_layout_key(values, values.get("plan") or [])
 
+    @field_validator("max_grad_norm", mode="before")
+    @classmethod
+    def _clipping(cls, value: Any) -> Any:
+        if value == 0 and not isinstance(value, bool):  # no clipping, for other trainers
+            raise ValueError("no gradient would be left; write null for no clipping")
+        return value
+
     @field_validator("auto_budget", mode="before")
     @classmethod
     def _budget(cls, value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import random
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -17,13 +18,16 @@ from torch import Tensor, nn
 @contextlib.contextmanager
 def nothing_else_changes(model: nn.Module, *host_objects: Any) -> Iterator[None]:
     """Random state, buffers, dropout and the plain values of modules and ``host_objects`` come
-    back.
+    back. So do those of a host object's own modules and counters, such as metrics.
     """
     states = random.getstate(), np.random.get_state()
     accelerators = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
-    holders = [vars(module) for module in model.modules()] + [vars(one) for one in host_objects]
-    saved = [(holder, _plain_values(holder)) for holder in holders]
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    roots = [model, *host_objects, *itertools.chain(*map(_counting, host_objects))]
+    inside = [tuple(root.modules()) if isinstance(root, nn.Module) else (root,) for root in roots]
+    holders = {id(one): one for one in itertools.chain(*inside)}.values()
+    saved = [(vars(h), set(vars(h)), _plain_values(vars(h))) for h in holders]
+    every = itertools.chain(*(h._buffers.values() for h in holders if isinstance(h, nn.Module)))
+    buffers = [(b, b.detach().clone()) for b in every if b is not None]
     precision = torch.get_float32_matmul_precision()
     try:
         with torch.random.fork_rng(accelerators), _without_dropout(model):
@@ -35,8 +39,21 @@ def nothing_else_changes(model: nn.Module, *host_objects: Any) -> Iterator[None]
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
-        for holder, values in saved:
+        for holder, names, values in saved:
             _restore(holder, values)
+            for name in _plain_names(holder) - names:  # of what the passes counted first
+                del holder[name]
+
+
+def _counting(host_object: Any) -> list[Any]:
+    """The modules that an object holds, and its objects of classes from the same package."""
+    package = type(host_object).__module__.partition(".")[0]
+    return [
+        value
+        for value in vars(host_object).values()
+        if isinstance(value, nn.Module)
+        or (hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] == package)
+    ]
 
 
 def seed_all(seed: int) -> None:
@@ -52,12 +69,16 @@ _REGISTRIES = {"_parameters", "_buffers", "_modules"}
 
 def _plain_values(holder: Mapping[str, Any]) -> dict[str, Any]:
     """Copies of the numbers, texts, tensors, and small containers of such, that it holds."""
-    copies = {}
-    for key, value in holder.items():
-        # Hooks that a library registers at the first pass stay, as does its mark that it did.
-        if key not in _REGISTRIES and "hook" not in key and _count(value, _LARGEST) >= 0:
-            copies[key] = copy.deepcopy(value)
-    return copies
+    return {key: copy.deepcopy(holder[key]) for key in _plain_names(holder)}
+
+
+def _plain_names(holder: Mapping[str, Any]) -> set[str]:
+    # Hooks that a library registers at the first pass stay, as does its mark that it did.
+    return {
+        key
+        for key, value in holder.items()
+        if key not in _REGISTRIES and "hook" not in key and _count(value, _LARGEST) >= 0
+    }
 
 
 def _count(value: Any, room: int) -> int:
