@@ -263,6 +263,9 @@ CASES: dict[str, Case] = {
     "rmsprop": options(optim="rmsprop"),
     "adamw_torch_fused": options(optim="adamw_torch_fused"),
     "cosine": options(lr_scheduler_type="cosine", warmup_steps=1),
+    "cosine to a least rate": options(
+        lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr": 1e-4}
+    ),
     "constant": options(lr_scheduler_type="constant"),
     "weight decay": options(weight_decay=0.1),
     "dropped last": Case(

@@ -364,7 +364,11 @@ def optimizer_of(setup: Setup, model: nn.Module, usual: Optimizer) -> Optimizer:
         handed.optimizer = usual
         assert setup.optimizer is not None  # prepare() put the job's there
         try:
-            return setup.optimizer(named)
+            optimizer = setup.optimizer(named)
+            # Schedules with a least rate read the peak there.
+            shared = usual.defaults.keys() & optimizer.defaults.keys()
+            optimizer.defaults.update({key: usual.defaults[key] for key in shared})
+            return optimizer
         except (InputError, ValueError, RuntimeError) as error:
             reason = str(error)
     _LOG.warning("speed_up: %s is left out: %s", technique.name(), reason)
