@@ -47,7 +47,7 @@ def test_the_full_example_shows_every_section() -> None:
         "the second build was faster by more than chance",
         "Rounds measured again because of it: 2.",
         "kWh per million tokens",
-        "The experiment itself: 45 min on the machine, 0.3164 EUR, 0.1053 kWh.",
+        "The experiment itself: 45 min on the machine, 0.3164 EUR.",
         "paid for itself after 2.3 hours",
         "without checkpoints: the budget of 60 min was spent",
         "In two groups",

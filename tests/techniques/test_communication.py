@@ -233,12 +233,14 @@ def test_a_compressor_between_hosts_stands_for_one_too() -> None:
 
 
 def test_a_switch_that_is_no_compression_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
     for compressor in (
         GradientCompressor(sparsity_method="none", communication_backend="gloo"),
         GradientCompressor(dense_steps=5, communication_backend="gloo"),
     ):
         with pytest.raises(InputError):
-            OptimizedTrainer(None, None, None, compress_gradients=compressor)  # type: ignore[arg-type]
+            OptimizedTrainer(model, optimizer, nn.MSELoss(), compress_gradients=compressor)
 
 
 @pytest.mark.parametrize(
