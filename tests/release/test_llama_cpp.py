@@ -171,7 +171,7 @@ def test_probabilities_of_the_next_token_are_those_of_the_model(
             differences.append(
                 max(abs(expected[t["id"]] - t["logprob"]) for t in written["top_logprobs"])
             )
-    assert len(differences) > 4
+    assert len(differences) > 6
     # The median: float16 in the cache of keys can send a token to another expert.
     assert sorted(differences)[len(differences) // 2] < 0.05
 

@@ -54,7 +54,7 @@ from hasten.integrations.checkpoints import (
     step_log,
 )
 from hasten.machine import environment
-from hasten.measure.quality.first_step import FirstStepProof, proof_is_on
+from hasten.measure.quality.first_step import FirstStepProof, on_any_rank, proof_is_on
 from hasten.parts.nn.causal_lm import causal_lm
 
 _LOG = logging.getLogger(__name__)
@@ -274,8 +274,8 @@ class ModulePasses:
         """The model is plain again."""
         self._window.close()
 
-    # Passes. A batch is packed where the model is about to run. So Lightning and the hooks of the
-    # module and of callbacks have the loader's own: they count its rows and may change them.
+    # Passes. A batch is packed just before the model runs. So Lightning and the hooks of the module
+    # and of callbacks receive the loader's batch: they count its rows and may change it.
 
     def _training_step(self, batch: Any, *index: Any, **more: Any) -> Any:
         self.close()  # of a pass that ended early
@@ -301,14 +301,19 @@ class ModulePasses:
         assert self._proof is not None
         packing = [t for t in self._techniques if t.slot is Slot.COLLATE]
         plain, packed = self._logged.get(()), self._logged.get(tuple(self._techniques))
-        if not packing or plain is None or packed is None:
+        if not packing:
             return
-        for name, metric in plain.items():
-            if not math.isclose(metric, packed.get(name, math.nan), rel_tol=1e-3, abs_tol=1e-6):
-                self._techniques = [t for t in self._techniques if t not in packing]
-                self._proof.techniques = list(self._techniques)
-                self._report(f"{packing[0].name()} was taken out: {name} that is logged differs")
-                return
+        differing = [
+            name
+            for name, metric in (plain or {}).items()
+            if packed is not None
+            and not math.isclose(metric, packed.get(name, math.nan), rel_tol=1e-3, abs_tol=1e-6)
+        ]
+        if on_any_rank(bool(differing)):  # the ranks go on with the same techniques
+            self._techniques = [t for t in self._techniques if t not in packing]
+            self._proof.techniques = list(self._techniques)
+            name = differing[0] if differing else "a metric of another rank"
+            self._report(f"{packing[0].name()} was taken out: {name} that is logged differs")
 
     def _report(self, text: str) -> None:
         if text not in self._reported and environment.world().is_main:

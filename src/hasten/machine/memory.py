@@ -154,11 +154,11 @@ def free_bytes(device: torch.device | str) -> float:
     memory = torch.accelerator.memory
     try:
         free_on_device, _ = memory.get_memory_info(torch_device)
-        # What torch keeps of tensors that are gone, this process gets back.
-        kept = memory.memory_reserved(torch_device) - memory.memory_allocated(torch_device)
+        # Memory that torch reserves for later tensors.
+        unused = memory.memory_reserved(torch_device) - memory.memory_allocated(torch_device)
     except (RuntimeError, NotImplementedError):
         return math.inf
-    return float(free_on_device + kept)
+    return float(free_on_device + unused)
 
 
 def _peaks(peak: Callable[[], int], now: Callable[[], int], limit: Callable[[], float]) -> Meter:

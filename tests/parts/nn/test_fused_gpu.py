@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -250,7 +251,8 @@ def test_a_compiled_model_keeps_them_in_one_graph(monkeypatch: pytest.MonkeyPatc
 
 
 # Bytes of a thread that may lie outside of its registers, of which Ada has the fewest.
-OUTSIDE = {"norm back 16384": 96, "float8 tile True": 176}
+OUTSIDE = {"norm back 16384": 96, "float8 tile True": 120}
+OUTSIDE_BEFORE_TRITON_3_7 = {**OUTSIDE, "float8 tile True": 176}
 
 
 def compiled(folder: Path, *asked: str) -> dict[str, Any]:
@@ -304,7 +306,9 @@ def check_registers(outside: dict[str, int], *asked: str) -> None:
     numbers = [a for a in asked if a != "all"]
     usual, float8 = (19, 3) if len(numbers) == len(asked) else (104, 21)
     assert len(outside) == usual * len(numbers) + float8 * sum(int(n) >= 90 for n in numbers)
-    limits = {name: OUTSIDE.get(name.rpartition(" ")[0].rpartition(" ")[0], 0) for name in outside}
+    older = tuple(map(int, metadata.version("triton").split(".")[:2])) < (3, 7)
+    allowed = OUTSIDE_BEFORE_TRITON_3_7 if older else OUTSIDE
+    limits = {name: allowed.get(name.rpartition(" ")[0].rpartition(" ")[0], 0) for name in outside}
     assert {n: (b, limits[n]) for n, b in outside.items() if b > limits[n]} == {}
 
 

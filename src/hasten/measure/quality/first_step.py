@@ -269,7 +269,7 @@ class FirstStepProof:
 
     def _fitting(self, batch: Any) -> Any:
         """The batch, or a part of it if the host's pass wouldn't fit into what memory is free."""
-        if _on_any_rank(not self._fits(batch, copies=2)):
+        if on_any_rank(not self._fits(batch, copies=2)):
             return _cut(batch, SHORT_ROWS, SHORT_TOKENS)
         return batch
 
@@ -287,32 +287,32 @@ class FirstStepProof:
         return bool(ids.numel() * each <= 0.8 * free)
 
     def _check(self, batch: Any) -> None:
-        # A processor compares the gradients of 1 B weights in seconds, a GPU in milliseconds.
         model, trained = self.passes.model, _trained_bytes(self.passes.model)
-        is_short = 6 * trained > memory.free_bytes(_device(model))
-        on_device = _device(model).type != "cpu" and not is_short and self._fits(batch, copies=5)
-        short = 3 * trained > memory.free_bytes("cpu")
-        keep = partial(GradientRecord, sketched=short and not on_device, on_device=on_device)
+        # Gradients stay on a GPU that has room for them, without copies to the host.
+        has_room = 6 * trained <= memory.free_bytes(_device(model)) and self._fits(batch, copies=5)
+        on_device = has_room and _device(model).type != "cpu"
+        sketched = not on_device and 3 * trained > memory.free_bytes("cpu")
+        record = partial(GradientRecord, sketched=sketched, on_device=on_device)
         wide: GradientRecord | None = None
         with _float32(self.passes) as possible:
             if possible:
-                wide = self._agree(batch, self._near, keep)
+                wide = self._agree(batch, self._near, record)
         narrow = (torch.bfloat16, torch.float16)
         if self.passes.is_mixed or any(p.dtype in narrow for p in model.parameters()):
-            self._agree(batch, lambda *args: self._alike(wide, *args), keep, rounded=True)
+            self._agree(batch, lambda *args: self._alike(wide, *args), record, rounded=True)
 
     def _agree(
         self,
         batch: Any,
         compare: Callable[..., Difference | None],
-        keep: Callable[[Mapping[str, Tensor | None]], GradientRecord],
+        record: Callable[[Mapping[str, Tensor | None]], GradientRecord],
         rounded: bool = False,
     ) -> GradientRecord:
         """Take techniques away until their pass agrees with the host's; the host's gradients."""
         host = self._run(batch, [], is_host=True)
-        if _on_any_rank(not math.isfinite(host.loss)):
+        if on_any_rank(not math.isfinite(host.loss)):
             raise _NoLossError
-        loss, example, noise = host.loss, keep(host.gradients), _Noise()
+        loss, example, noise = host.loss, record(host.gradients), _Noise()
         del host
 
         def difference(techniques: Sequence[Technique]) -> tuple[Difference | None, bool]:
@@ -320,7 +320,7 @@ class FirstStepProof:
                 mismatch = compare(loss, example, noise, self._run(batch, techniques))
             except _PassError as error:
                 mismatch = Difference(f"its pass ends with {error}", math.inf, 0.0)
-            return mismatch, _on_any_rank(mismatch is not None)
+            return mismatch, on_any_rank(mismatch is not None)
 
         now, differs = difference(self.techniques)
         if differs:
@@ -352,7 +352,7 @@ class FirstStepProof:
         again = self._run(batch, [], is_host=True, seed=SEED + 1)
         noise.loss = abs(again.loss - loss)
         noise.gradients = {n: host.distance(n, g) for n, g in again.gradients.items()}
-        if _on_any_rank(noise.loss > LOSS_BOUND * abs(loss)) and not self._is_noisy:
+        if on_any_rank(noise.loss > LOSS_BOUND * abs(loss)) and not self._is_noisy:
             self._is_noisy = True
             _LOG.warning(
                 "speed_up: %s differs from itself by %.1e of the loss on the same batch. "
@@ -441,9 +441,9 @@ class FirstStepProof:
         except Exception as raised:
             error = raised
         short = error is not None and memory.is_out_of_memory(error)
-        if _on_any_rank(short):
+        if on_any_rank(short):
             raise _ShortOfMemoryError from error
-        if is_host and _on_any_rank(error is not None):
+        if is_host and on_any_rank(error is not None):
             text = f"{self._name}'s own pass ends with {_error_text(error)}"
             raise _HostFailsError(text) from error
         if made is None:
@@ -504,7 +504,7 @@ def _ranks() -> int:
     return dist.get_world_size() if ready else 1
 
 
-def _on_any_rank(happened: bool) -> bool:
+def on_any_rank(happened: bool) -> bool:
     """The same answer on all ranks: true if it holds on one of them."""
     if _ranks() == 1:
         return happened
@@ -526,7 +526,7 @@ def _float32(passes: TechniquePasses) -> Iterator[bool]:
         if t.dtype in (torch.bfloat16, torch.float16)
     }
     need = sum(4 * t.numel() for t in narrow.values())
-    if _on_any_rank(2 * need > memory.free_bytes(_device(model))):
+    if on_any_rank(2 * need > memory.free_bytes(_device(model))):
         _LOG.info("memory is short: the proof compares the run's own format alone")
         yield False
         return
@@ -565,7 +565,7 @@ def _rounded_otherwise(weight: Tensor | None, seed: int) -> Iterator[None]:
         original = None if weight is None else weight.detach().clone()
     except Exception as raised:
         error = raised
-    if _on_any_rank(error is not None and memory.is_out_of_memory(error)):
+    if on_any_rank(error is not None and memory.is_out_of_memory(error)):
         raise _ShortOfMemoryError from error
     if error is not None:
         raise error

@@ -24,6 +24,7 @@ from hasten.parts.optim.muon import MuonAdamW
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
 Sum = Callable[[Tensor], Tensor]  # of a float64 tensor on the host, over all ranks
 FSDP_MARK = "_is_fsdp_managed_module"  # an attribute that fully_shard leaves on what it holds
 ENGINE = "torch.distributed"  # where the hooks of FSDP2 and of tensor parallelism come from
@@ -246,10 +247,10 @@ def full_tensor(value: Tensor, parameter: DTensor, first: bool) -> Tensor:
     Raises:
         ValueError: the value isn't laid out like the parameter's shard.
     """
-    mesh = parameter.device_mesh
     from torch.distributed.tensor import DTensor
 
-    if not is_dtensor(value):
+    mesh = parameter.device_mesh
+    if not isinstance(value, DTensor):
         if value.shape != parameter.to_local().shape:
             raise ValueError(
                 f"a state of {tuple(value.shape)} for a piece of "

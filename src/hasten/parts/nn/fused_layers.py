@@ -40,6 +40,7 @@ from hasten.parts.nn.quantised import QuantisedLinear
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
 # Fused code on a model that is cut over ranks: kernels see plain tensors, this rank's part.
 #
 # Under tensor parallelism a norm's weight is whole on every rank, and its input is a piece: of the
