@@ -121,7 +121,7 @@ class Bench:
         load = os.getloadavg()[0]
         command = [self.python(name), __file__, "--variant", name, "--out", str(out)]
         command += ["--folder", str(self.place / "given")]
-        if chosen.profile and name == "hasten":
+        if chosen.profile and name.startswith("hasten"):
             command.append("--profile")
         note: dict[str, Any] = {"variant": name, "round": number, "load_before": load}
         note["chose_records"] = self.variants[name].chooses(chosen.loss)

@@ -55,7 +55,8 @@ FIGURES = registry.DeviceFigures(
 
 # Scripts and workers that a test starts import what tests share.
 _HERE = Path(__file__).parent
-_PATHS = [str(_HERE / "common"), str(_HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+_OURS = [str(_HERE / "common"), str(_HERE), str(_HERE.parent / "tools")]
+_PATHS = [*_OURS, *filter(None, [os.environ.get("PYTHONPATH")])]
 os.environ["PYTHONPATH"] = os.pathsep.join(_PATHS)
 
 # The same draws in every run, and no example has a time limit. Long runs draw more (`thorough`).

@@ -32,13 +32,19 @@ JOB = Path(__file__).with_name("lightning_on_ranks.py")
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What both ranks found, losses as the mean of theirs."""
+def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], ...]:
+    """What each rank found."""
     folder = tmp_path_factory.mktemp("ranks")
     failed = by_torchrun(JOB, folder)
     assert not failed, failed[-3000:]
-    one, two = (json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1))
     assert (folder / "topk" / "hasten" / "step-00000006").is_dir()
+    return tuple(json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1))
+
+
+@pytest.fixture(scope="module")
+def found(of_ranks: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+    """What both ranks found, losses as the mean of theirs."""
+    one, two = of_ranks
     return {
         name: {
             "losses": mean(one[name]["losses"], two[name]["losses"]),
@@ -47,6 +53,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         }
         for name in one
     }
+
+
+def test_ranks_take_packing_out_together(of_ranks: tuple[dict[str, Any], ...]) -> None:
+    acted = [set(one["metric"]["sent"]) for one in of_ranks]
+    assert acted[0] == acted[1] >= {"fused_layers"}
+    assert "packed" not in acted[0]
 
 
 def mean(one: list[float], two: list[float]) -> list[float]:

@@ -55,7 +55,7 @@ def module_of(kind: str) -> Any:  # noqa: C901  # a class within: its methods co
             loss = self.model(**batch).loss
             self.losses.append(loss.item())
             self.log("loss", loss, on_step=False, on_epoch=True)
-            if kind == "row metric":
+            if kind == "row metric" or (kind == "row metric of rank 1" and self.global_rank):
                 rows = (batch["labels"] != -100).float().mean(1)
                 self.log("rows", rows.square().mean(), on_step=False, on_epoch=True)
             if kind == "counters":
@@ -87,8 +87,8 @@ def module_of(kind: str) -> Any:  # noqa: C901  # a class within: its methods co
     return OneArgument() if kind == "one argument" else Module()
 
 
-def trained(kind: str, folder: Any, speed_up: bool) -> dict[str, Any]:
-    trainer, module = trainer_of(folder), module_of(kind)
+def trained(kind: str, folder: Any, speed_up: bool, **more: Any) -> dict[str, Any]:
+    trainer, module = trainer_of(folder, **more), module_of(kind)
     if speed_up:
         hasten.speed_up(trainer)
     with counted() as counts:
