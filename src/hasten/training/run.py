@@ -28,7 +28,7 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -55,7 +55,6 @@ from hasten.launch.ranks import check_agreement, naming_ranks, process_group
 from hasten.machine import environment, host
 from hasten.machine.processes import Heartbeat, attempt_folder, attempt_number, reporting_errors
 from hasten.measure.energy import meter_of_run
-from hasten.measure.gpu_simulation.comparison import comparison_of
 from hasten.models.save import AS_IN_MEMORY
 from hasten.models.weights import NumberFormats
 from hasten.recipe.build import PreparedJob, job_of, plan_of, prepare_run
@@ -281,10 +280,6 @@ def _train(
     energy = meter_of_run(context) if main else None
     if energy is not None:
         steps.append(energy.note)
-    comparison = comparison_of(session, context, run.tell)
-    if comparison is not None:
-        steps.insert(0, comparison.note)
-        evaluations.insert(0, comparison.between_steps)
     recording = recording_of(session, recipe, run.output)
     watch = _schedule(
         run,
@@ -293,8 +288,7 @@ def _train(
         call_all(*steps, recording.step),
         call_all(*evaluations, recording.evaluation),
     )
-    counting = closing(comparison) if comparison is not None else nullcontext()
-    with counting, advising(helps), watch_notices(session, recipe), recording:
+    with advising(helps), watch_notices(session, recipe), recording:
         outcome = fit(session, watch)
     heartbeat.beat(session.progress.step, over=True)
     used = energy.totals() if energy is not None else {}
