@@ -16,9 +16,8 @@ import pytest
 from hasten.errors import InputError
 from hasten.machine.files import write_atomic
 from hasten.recipe.schema import recipe_from
-from hasten.tune import subjects
-from hasten.tune.api import _Tuning, tune
-from hasten.tune.subjects import TuneOptions
+from hasten.tune import api
+from hasten.tune.api import TuneOptions, Tuning, tune
 from sample_data import small
 
 OWN = {"max_steps": 10, "global_batch_size": 4, "plan": [], "on_obstacle": "skip"}
@@ -27,8 +26,7 @@ TWO_TRIALS = """
 import sys, time
 from pathlib import Path
 from hasten.progress import SilentProgress
-from hasten.tune.api import tune
-from hasten.tune.subjects import TuneOptions
+from hasten.tune.api import TuneOptions, tune
 
 class StandsStill(SilentProgress):
     def show(self, text, share):
@@ -63,7 +61,7 @@ def test_a_process_that_is_killed_leaves_its_trials_and_the_best_settings(
     def too_short(*given: Any) -> Any:  # twenty rounds of four processes are no part of this
         raise InputError("the budget is too short")
 
-    monkeypatch.setattr(subjects, "measured", too_short)
+    monkeypatch.setattr(api, "measured", too_short)
     options = TuneOptions(trials=3, steps=1, only=("gradient_accumulation",))
     found = tune(recipe, 600, options)
     assert found.folder == record.parent
@@ -110,7 +108,7 @@ def test_for_less_memory_a_slower_variant_may_win_and_a_worse_model_may_not() ->
         row("hurt", 80),
     ]
     study: Any = SimpleNamespace(objective="memory", memory=None)
-    place = _Tuning._best_variant(cast(Any, None), study, rows)
+    place = Tuning._best_variant(cast(Any, None), study, rows)
     assert place == 5
 
 

@@ -17,7 +17,7 @@ from hasten.recipe.build import job_of
 from hasten.recipe.prepared_data import prepare_data
 from hasten.recipe.schema import load_recipe, recipe_from
 from hasten.tune import learning_study
-from hasten.tune.learning_study import LearningOptions, learn
+from hasten.tune.learning_study import learn
 from hasten.tune.recipe_workers import RecipeWorkers
 from hasten.tune.whole_trainings import RecipeTrainings
 from sample_data import small
@@ -147,8 +147,7 @@ def test_a_recipe_is_studied_from_its_own_values_to_a_proven_recipe(
 ) -> None:
     monkeypatch.setattr(learning_study, "prepared", lambda recipe, audience: given)
     monkeypatch.setattr(RecipeTrainings, "begin", lambda self, p, seed: Pretended(self, p, seed))
-    options = LearningOptions(trials=12, fresh=True)
-    found = learn(given.recipe, 600, options)
+    found = learn(given.recipe, 600, trials=12, fresh=True)
     assert found.better, str(found)
     assert "fresh seeds" in str(found)
     (found.folder / "x.yaml").write_text(found.text)
@@ -160,7 +159,7 @@ def test_a_recipe_is_studied_from_its_own_values_to_a_proven_recipe(
     kept = json.loads((found.folder / "study.json").read_text())
     assert kept["study"] == "learning"
     assert kept["winner"]["ratio"]["low"] > 1
-    again = learn(given.recipe, 600, LearningOptions(trials=12))
+    again = learn(given.recipe, 600, trials=12)
     assert again.report == kept
     assert again.text == found.text
 
@@ -174,7 +173,7 @@ def test_where_nothing_is_better_the_recipe_stays(
 
     monkeypatch.setattr(learning_study, "prepared", lambda recipe, audience: given)
     monkeypatch.setattr(RecipeTrainings, "begin", lambda self, p, seed: Flat(self, p, seed))
-    found = learn(given.recipe, 600, LearningOptions(trials=4, fresh=True))
+    found = learn(given.recipe, 600, trials=4, fresh=True)
     assert not found.better
     assert "keep the values as they are" in str(found)
     (found.folder / "x.yaml").write_text(found.text)
@@ -183,9 +182,9 @@ def test_where_nothing_is_better_the_recipe_stays(
 
 def test_bad_input_is_a_sentence(given: ExperimentSubject, folder: Path) -> None:
     with pytest.raises(InputError, match="no 'momentum' to learn"):
-        LearningOptions(only=("momentum",))
+        learn(given.recipe, only=("momentum",))
     with pytest.raises(InputError, match="one other are 2"):
-        LearningOptions(trials=1)
+        learn(given.recipe, trials=1)
     with pytest.raises(InputError, match="hold some examples out"):
         RecipeTrainings(subject(folder, eval_data=0))
     with pytest.raises(InputError, match="too few to study"):

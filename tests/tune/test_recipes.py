@@ -23,9 +23,9 @@ from hasten.measure.workers import COLD_START, Worker
 from hasten.progress import SilentProgress
 from hasten.recipe.build import requested_plan
 from hasten.recipe.schema import load_recipe, recipe_from
-from hasten.tune import api, subjects
+from hasten.tune import api
+from hasten.tune.api import TuneOptions, Tuning
 from hasten.tune.space import Point
-from hasten.tune.subjects import RecipeSubject, TuneOptions
 from sample_data import small
 from tiny import able
 from tune.simulated import Machine
@@ -51,8 +51,8 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> ExperimentSubject:
     return dataclasses.replace(found, context=able(found.context))
 
 
-def subject(given: ExperimentSubject, **options: Any) -> RecipeSubject:
-    return RecipeSubject(given, TuneOptions(**options), SilentProgress())
+def subject(given: ExperimentSubject, **options: Any) -> Tuning:
+    return Tuning(given, TuneOptions(**options), SilentProgress())
 
 
 def test_the_winner_is_a_recipe_with_its_gain_at_the_head(
@@ -66,7 +66,7 @@ def test_the_winner_is_a_recipe_with_its_gain_at_the_head(
             "gradient_accumulation.micro_batch_size": 2,
         }
     )
-    text = found.text(point, ["1.300× [1.2, 1.4] of the speed " * 5])
+    text = found.text(point, "1.300× [1.2, 1.4] of the speed " * 5)
     assert text.startswith("# 1.300×")
     (tmp_path / "tuned.yaml").write_text(text)
     recipe = load_recipe(tmp_path / "tuned.yaml")
@@ -86,14 +86,14 @@ def test_only_narrows_and_the_rest_stays_as_it_is(given: ExperimentSubject) -> N
     found = subject(given, only=("precision",))
     assert {d.name for d in found.space.dimensions} == {"PRECISION"}
     for point in found.space.points():
-        text = found.text(point, ["x"])
+        text = found.text(point, "x")
         assert "fused_adamw" in text
 
 
 def test_a_lossy_winner_is_taken_only_with_proof(given: ExperimentSubject) -> None:
     options = TuneOptions(lossy=True)
     said: list[Sequence[str]] = [["muon: worse by 3 %"], []]
-    proven = RecipeSubject(given, options, SilentProgress(), prove=lambda s, plan: said.pop(0))
+    proven = Tuning(given, options, SilentProgress(), prove=lambda s, plan: said.pop(0))
     point = next(
         p
         for p in proven.space.neighbours(proven.space.start)
@@ -102,14 +102,15 @@ def test_a_lossy_winner_is_taken_only_with_proof(given: ExperimentSubject) -> No
     assert proven.refusal(point) == "muon: worse by 3 %"
     assert proven.refusal(point) is None
     assert "no proof of its quality was requested" in str(
-        RecipeSubject(given, options, SilentProgress()).refusal(point)
+        Tuning(given, options, SilentProgress()).refusal(point)
     )
     assert proven.refusal(proven.space.start) is None
 
 
 def test_the_key_changes_with_what_decides_the_numbers(given: ExperimentSubject) -> None:
-    assert subject(given).key() == subject(given).key()
-    assert subject(given).key() != subject(given, only=("precision",)).key()
+    path = subject(given).folder.path
+    assert path == subject(given).folder.path
+    assert path != subject(given, only=("precision",)).folder.path
 
 
 class Pretended:
@@ -146,17 +147,17 @@ def test_a_recipe_is_tuned_from_trials_to_its_winner(
     given: ExperimentSubject, faster: float, better: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ratios = {"autocast": faster}
-    monkeypatch.setattr(subjects, "measured", Pretended(ratios))
+    monkeypatch.setattr(api, "measured", Pretended(ratios))
     monkeypatch.setattr(api, "prepared", lambda recipe, audience, ranks: given)
     machines: list[Machine] = []
 
-    def start(self: RecipeSubject, point: Point) -> Worker:
+    def start(self: Tuning, point: Point) -> Worker:
         if not machines:
             machines.append(Machine(self.space, lambda s: 0.01, start=0.0))
             machines[0].seconds = lambda s: 0.012 if s["PRECISION"] == "none" else 0.012 / faster
         return machines[0].start(point)
 
-    monkeypatch.setattr(RecipeSubject, "start", start)
+    monkeypatch.setattr(Tuning, "start", start)
     options = TuneOptions(only=("precision",), fresh=True)
     found = api.tune(given.recipe, 600, options)
     assert found.better is better
@@ -186,11 +187,11 @@ def test_a_duel_without_time_proves_nothing_and_loses_nothing(
     def too_short(*_: Any) -> Measured:
         raise InputError("budget: 9 s is too short")
 
-    monkeypatch.setattr(subjects, "measured", too_short)
+    monkeypatch.setattr(api, "measured", too_short)
     monkeypatch.setattr(api, "prepared", lambda recipe, audience, ranks: given)
     space = subject(given, only=("precision",)).space
     machine = Machine(space, lambda s: 0.02 if s["PRECISION"] == "none" else 0.01, start=0.0)
-    monkeypatch.setattr(RecipeSubject, "start", lambda self, point: machine.start(point))
+    monkeypatch.setattr(Tuning, "start", lambda self, point: machine.start(point))
     found = api.tune(given.recipe, 600, TuneOptions(only=("precision",), fresh=True, seed=5))
     assert not found.better
     assert found.settings == {"PRECISION": "none"}
@@ -206,7 +207,7 @@ def test_what_did_not_act_is_left_out_of_the_winner_and_said(
     given: ExperimentSubject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        subjects, "measured", Pretended({"autocast": 1.5}, idle=["activation_checkpointing"])
+        api, "measured", Pretended({"autocast": 1.5}, idle=["activation_checkpointing"])
     )
     monkeypatch.setattr(api, "prepared", lambda recipe, audience, ranks: given)
     options = TuneOptions(only=("autocast", "activation_checkpointing"), fresh=True, trials=3)
@@ -219,9 +220,9 @@ def test_what_did_not_act_is_left_out_of_the_winner_and_said(
         )
 
     machine = Machine(space, seconds, start=0.0)
-    monkeypatch.setattr(RecipeSubject, "start", lambda self, point: machine.start(point))
+    monkeypatch.setattr(Tuning, "start", lambda self, point: machine.start(point))
     monkeypatch.setattr(
-        api._Tuning, "_best_variant", lambda self, study, rows: _place_of_both(study, rows)
+        Tuning, "_best_variant", lambda self, study, rows: _place_of_both(study, rows)
     )
     found = api.tune(given.recipe, 600, options)
     winner = found.report["winner"]
@@ -253,7 +254,7 @@ def test_a_proof_that_can_not_be_made_refuses_the_winner_and_loses_no_study(
     def can_not(shown: ExperimentSubject, plan: Plan) -> Sequence[str]:
         raise InputError("eval_data: the verification needs eval records")
 
-    found = RecipeSubject(given, TuneOptions(lossy=True), SilentProgress(), prove=can_not)
+    found = Tuning(given, TuneOptions(lossy=True), SilentProgress(), prove=can_not)
     point = next(
         p
         for p in found.space.neighbours(found.space.start)
@@ -268,7 +269,7 @@ def test_on_ranks_turns_too_short_for_an_exchange_are_refused(given: ExperimentS
         recipe=given.recipe.model_copy(update={"nproc": 2}),
         context=dataclasses.replace(given.context, world=World(size=2)),
     )
-    found = RecipeSubject(ranks, TuneOptions(lossy=True, only=("communication",)), SilentProgress())
+    found = Tuning(ranks, TuneOptions(lossy=True, only=("communication",)), SilentProgress())
     assert found.together == 4 > subject(given).together  # no turn is cut within a round
     names = {d.name for d in found.space.dimensions}
     assert "local_steps.every" in names
@@ -285,7 +286,7 @@ def test_a_plan_whose_environment_is_new_is_an_effort_until_it_was_started(
     likely = found.space.summit(found._plans.gain)
     other = found.space.point({"THREADS": "threads", "threads.waiting": "spinning"})
     assert found.prior_knowledge(0.02, None).effort(other) == 1.0  # nothing is forked yet
-    with found.opened(tmp_path):
+    with found._workers.opened(tmp_path, found._plans.plan(likely)):
         effort = found.prior_knowledge(0.02, 1e9).effort
         assert effort(likely) == 1.0
         assert effort(other) == COLD_START

@@ -282,10 +282,10 @@ def test_two_processes_of_one_study_take_turns_and_lose_nothing(tmp_path: Path) 
     inside, rows = threading.Event(), list[int]()
 
     def second() -> None:
-        with StudyFolder(tmp_path, "key", Noting()).opened(fresh=False) as record:
+        with StudyFolder(tmp_path, {}, Noting()).opened(fresh=False) as record:
             rows.append(sum(e["event"] == "trial" for e in record.events))
 
-    with StudyFolder(tmp_path, "key", SilentProgress()).opened(fresh=False) as record:
+    with StudyFolder(tmp_path, {}, SilentProgress()).opened(fresh=False) as record:
         other = threading.Thread(target=second)
         other.start()
         assert inside.wait(60.0)
@@ -297,9 +297,8 @@ def test_two_processes_of_one_study_take_turns_and_lose_nothing(tmp_path: Path) 
 
 
 def test_importance_names_the_decision_that_matters_and_adds_up() -> None:
-    shares = importance(
-        SPACE, lambda points: [-math.log(seconds(SPACE.settings(p))) for p in points]
-    )
+    measured = [(p, -math.log(seconds(SPACE.settings(p)))) for p in SPACE.points()]
+    shares = importance(SPACE, measured, noise=0.01)
     assert next(iter(shares)) == max(shares, key=lambda name: shares[name])
     assert shares["batch"] > shares["dtype"] > shares["fused"] > 0  # 1.8, 1.7 and 1.25 times
     assert math.fsum(shares.values()) == pytest.approx(1, abs=1e-3)

@@ -84,9 +84,9 @@ def tune(
     from hasten.measure.quality.verification import VerificationDesign, verified
     from hasten.progress import Display
     from hasten.recipe.schema import load_recipe
+    from hasten.tune.api import TuneOptions
     from hasten.tune.api import tune as tune_job
-    from hasten.tune.learning_study import LearningOptions, learn
-    from hasten.tune.subjects import TuneOptions
+    from hasten.tune.learning_study import learn
 
     learns = study == "learning"
     if learns:
@@ -109,8 +109,9 @@ def tune(
             return objections(outcome)
 
         if learns:
-            wishes = LearningOptions(named(only), trials, fresh)
-            study_result = learn(recipe, budget or "1h", wishes, audience=display)
+            study_result = learn(
+                recipe, budget or "1h", named(only), trials, fresh, audience=display
+            )
         else:
             options = TuneOptions(
                 *(sampler, objective, lossy, named(only), trials),
@@ -158,15 +159,16 @@ def objections(findings: Rows) -> list[str]:
 
 def show(study: StudyResult, price: Price | None = None, devices: int = 1) -> None:
     """The final comparison as a table, and the result in a sentence; with a price what it saves."""
-    from hasten.tune.report import says_of
+    from hasten.tune.report import ratio_text, says_of
+    from hasten.tune.space import changes_text
 
     report = study.report
-    final_comparison = report["final_comparison"]
-    if final_comparison is not None:
-        for row in final_comparison["variants"]:
-            say("  ".join((f"{row['name']:15}", _ratio(row), says_of(row))))
-            if row.get("settings"):
-                say(f"{'':17}{_changes(row['settings'], report['start']['settings'])}")
+    start = report["start"]["settings"]
+    for row in (report["final_comparison"] or {"variants": ()})["variants"]:
+        say(f"{row['name']:15}  {ratio_text(row['ratio']):22}  {says_of(row)}")
+        if row.get("settings"):
+            changes = {k: v for k, v in row["settings"].items() if start.get(k) != v}
+            say(f"{'':17}{changes_text(changes)}")
     say(f"\n{study}")
     winner = report["winner"]
     if winner and price is not None and winner["ratio"]["median"]:
@@ -176,25 +178,13 @@ def show(study: StudyResult, price: Price | None = None, devices: int = 1) -> No
     say(f"in {duration(report['seconds'])} of {duration(report['budget_seconds'])}")
 
 
-def _ratio(row: dict[str, Any]) -> str:
-    ratio = row["ratio"] or {"median": None, "low": None}
-    if ratio["median"] is None:
-        return f"{'':22}"
-    text = f"{ratio['median']:.3f}"
-    if ratio["low"] is not None:
-        text += f" [{ratio['low']:.3f}, {ratio['high']:.3f}]"
-    return f"{text:22}"
-
-
-def _changes(settings: dict[str, Any], start: dict[str, Any]) -> str:
-    return ", ".join(f"{k}={v}" for k, v in settings.items() if start.get(k) != v)
-
-
 def show_learning(study: StudyResult) -> None:
     """The trainings from the lowest loss on, the pairs, and the result in a sentence."""
+    from hasten.tune.space import changes_text
+
     report = study.report
     for row in sorted(report["trials"], key=lambda t: (t["loss"] is None, t["loss"])):
-        changed = ", ".join(f"{k}={v}" for k, v in row["changes"].items()) or "the recipe's own"
+        changed = changes_text(row["changes"]) or "the recipe's own"
         loss = row["why"] if row["loss"] is None else f"{row['loss']:.4f}"
         say(f"{loss:26}  {changed}")
     for pair in report["pairs"]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 import textwrap
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,18 +149,16 @@ def _lora(context: JobContext, fresh: bool) -> tuple[bool, str]:
 # A recipe as people write it: every line that isn't a default, a plan, and words at its head.
 
 
-def recipe_text(recipe: Recipe, plan: Plan, comments: Sequence[str]) -> str:
-    """A recipe with a plan as people write it, with words as comments at its head."""
+def recipe_text(recipe: Recipe, plan: Plan, comment: str) -> str:
+    """A recipe with a plan as people write it, with a comment at its head."""
     values = {
         name: value
         for name, value in recipe.model_dump(mode="json").items()
         if name in recipe.model_fields_set and name not in ("plan", "checkpoint_every")
     }
-    head = [line for text in comments for line in textwrap.wrap(one_line(text), 97)]
-    comment = "".join(f"# {line}\n" for line in head)
+    head = "".join(f"# {line}\n" for line in textwrap.wrap(one_line(comment), 97))
     entries = [entry_of(t) for t in plan]
-    body = yaml.safe_dump({**values, "plan": entries}, sort_keys=False, width=100)
-    return f"{comment}{body}"
+    return head + yaml.safe_dump({**values, "plan": entries}, sort_keys=False, width=100)
 
 
 def entry_of(technique: Technique) -> Any:

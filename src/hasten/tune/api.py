@@ -1,34 +1,95 @@
-"""Runs one tuning: trials, final comparison with the start, winner.
+"""Tunes a recipe for speed or memory: trials, a final comparison with the start, the winner.
 
-The files are in `study_folder`.
+The points of the search are plans, and each is measured in processes of its own. The files
+are in `study_folder`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from hasten.machine import host
-from hasten.machine.cache import key_of
+from hasten.core.plan import Plan
+from hasten.core.technique import Fidelity
+from hasten.errors import InputError
+from hasten.machine import host, processes
 from hasten.machine.locks import one_measurement
+from hasten.measure.ablation import AGAIN, BASELINE, Design, Kind, check_turns
 from hasten.measure.choose import kept_choice
-from hasten.measure.recipe_experiment import prepared
+from hasten.measure.experiment import SHARE
+from hasten.measure.recipe_experiment import ExperimentSubject, measured, prepared
 from hasten.measure.record import ExperimentRecord
+from hasten.measure.workers import Worker
 from hasten.progress import Audience, SilentProgress
+from hasten.recipe.build import batch_of, mixed_layouts
 from hasten.recipe.schema import Recipe, load_recipe
+from hasten.recipe.shorthands import catalogue
+from hasten.recipe.suggest import recipe_text
 from hasten.recipe.yaml_reader import read_duration
-from hasten.tune.bench import ReferencePair
-from hasten.tune.report import is_fit, is_proven, result_sentence, study_document, winner_of
-from hasten.tune.samplers import Proposer, proposer_of
-from hasten.tune.space import Point
-from hasten.tune.study import Search, Study
+from hasten.tune.bench import ReferencePair, turn_steps
+from hasten.tune.recipe_workers import RecipeWorkers
+from hasten.tune.report import (
+    final_rows,
+    is_fit,
+    is_proven,
+    result_sentence,
+    study_document,
+    winner_of,
+)
+from hasten.tune.samplers import PriorKnowledge, Proposer, Sampler, check_sampler, proposer_of
+from hasten.tune.space import Point, plan_space
+from hasten.tune.study import Objective, Search, Study
 from hasten.tune.study_folder import StudyFolder, StudyResult
-from hasten.tune.subjects import Prove, RecipeSubject, TuneOptions
-from hasten.tune.surrogate import PlanGaussianProcess, importance
+from hasten.tune.surrogate import importance
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """Options of a tuning.
+
+    Args:
+        sampler: the proposer of points; auto: hasten's own order.
+        objective: tokens (tokens per second), or memory.
+        lossy: include techniques that change the mathematics, if they pass the
+            verification.
+        only: names of slots or techniques to tune.
+        trials: maximum; None: as many as the budget holds.
+        seed: seed of all random numbers.
+        steps: steps of a round.
+        fresh: measure again, even if results of an earlier start are stored.
+
+    Raises:
+        InputError: an unknown sampler or objective, or an invalid number.
+    """
+
+    sampler: Sampler = "auto"
+    objective: Objective = "tokens"
+    lossy: bool = False
+    only: tuple[str, ...] = ()
+    trials: int | None = None
+    seed: int = 0
+    steps: int = 4
+    fresh: bool = False
+
+    def __post_init__(self) -> None:
+        check_sampler(self.sampler)
+        choices = get_args(Objective)
+        if self.objective not in choices:
+            raise InputError(
+                f"objective: there is no {self.objective!r}; there are {', '.join(choices)}"
+            )
+        for name, value in (("trials", self.trials), ("steps", self.steps)):
+            if value is not None and value < 1:
+                raise InputError(f"{name} is {value}; it must be 1 at least")
+
+
+Prove = Callable[[ExperimentSubject, Plan], Sequence[str]]
+FINISH = 0.9  # of the time that is left goes into the final comparison; the rest is for its end
+DUEL = Design(rounds=20, warmup=2, longest_warmup=8, evaluations=1, noise=True, foreign_load=0.35)
 
 
 def tune(
@@ -56,8 +117,8 @@ def tune(
     options, audience = options or TuneOptions(), audience or SilentProgress()
     seconds = read_duration(str(budget))
     recipe = _as_chosen(job if isinstance(job, Recipe) else load_recipe(Path(job)), audience)
-    subject = RecipeSubject(prepared(recipe, audience, ranks=True), options, audience, prove)
-    return _Tuning(subject, seconds, options, audience, began).run()
+    subject = prepared(recipe, audience, ranks=True)
+    return Tuning(subject, options, audience, seconds, began, prove).run()
 
 
 def _as_chosen(recipe: Recipe, audience: Audience) -> Recipe:
@@ -72,52 +133,89 @@ def _as_chosen(recipe: Recipe, audience: Audience) -> Recipe:
     return recipe.model_copy(update={"plan": choice.entries, "auto_plan": None})
 
 
-class _Tuning:
-    """A running tuning."""
+class Tuning:
+    """A running tuning of a recipe with prepared data.
+
+    Args:
+        subject: the recipe and its context.
+        options: settings of the tuning.
+        audience: receives the progress.
+        seconds: the budget.
+        began: start of the budget, on the clock.
+        prove: see `tune`.
+    """
 
     def __init__(
         self,
-        subject: RecipeSubject,
-        seconds: float,
+        subject: ExperimentSubject,
         options: TuneOptions,
         audience: Audience,
-        began: float,
+        seconds: float = math.inf,
+        began: float = 0.0,
+        prove: Prove | None = None,
     ) -> None:
-        self._subject, self._seconds, self._options = subject, seconds, options
-        self._audience, self._began = audience, began
-        wishes = dataclasses.replace(options, trials=None, fresh=False)  # how much, not what
-        key = key_of({"subject": subject.key(), "wishes": dataclasses.asdict(wishes)})
-        self._folder = StudyFolder(subject.folder / key, key, audience)
+        recipe, context = subject.recipe, subject.context
+        self._subject, self._options, self._audience = subject, options, audience
+        self._seconds, self._began, self._prove = seconds, began, prove
+        # A micro-batch is no larger than half a step; what is cut is cut by examples alone.
+        most = max((batch_of(recipe).examples or 64) // 2, 1)
+        bounds = {
+            "gradient_accumulation.micro_batch_size": (1, most),
+            "gradient_accumulation.micro_batch_tokens": (1, 0),
+        }
+        self._plans = plan_space(
+            catalogue(),
+            subject.plan,
+            context,
+            bounds,
+            options.lossy,
+            options.only,
+            mixed_layouts(recipe.nproc),
+        )
+        self.space = replace(self._plans.space, refuse=self._refused)
+        # Exchanges between ranks fall on whole turns.
+        self.together = 1 if recipe.nproc == 1 else options.steps
+        self._workers = RecipeWorkers(subject)
+        wishes = replace(options, trials=None, fresh=False)  # how much, not what
+        decisive = {
+            "recipe": recipe.model_dump(mode="json", exclude={"price", "output"}),
+            "data": subject.data_key,
+            "space": [(d.name, [str(v) for v in d.values]) for d in self.space.dimensions],
+            "hardware": {**asdict(context.hardware), "device": context.device},
+            "versions": dict(context.versions),
+            "wishes": asdict(wishes),
+        }
+        self.folder = StudyFolder(recipe.output, decisive, audience)
 
     def run(self) -> StudyResult:
-        document = self._folder.run(self._options.fresh, self._study, is_proven)
-        space, winner = self._subject.space, document["winner"]
-        settings = winner["settings"] if winner else document["start"]["settings"]
-        text = self._subject.text(space.point(settings), [result_sentence(document)])
+        """Searches, or reads the study that an earlier start has finished."""
+        document = self.folder.run(self._options.fresh, self._study, is_proven)
+        settings = (document["winner"] or document["start"])["settings"]
+        text = self.text(self.space.point(settings), result_sentence(document))
         if is_proven(document):
-            self._folder.keep_best(text)
-        return StudyResult(document, settings, text, self._folder.path)
+            self.folder.keep_best(text)
+        return StudyResult(document, settings, text, self.folder.path)
 
     def _study(self, record: ExperimentRecord) -> dict[str, Any]:
         with one_measurement(self._audience.tell, self._seconds):
             self._audience.begin()
-            with self._subject.opened(self._folder.path):
+            likely = self.space.summit(self._plans.gain, self._options.seed)
+            with self._workers.opened(self.folder.path, self._plans.plan(likely)):
                 study, remaining_seconds = self._search(record)
                 document = self._judge(study, remaining_seconds)
         return {**document, "said": result_sentence(document)}
 
     def _search(self, record: ExperimentRecord) -> tuple[Study, float]:
-        subject, options = self._subject, self._options
+        options, cores = self._options, host.hardware().usable_cores
 
         def proposer(noise: float, memory: float | None) -> Proposer:
-            prior = subject.prior_knowledge(noise, memory)
-            return proposer_of(options.sampler, subject.space, prior, options.seed)
+            prior = self.prior_knowledge(noise, memory)
+            return proposer_of(options.sampler, self.space, prior, options.seed)
 
-        cores, together = host.hardware().usable_cores, subject.together
-        first, steps, seed = subject.space.start, options.steps, options.seed
-        with ReferencePair(subject.start, first, cores, steps, seed, together=together) as bench:
+        first, steps, seed = self.space.start, options.steps, options.seed
+        with ReferencePair(self.start, first, cores, steps, seed, together=self.together) as bench:
             search = Search(
-                subject.space,
+                self.space,
                 proposer,
                 bench,
                 record,
@@ -127,75 +225,145 @@ class _Tuning:
                 tell=self._audience.show,
                 on_trial=self._keep,
                 began=self._began,
-                room=lambda: subject.prior_knowledge(0.0, None).limit or math.inf,
+                room=lambda: self.prior_knowledge(0.0, None).limit or math.inf,
             )
             study = search.run()
             return study, search.remaining_seconds
 
     def _keep(self, study: Study) -> None:
         """The best so far, on the disk before the next trial begins."""
-        leader = next(iter(study.leaders(1)), None)
-        value = study.tried[-1].value
-        if leader is None or value is None or leader != study.tried[-1].point:
-            return
-        comments = [f"Best of {len(study.rows)} trials so far, not proven by a final comparison."]
-        self._folder.keep_best(self._subject.text(leader, comments))
+        last = study.tried[-1]
+        if last.value is not None and study.leaders(1) == [last.point]:
+            comment = f"Best of {len(study.rows)} trials so far, not proven by a final comparison."
+            self.folder.keep_best(self.text(last.point, comment))
+
+    def start(self, point: Point) -> Worker:
+        return self._workers.start(self._plans.plan(point))
+
+    def text(self, point: Point, comment: str) -> str:
+        """The recipe with a point's plan; every line of it that isn't a default."""
+        return recipe_text(self._subject.recipe, self._plans.plan(point), comment)
+
+    def prior_knowledge(self, noise: float, memory: float | None) -> PriorKnowledge:
+        """Predictions of the techniques, and the free memory next to the start's process."""
+        context = self._subject.context
+        free = processes.available_bytes(context.hardware.memory_limit_bytes)
+        free //= self._subject.recipe.nproc  # a peak is that of one rank, and ranks share a host
+        if not context.device.startswith("cpu"):
+            free = min((g.memory_bytes for g in context.hardware.accelerators), default=free)
+            free -= int(memory or 0)
+        first = self._plans.resident(self.space.start)
+
+        def effort(point: Point) -> float:
+            return self._workers.effort(self._plans.plan(point))
+
+        def peak(point: Point) -> float:
+            assert memory is not None
+            return max(memory + self._plans.resident(point) - first, 0.1 * memory)
+
+        known_peak = None if memory is None else peak
+        return PriorKnowledge(self._plans.gain, known_peak, SHARE * free, noise, effort)
+
+    def _refused(self, point: Point) -> str | None:
+        """The reason why a point is refused.
+
+        With several ranks, turns that would hide the cost of communication are refused, too.
+        """
+        reason = self._plans.space.refuse(point)
+        if reason is not None or self._subject.recipe.nproc == 1:
+            return reason
+        try:
+            check_turns({"trial": self._plans.plan(point)}, self._options.steps)
+        except InputError as error:
+            return str(error)
+        return None
 
     def _judge(self, study: Study, remaining_seconds: float) -> dict[str, Any]:
         """The final comparison, and of its winners the best that nothing speaks against."""
-        subject, leaders = self._subject, study.leaders()
-        comparison: dict[str, Any] | None = None
-        winner = None
+        leaders = study.leaders()
+        comparison = winner = None
         if leaders:
-
-            def show(text: str) -> None:
-                self._audience.show(text, 0.99)
-
             self._audience.show(
                 f"final_comparison of {len(leaders)} with the start",
                 1 - remaining_seconds / self._seconds,
             )
-            comparison = subject.final_comparison(
-                leaders, remaining_seconds, study.step_seconds, show
-            )
-            for index, leader in enumerate(leaders, start=2):
-                comparison["variants"][index]["settings"] = subject.space.settings(leader)
-            winner = self._winner(study, comparison, leaders)
-        noise = max(study.noise, 0.01)
-        measured = [(t.point, t.value) for t in study.tried if t.value is not None]
-        points, values = [p for p, _ in measured], [v for _, v in measured]
-        believed = PlanGaussianProcess(subject.space, noise=noise).after(points, values)
-        shares = importance(subject.space, lambda wanted: believed(wanted).mean.tolist())
+            comparison = self._final_comparison(leaders, remaining_seconds, study.step_seconds)
+            for row, leader in zip(comparison["variants"][2:], leaders, strict=True):
+                row["settings"] = self.space.settings(leader)
+            winner = self._winner(study, comparison["variants"], leaders)
+        fine = [(t.point, t.value) for t in study.tried if t.value is not None]
         about = {
-            "title": subject.title,
-            "unit": subject.unit,
+            "title": f"Tuning of {self._subject.recipe.model}",
+            "unit": "tokens/s",
             "sampler": self._options.sampler,
             "budget_seconds": self._seconds,
             "seconds": round(time.monotonic() - self._began, 1),
         }
-        return study_document(study, subject.space, comparison, winner, shares, about)
+        shares = importance(self.space, fine, max(study.noise, 0.01))
+        return study_document(study, self.space, comparison, winner, shares, about)
+
+    def _final_comparison(
+        self, leaders: Sequence[Point], seconds: float, step_seconds: float
+    ) -> dict[str, Any]:
+        """Rows of the final comparison, measured as `hasten speedup` does.
+
+        They are the start, the start again, then the leaders, of which the first one is the
+        best. The budget drops the second baseline last, and never the last variant, which is
+        the result.
+
+        Args:
+            step_seconds: seconds of a step of the start.
+        """
+        design = replace(
+            DUEL,
+            steps=turn_steps(self._options.steps, step_seconds, self.together),
+            seed=self._options.seed,
+            budget_seconds=max(FINISH * seconds, 1.0),
+        )
+        choices = {f"choice {n}": point for n, point in enumerate(leaders, start=1)}
+        start = self.space.start
+        points = {BASELINE: start, AGAIN: start, **dict(reversed(choices.items()))}
+        kinds: dict[str, Kind] = {BASELINE: "baseline", AGAIN: "again"}
+        names = [BASELINE, AGAIN, *choices]
+        try:
+            experiment = measured(
+                self._subject,
+                {name: self._plans.plan(point) for name, point in points.items()},
+                {**dict.fromkeys(choices, "other"), **kinds},
+                design,
+                self._options.fresh,
+                _FinalProgress(self._audience),
+                self._workers.pool,
+            )
+            if (why := experiment.variants[0].failed) is not None:
+                raise InputError(f"the job as it is failed: {why}")
+        except InputError as error:  # or the budget left no room for two rounds
+            reason = f"no final_comparison: {error}"
+            return {"noise_floor": None, "variants": [_unmeasured(name, reason) for name in names]}
+        rows = final_rows(experiment.variants)
+        by_name = {row["name"]: row for row in rows["variants"]}
+        every = [by_name.get(name) or _unmeasured(name) for name in names]
+        return {**rows, "variants": every, "design": experiment.design}
 
     def _winner(
-        self, study: Study, comparison: dict[str, Any], leaders: Sequence[Point]
+        self, study: Study, rows: Sequence[dict[str, Any]], leaders: Sequence[Point]
     ) -> dict[str, Any] | None:
-        rows = comparison["variants"]
         while (index := self._best_variant(study, rows)) is not None:
-            point = leaders[index - 2]
-            against = self._subject.refusal(point)
+            row, point = rows[index], leaders[index - 2]
+            against = self.refusal(point)
             if against is None:
-                space = self._subject.space
-                reduced, lost = self._subject.without(point, rows[index]["idle"])
+                reduced, lost = self._plans.without(point, row["idle"])
                 return {
-                    "settings": space.settings(reduced),
-                    "changes": space.changes(reduced),
-                    "measured": space.changes(point),
+                    "settings": self.space.settings(reduced),
+                    "changes": self.space.changes(reduced),
+                    "measured": self.space.changes(point),
                     "idle": lost,
-                    "ratio": rows[index]["ratio"],
+                    "ratio": row["ratio"],
                     "of": "of the speed" + ", for less memory" * (study.objective == "memory"),
-                    "verdict": rows[index]["verdict"],
-                    "peak_memory_bytes": rows[index]["peak_memory_bytes"],
+                    "verdict": row["verdict"],
+                    "peak_memory_bytes": row["peak_memory_bytes"],
                 }
-            rows[index]["refused"] = against
+            row["refused"] = against
         return None
 
     def _best_variant(self, study: Study, rows: Sequence[dict[str, Any]]) -> int | None:
@@ -212,3 +380,42 @@ class _Tuning:
             if i >= 2 and is_fit(row) and base and (row["peak_memory_bytes"] or base) < 0.99 * base
         ]
         return min(fine, key=lambda i: rows[i]["peak_memory_bytes"], default=None)
+
+    def refusal(self, point: Point) -> str | None:
+        """The verification's objection to a plan with lossy techniques that the recipe lacked."""
+        plan = self._plans.plan(point)
+        recipe_techniques = set(self._subject.plan)
+        new = [t for t in plan if t.fidelity is Fidelity.LOSSY and t not in recipe_techniques]
+        if not new:
+            return None
+        if self._prove is None:
+            return f"{new[0]} is other mathematics, and no proof of its quality was requested"
+        try:
+            return next(iter(self._prove(self._subject, plan)), None)
+        except InputError as error:  # the study is not lost for it
+            return f"{new[0]} is other mathematics, and can't be proven here: {error}"
+
+
+class _FinalProgress:
+    """Shows a final comparison without its own share, which is that of another budget."""
+
+    def __init__(self, audience: Audience) -> None:
+        self._audience, self.tell = audience, audience.tell
+
+    def begin(self) -> None: ...
+
+    def show(self, text: str, share: float) -> None:
+        self._audience.show(f"final_comparison: {text}", 0.99)
+
+
+def _unmeasured(name: str, why: str = "no time for it") -> dict[str, Any]:
+    return {
+        "name": name,
+        "verdict": f"undecided: {why}",
+        "p_value": None,
+        "ratio": {"median": None, "low": None, "high": None},
+        "rounds": [],
+        "peak_memory_bytes": None,
+        "failed": None,
+        "idle": [],
+    }

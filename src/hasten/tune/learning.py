@@ -20,7 +20,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from hasten.errors import InputError
 from hasten.measure.budget import rounded_up
@@ -29,26 +29,16 @@ from hasten.measure.schedule import OutOfTimeError
 from hasten.measure.statistics import Interval, paired_ratio
 from hasten.measure.workers import WorkerError
 from hasten.tune.samplers import OptunaProposer, TriedPoint
-from hasten.tune.space import Point, Space
+from hasten.tune.space import Point, Space, changes_text
+from hasten.tune.whole_trainings import LOOKS, TrainingProcess
 
 FIRST_LOOKS = 3  # before which none is given up: warm-ups differ in length
 STARTUP = 3  # trainings that must be over before one is given up
 RANDOM = 4  # points drawn before TPE believes in anything
 Tell = Callable[[str, float], None]
-LOOKS = 8  # of a training at its eval loss
 FEWEST_PAIRS, MOST_PAIRS = 3, 6
 PROOF_SHARE = 1 / 3  # of the budget is kept for the pairs, at least
 SLACK = 1.1  # of a training's expected time
-
-
-class Training(Protocol):
-    """One training from its beginning, in a process of its own."""
-
-    def loss_at(self, look: int, patience: float) -> float:
-        """Train on to that look, counted from 1; its eval loss. Raises WorkerError."""
-
-    def end(self, at_once: bool = False) -> None:
-        """End the process; harmless when it has ended."""
 
 
 @dataclass
@@ -95,7 +85,7 @@ class Learning:
     def __init__(
         self,
         space: Space,
-        train: Callable[[Point, int], Training],
+        train: Callable[[Point, int], TrainingProcess],
         record: ExperimentRecord,
         *,
         budget_seconds: float,
@@ -195,7 +185,7 @@ class Learning:
             point = self._sampler.ask()
             if point is None:
                 return "everything that may be tried was tried"
-            changed = ", ".join(f"{k}={v}" for k, v in self._space.changes(point).items())
+            changed = changes_text(self._space.changes(point))
             self._tell(f"training {len(learnt.rows) + 1}: {changed}")
             try:
                 row = self._trained(

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hasten.errors import InputError
-from hasten.machine.cache import key_of
 from hasten.measure.recipe_experiment import prepared
 from hasten.measure.record import ExperimentRecord
 from hasten.progress import Audience, SilentProgress
@@ -23,9 +21,9 @@ from hasten.recipe.suggest import recipe_text
 from hasten.recipe.yaml_reader import read_duration
 from hasten.tune.learning import Learning, LearningResult
 from hasten.tune.report import SCHEMA
-from hasten.tune.space import Space
+from hasten.tune.space import Space, changes_text
 from hasten.tune.study_folder import StudyFolder, StudyResult
-from hasten.tune.surrogate import PlanGaussianProcess, importance
+from hasten.tune.surrogate import importance
 from hasten.tune.whole_trainings import RecipeTrainings
 
 # What a study of hyper-parameters leaves: its JSON and its result in a sentence.
@@ -33,6 +31,7 @@ from hasten.tune.whole_trainings import RecipeTrainings
 # The JSON has the shape of a study of speed (docs/how-to/tune.md), so that the same page draws
 # both: a trial's ``log_rate`` is the logarithm of the start's eval loss over its own.
 
+CHOICES = ("learning_rate", "warmup", "batch")
 SEED_NOISE = 0.003  # of a loss between seeds, as a logarithm, for the importance alone
 
 
@@ -55,9 +54,9 @@ def document(learnt: LearningResult, space: Space, about: Mapping[str, Any]) -> 
         }
         for row in learnt.rows
     ]
-    fine = [t for t in trials if t["log_rate"] is not None]
-    points, values = [space.point(t["settings"]) for t in fine], [t["log_rate"] for t in fine]
-    believed = PlanGaussianProcess(space, noise=SEED_NOISE).after(points, values)
+    fine = [
+        (space.point(t["settings"]), t["log_rate"]) for t in trials if t["log_rate"] is not None
+    ]
     return {
         "schema": SCHEMA,
         "study": "learning",
@@ -70,7 +69,7 @@ def document(learnt: LearningResult, space: Space, about: Mapping[str, Any]) -> 
         "pairs": learnt.pairs,
         "unproven": learnt.unproven,
         "winner": winner,
-        "importance": importance(space, lambda wanted: believed(wanted).mean.tolist()),
+        "importance": importance(space, fine, SEED_NOISE),
     }
 
 
@@ -86,7 +85,7 @@ def learning_sentence(document: Mapping[str, Any]) -> str:
     if winner is not None:
         ratio, pairs = winner["ratio"], document["pairs"]
         low, high = (f"{100 * (1 - 1 / ratio[k]):.2f}" for k in ("low", "high"))
-        changed = ", ".join(f"{k}={v}" for k, v in winner["changes"].items())
+        changed = changes_text(winner["changes"])
         mean = {k: math.fsum(p[k] for p in pairs) / len(pairs) for k in ("start", "best")}
         return (
             f"Eval loss {mean['start']:.4f} -> {mean['best']:.4f}, lower by {low} to {high} % "
@@ -123,41 +122,12 @@ def _final_comparison(learnt: LearningResult) -> dict[str, Any] | None:
 # The study on a recipe.
 
 
-@dataclass(frozen=True)
-class LearningOptions:
-    """Options of a study.
-
-    Args:
-        only: learning_rate, warmup, batch: the values to tune; default: all.
-        trials: maximum number of trainings, without the pairs; None: as many as the budget
-            holds.
-        fresh: train again, even if results of an earlier start are stored.
-
-    Raises:
-        InputError: an unknown name in ``only``, or no trial.
-    """
-
-    only: tuple[str, ...] = ()
-    trials: int | None = None
-    fresh: bool = False
-
-    def __post_init__(self) -> None:
-        choices = ("learning_rate", "warmup", "batch")
-        for name in self.only:
-            if name not in choices:
-                raise InputError(
-                    f"only: there is no {name!r} to learn; there are {', '.join(choices)}"
-                )
-        if self.trials is not None and self.trials < 2:
-            raise InputError(
-                f"trials is {self.trials}; the recipe's own training and one other are 2"
-            )
-
-
 def learn(
     recipe: Recipe | Path | str,
     budget: str | float = "1h",
-    options: LearningOptions | None = None,
+    only: Sequence[str] = (),
+    trials: int | None = None,
+    fresh: bool = False,
     *,
     audience: Audience | None = None,
 ) -> StudyResult:
@@ -166,23 +136,29 @@ def learn(
     Args:
         recipe: a recipe or its path; it decides the length of each training.
         budget: 30m, 2h or seconds, for trainings and pairs together.
-        options: settings of the study.
+        only: learning_rate, warmup, batch: the values to tune; default: all.
+        trials: maximum number of trainings, without the pairs; None: as many as the budget
+            holds.
+        fresh: train again, even if results of an earlier start are stored.
         audience: receives the progress.
 
     Raises:
-        InputError: the budget is too short, there is no eval data, or the unchanged job
-            fails.
+        InputError: an unknown name in ``only``, no trial, a budget that is too short, no eval
+            data, or an unchanged job that fails.
     """
+    for name in only:
+        if name not in CHOICES:
+            raise InputError(f"only: there is no {name!r} to learn; there are {', '.join(CHOICES)}")
+    if trials is not None and trials < 2:
+        raise InputError(f"trials is {trials}; the recipe's own training and one other are 2")
     began = time.monotonic()
-    options, audience = options or LearningOptions(), audience or SilentProgress()
-    seconds = read_duration(str(budget))
+    audience, seconds = audience or SilentProgress(), read_duration(str(budget))
     subject = prepared(recipe if isinstance(recipe, Recipe) else Path(recipe), audience)
-    job = RecipeTrainings(subject, options.only)
-    key = key_of(job.key())
-    folder = StudyFolder(job.folder / key, key, audience)
+    job = RecipeTrainings(subject, only)
+    folder = StudyFolder(subject.recipe.output, job.key(), audience)
 
     def text_of(settings: Mapping[str, Any], comment: str) -> str:
-        return recipe_text(job.recipe_at(job.space.point(settings)), subject.plan, [comment])
+        return recipe_text(job.recipe_at(job.space.point(settings)), subject.plan, comment)
 
     def keep(learnt: LearningResult) -> None:
         """The best so far, on the disk before the next training begins."""
@@ -200,7 +176,7 @@ def learn(
             record,
             budget_seconds=seconds,
             looks=job.looks,
-            most=options.trials,
+            most=trials,
             seed=subject.recipe.seed,
             tell=audience.show,
             on_training=keep,
@@ -216,7 +192,7 @@ def learn(
         result = document(learnt, job.space, about)
         return {**result, "said": learning_sentence(result)}
 
-    result = folder.run(options.fresh, study, lambda one: one["unproven"] is None)
+    result = folder.run(fresh, study, lambda one: one["unproven"] is None)
     settings = (result["winner"] or result["start"])["settings"]
     text = text_of(settings, learning_sentence(result))
     if not result["unproven"]:  # else best.yaml keeps what the trainings found

@@ -21,7 +21,7 @@ from hasten.report.judgement import (
 )
 from hasten.report.markup import html_table
 from hasten.report.svg import Bar, Curve, bar_chart, line_chart
-from hasten.tune.space import Space
+from hasten.tune.space import Space, changes_text
 from hasten.tune.study import Study
 
 SCHEMA = 1
@@ -124,7 +124,7 @@ def result_sentence(document: Mapping[str, Any]) -> str:
     counts += f", {failed} failed" if failed else ""
     counts += f"; {document['ended']}."
     if upcoming := document.get("next"):
-        counts += f" A larger budget would try: {'; or '.join(map(_words, upcoming))}."
+        counts += f" A larger budget would try: {'; or '.join(map(changes_text, upcoming))}."
     winner = document["winner"]
     if winner is None and document["final_comparison"] and not is_proven(document):
         why = document["final_comparison"]["variants"][2]["verdict"].partition(": ")[2]
@@ -136,18 +136,18 @@ def result_sentence(document: Mapping[str, Any]) -> str:
             else "Nothing was better by the trials"
         )
         return f"{why}: keep the settings as they are. {counts}"
-    ratio = winner["ratio"]
-    span = f"{ratio['median']:.3f}×"
-    if ratio["low"] is not None:
-        span += f" [{ratio['low']:.3f}, {ratio['high']:.3f}]"
-    changed = _words(winner["changes"])
+    span, changed = ratio_text(winner["ratio"], "×"), changes_text(winner["changes"])
     lost = ", ".join(winner.get("idle", ()))
     left_out = f" {lost} did not act in the measured plan and is left out." if lost else ""
     return f"{span} {winner['of']} with {changed}.{left_out} {counts}"
 
 
-def _words(changes: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in changes.items())
+def ratio_text(ratio: Mapping[str, float | None] | None, sign: str = "") -> str:
+    """A ratio with its interval; empty where it wasn't measured."""
+    if ratio is None or ratio["median"] is None:
+        return ""
+    text = f"{ratio['median']:.3f}{sign}"
+    return text if ratio["low"] is None else f"{text} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
 
 
 def is_proven(document: Mapping[str, Any]) -> bool:
@@ -175,13 +175,7 @@ def page(document: Mapping[str, Any], title: str, sentence: str) -> str:
 def _final_comparison(final_comparison: Mapping[str, Any] | None) -> str:
     if final_comparison is None:
         return "<p>There was none.</p>"
-    rows = []
-    for variant in final_comparison["variants"]:
-        ratio = variant["ratio"] or {"median": None, "low": None}
-        ratio_text = "" if ratio["median"] is None else f"{ratio['median']:.3f}"
-        if ratio["low"] is not None:
-            ratio_text += f" [{ratio['low']:.3f}, {ratio['high']:.3f}]"
-        rows.append((variant["name"], ratio_text, says_of(variant)))
+    rows = [(v["name"], ratio_text(v["ratio"]), says_of(v)) for v in final_comparison["variants"]]
     return html_table(("variant", "ratio [95 %]", "verdict"), rows)
 
 
@@ -189,11 +183,10 @@ def _final(variants: Sequence[Mapping[str, Any]]) -> str:
     """Empty where there was none."""
     if not variants:
         return ""
-    rows = []
-    for variant in variants:
-        changed = _words(variant["changes"])
-        rounds = variant["rounds"]
-        rows.append((changed, f"{statistics.median(rounds):.3f}", str(len(rounds))))
+    rows = [
+        (changes_text(v["changes"]), f"{statistics.median(v['rounds']):.3f}", str(len(v["rounds"])))
+        for v in variants
+    ]
     return "<h2>Final</h2>" + html_table(("what differs from the start", "ratio", "turns"), rows)
 
 
@@ -201,7 +194,7 @@ def _trials(trials: Sequence[Mapping[str, Any]]) -> str:
     rows = []
     for number, t in enumerate(trials, start=1):
         ratio = "" if t["log_rate"] is None else f"{math.exp(t['log_rate']):.3f}"
-        changed = _words(t["changes"]) or "as the start"
+        changed = changes_text(t["changes"]) or "as the start"
         rows.append((str(number), changed, ratio, t["why"] or t["state"]))
     return html_table(("trial", "what differs from the start", "ratio", "state"), rows)
 

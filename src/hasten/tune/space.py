@@ -155,6 +155,11 @@ class Space:
         return list(legal_points)
 
 
+def changes_text(changes: Mapping[str, Any]) -> str:
+    """Settings in words: ``name=value, name=value``."""
+    return ", ".join(f"{name}={value}" for name, value in changes.items())
+
+
 # The space of plans: which technique fills each slot, and every knob it declares.
 #
 # Nothing here knows a technique: the catalogue, and bounds that follow from the job, are handed in.

@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from hasten.errors import InputError
 from hasten.measure.budget import rounded_up
@@ -24,10 +24,9 @@ from hasten.measure.record import ExperimentRecord
 from hasten.measure.schedule import OutOfTimeError
 from hasten.tune.bench import Measurement, ReferencePair
 from hasten.tune.samplers import OF_MEDIAN, Proposer, TriedPoint
-from hasten.tune.space import Point, Space
+from hasten.tune.space import Point, Space, changes_text
 
 Objective = Literal["tokens", "memory"]
-OBJECTIVES: tuple[str, ...] = get_args(Objective)
 LEADERS = 3  # that go into the final comparison
 
 
@@ -267,7 +266,7 @@ class Search:
             point = proposer.ask()
             if point is None:
                 return "every point that may be tried was tried"
-            changed = ", ".join(f"{k}={v}" for k, v in self._space.changes(point).items())
+            changed = changes_text(self._space.changes(point))
             self._tell(f"trial {done + 1}: {changed or 'the start again'}")
             best = max(
                 (r["log_rate"] for r in study.rows if r["log_rate"] is not None), default=0.0

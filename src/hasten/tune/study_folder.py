@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hasten.foreign_files import read_json_object
+from hasten.machine.cache import key_of
 from hasten.machine.files import write_atomic
 from hasten.machine.locks import alone_in
 from hasten.measure.record import ExperimentRecord
@@ -54,13 +55,14 @@ class StudyFolder:
     """The files of one study.
 
     Args:
-        path: the folder, created when it is opened.
-        key: key of the study; a record with another key is refused.
+        output: the run's folder.
+        decisive: everything that decides the numbers; a record of anything else is refused.
         audience: receives messages about results of an earlier start.
     """
 
-    def __init__(self, path: Path, key: str, audience: Audience) -> None:
-        self.path, self._key, self._audience = path, key, audience
+    def __init__(self, output: str | Path, decisive: Mapping[str, Any], audience: Audience) -> None:
+        self._key, self._audience = key_of(decisive), audience
+        self.path = Path(output) / "studies" / self._key
 
     @contextlib.contextmanager
     def opened(self, fresh: bool) -> Iterator[ExperimentRecord]:

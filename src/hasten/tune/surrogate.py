@@ -182,15 +182,21 @@ def normal_cdf(z: Array) -> Array:
 
 
 def importance(
-    space: Space, means: Callable[[Sequence[Point]], Sequence[float]]
+    space: Space, measured: Sequence[tuple[Point, float]], noise: float
 ) -> dict[str, float]:
-    """How much each decision moves the believed value: the spread of its values' means, a share."""
+    """How much each decision moves the believed value: the spread of its values' means, a share.
+
+    Args:
+        measured: points with their values, as logarithms.
+        noise: see `PlanGaussianProcess`.
+    """
     points = space.points()
-    believed = means(points)
+    process = PlanGaussianProcess(space, noise=noise)
+    believed = process.after([p for p, _ in measured], [v for _, v in measured])(points).mean
     spreads: dict[str, float] = {}
     for index, d in enumerate(space.dimensions):
         groups: dict[int, list[float]] = {}
-        for point, value in zip(points, believed, strict=True):
+        for point, value in zip(points, believed.tolist(), strict=True):
             if space.active(point)[index]:
                 groups.setdefault(point[index], []).append(value)
         middle = [statistics.fmean(g) for g in groups.values()]

@@ -20,7 +20,6 @@ from hasten.measure.workers import Worker
 from hasten.recipe.build import batch_of, job_of
 from hasten.recipe.prepared_data import prepare_data
 from hasten.recipe.schema import Recipe
-from hasten.tune.learning import LOOKS
 from hasten.tune.recipe_workers import RecipeWorkers
 from hasten.tune.space import Dimension, Point, Space
 
@@ -29,6 +28,7 @@ TIMES = [2 ** (k / 2) for k in range(-6, 7)]  # the own rate, from an eighth of 
 WARMUPS = (0.0, 0.01, 0.03, 0.1)
 BATCHES = (0.5, 1, 2)  # times the own batch
 FEWEST_STEPS = 4
+LOOKS = 8  # of a training at its eval loss
 APART = 0.01  # of the tokens: by so much a training of whole steps may miss the recipe's
 
 
@@ -37,12 +37,12 @@ class RecipeTrainings:
 
     Args:
         subject: the recipe and its context.
-        only: the values to tune, see `LearningOptions`.
+        only: the values to tune, see `hasten.tune.learning_study.learn`.
     """
 
     def __init__(self, subject: ExperimentSubject, only: Sequence[str] = ()) -> None:
         recipe = subject.recipe
-        self.given, self.folder = subject, Path(recipe.output) / "studies"
+        self.given = subject
         self._data = prepare_data(recipe, Path(recipe.output) / "data")
         if not len(self._data.eval_data):
             raise InputError("eval_data: the study compares eval losses; hold some examples out")
@@ -146,6 +146,7 @@ class TrainingProcess:
         self._worker, self._steps, self._begun = worker, steps, False
 
     def loss_at(self, look: int, patience: float) -> float:
+        """Train on to that look, counted from 1; its eval loss. Raises WorkerError."""
         deadline = time.monotonic() + patience
 
         def remaining() -> float:
@@ -159,4 +160,5 @@ class TrainingProcess:
         return float(self._worker.request("evaluate", remaining())["eval_loss"])
 
     def end(self, at_once: bool = False) -> None:
+        """End the process; harmless when it has ended."""
         self._worker.close(kill=at_once)
