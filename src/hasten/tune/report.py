@@ -7,8 +7,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from html import escape
-from pathlib import Path
-from string import Template
 from typing import Any
 
 from hasten.measure.ablation import Variant
@@ -19,7 +17,7 @@ from hasten.report.judgement import (
     ratio_to,
     verdict_word,
 )
-from hasten.report.markup import html_table
+from hasten.report.markup import html_page, html_table
 from hasten.report.svg import Bar, Curve, bar_chart, line_chart
 from hasten.tune.space import Space, changes_text
 from hasten.tune.study import Study
@@ -160,34 +158,30 @@ def is_proven(document: Mapping[str, Any]) -> bool:
 
 def page(document: Mapping[str, Any], title: str, sentence: str) -> str:
     """One file of HTML without anything to load; ``sentence`` is the result in a sentence."""
-    template = Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
-    return template.substitute(
-        title=escape(title),
-        lead=escape(sentence),
-        final_comparison=_final_comparison(document["final_comparison"]),
-        final=_final(document.get("final", ())),
-        history=_history(document["trials"]),
-        importance=_importance(document["importance"]),
-        trials=_trials(document["trials"]),
-    )
-
-
-def _final_comparison(final_comparison: Mapping[str, Any] | None) -> str:
-    if final_comparison is None:
-        return "<p>There was none.</p>"
-    rows = [(v["name"], ratio_text(v["ratio"]), says_of(v)) for v in final_comparison["variants"]]
-    return html_table(("variant", "ratio [95 %]", "verdict"), rows)
-
-
-def _final(variants: Sequence[Mapping[str, Any]]) -> str:
-    """Empty where there was none."""
-    if not variants:
-        return ""
-    rows = [
-        (changes_text(v["changes"]), f"{statistics.median(v['rounds']):.3f}", str(len(v["rounds"])))
-        for v in variants
-    ]
-    return "<h2>Final</h2>" + html_table(("what differs from the start", "ratio", "turns"), rows)
+    comparison, final = document["final_comparison"], document.get("final", ())
+    compared, finalists = "<p>There was none.</p>", ""
+    if comparison is not None:
+        rows = [(v["name"], ratio_text(v["ratio"]), says_of(v)) for v in comparison["variants"]]
+        compared = html_table(("variant", "ratio [95 %]", "verdict"), rows)
+    if final:
+        rows = [
+            (
+                changes_text(one["changes"]),
+                f"{statistics.median(one['rounds']):.3f}",
+                str(len(one["rounds"])),
+            )
+            for one in final
+        ]
+        finalists = html_table(("what differs from the start", "ratio", "turns"), rows)
+    sections = {
+        "Final comparison": compared,
+        "Final": finalists,
+        "History": _history(document["trials"]),
+        "Importance": _importance(document["importance"]),
+        "Trials": _trials(document["trials"]),
+    }
+    body = "".join(f"<section><h2>{h}</h2>{text}</section>" for h, text in sections.items() if text)
+    return html_page(title, f"<p>{escape(sentence)}</p>{body}")
 
 
 def _trials(trials: Sequence[Mapping[str, Any]]) -> str:
@@ -206,8 +200,8 @@ def _history(trials: Sequence[Mapping[str, Any]]) -> str:
         return "<p>No trial had a result.</p>"
     best = itertools.accumulate((ratio or 1.0 for ratio in ratios), max, initial=1.0)
     curves = [
-        Curve("the best so far", list(enumerate(best)), "best"),
-        Curve("each trial", list(enumerate(ratios, start=1)), "trial"),
+        Curve("the best so far", list(enumerate(best)), "final"),
+        Curve("each trial", list(enumerate(ratios, start=1)), "other"),
     ]
     name = f"{len(trials)} trials: their ratio to the start"
     return line_chart(name, curves, (WIDTH, HEIGHT), lambda trial: f"{trial:g}")
