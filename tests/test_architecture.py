@@ -67,7 +67,7 @@ MAY_USE: dict[str, set[str]] = {
     "core": {"torch"},
     "techniques": {"torch"},
     "measure": {"numpy", "torch", "scipy"},
-    "report": {"numpy", "jinja2", "yaml"},
+    "report": {"numpy", "jinja2", "yaml", "pydantic"},
     "planner": {"numpy", "torch"},
     "tune": {"numpy", "optuna", "scipy"},
     "monitor": {"psutil", "rich", "starlette", "uvicorn"},

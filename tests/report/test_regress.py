@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ def variants(
 
 def bundle(**changed: Any) -> Bundle:
     report = {"recipe": {"seed": 0}, "versions": {"torch": "2.13.0"}, "hardware": {"cpu": "x"}}
-    return replace(bundle_of(variants(), Design(), report, []), **changed)
+    return bundle_of(variants(), Design(), report, []).model_copy(update=changed)
 
 
 def compared(now: list[Variant], margin: float = 0.02) -> Any:
@@ -133,7 +132,7 @@ def test_a_margin_is_a_share(margin: float) -> None:
 
 
 def spoilt(**changed: Any) -> str:
-    return json.dumps({"bundle": 1, **bundle().to_dict(), **changed})
+    return json.dumps({**bundle().model_dump(), **changed})
 
 
 @pytest.mark.parametrize(
@@ -199,4 +198,4 @@ def test_a_stamp_is_of_content_not_of_name_or_time(tmp_path: Path) -> None:
 
 
 def test_measurements_know_their_ratios() -> None:
-    assert BundledMeasurement((2.0, 3.0), (1.0, 2.0)).ratios == [2.0, 1.5]
+    assert BundledMeasurement(rounds=(2, 3), beside=(1, 2)).ratios == [2.0, 1.5]

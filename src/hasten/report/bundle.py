@@ -14,58 +14,66 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    ValidationError,
+    model_validator,
+)
 
 from hasten.errors import InputError
 from hasten.foreign_files import parse_json, read_bounded
 from hasten.measure.ablation import Design, Variant
 from hasten.measure.statistics import Effect, Interval, paired_ratio, unpaired_ratio, verdict
+from hasten.recipe.yaml_reader import first_complaint
 from hasten.report.markup import write_files
-from hasten.report.runs import number
 
 NAME = "bundle.json"
 LARGEST = 64 << 20  # bytes of the file
 
 
-@dataclass(frozen=True)
-class BundledMeasurement:
+class BundledMeasurement(BaseModel):
     """One variant's tokens per second in each round, and the baseline's in the same rounds."""
 
-    rounds: tuple[float, ...] = ()
-    baseline_rounds: tuple[float, ...] = ()
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+    rounds: tuple[PositiveFloat, ...] = ()
+    beside: tuple[PositiveFloat, ...] = ()
     idle: tuple[str, ...] = ()  # techniques that did not act
     failed: str | None = None
 
     @property
     def ratios(self) -> list[float]:
         """Against the baseline, round by round."""
-        return [a / b for a, b in zip(self.rounds, self.baseline_rounds, strict=False)]
+        return [a / b for a, b in zip(self.rounds, self.beside, strict=False)]
 
 
-@dataclass(frozen=True)
-class Bundle:
+class Bundle(BaseModel):
     """The data for repeating an experiment and comparing the results."""
 
-    recipe: Mapping[str, Any]
-    plans: Mapping[str, Sequence[Any]]
-    kinds: Mapping[str, str]
-    design: Mapping[str, Any]
-    measured: Mapping[str, BundledMeasurement]
-    versions: Mapping[str, Any] = field(default_factory=dict)
-    hardware: Mapping[str, Any] = field(default_factory=dict)
-    data: Sequence[Mapping[str, Any]] = ()
+    model_config = ConfigDict(frozen=True)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the bundle as its file stores it, with the stored key ``beside``."""
-        stored = asdict(self)
-        for name, measured in stored["measured"].items():
-            stored["measured"][name] = {
-                "beside" if key == "baseline_rounds" else key: numbers
-                for key, numbers in measured.items()
-            }
-        return stored
+    bundle: Literal[1] = 1
+    recipe: dict[str, Any]
+    plans: dict[str, list[Any]] = Field(min_length=1)
+    kinds: dict[str, str]
+    design: dict[str, Any]
+    measured: dict[str, BundledMeasurement]
+    versions: dict[str, Any] = Field(default_factory=dict)
+    hardware: dict[str, Any] = Field(default_factory=dict)
+    data: list[dict[str, Any]] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _complete(self) -> Bundle:
+        if set(self.measured) != set(self.plans):
+            raise ValueError("its plans and what was measured don't agree")
+        return self
 
     def to_design(self, rounds: int | None = None) -> Design:
         """The same design, with another number of rounds if one is given; no budget cuts it short.
@@ -90,7 +98,7 @@ def measurements(variants: Iterable[Variant]) -> dict[str, BundledMeasurement]:
     return {
         variant.name: BundledMeasurement(
             rounds=tuple(variant.rounds),
-            baseline_rounds=tuple(
+            beside=tuple(
                 () if base.failed else variant.baseline_rounds or base.rounds[: len(variant.rounds)]
             ),
             idle=tuple(str(a["technique"]) for a in variant.effective if a["effective"] is False),
@@ -104,7 +112,7 @@ def bundle_of(
     variants: Sequence[Variant],
     design: Design,
     report: Mapping[str, Any],
-    data: Sequence[Mapping[str, Any]],
+    data: list[dict[str, Any]],
 ) -> Bundle:
     """The bundle of an experiment that has been measured."""
     return Bundle(
@@ -125,7 +133,8 @@ def write_bundle(bundle: Bundle, folder: Path) -> None:
     Raises:
         InputError: the place can't be written.
     """
-    write_files(folder, {NAME: json.dumps({"bundle": 1, **bundle.to_dict()}, indent=1) + "\n"})
+    text = json.dumps(bundle.model_dump(mode="json"), indent=1)
+    write_files(folder, {NAME: f"{text}\n"})
 
 
 def read_bundle(path: Path) -> Bundle:
@@ -137,7 +146,13 @@ def read_bundle(path: Path) -> Bundle:
     if path.is_dir():
         path /= NAME
     what = "bundle, the folder of `hasten speedup --bundle` or of an experiment"
-    return _checked(parse_json(read_bounded(path, LARGEST, what), str(path)), path)
+    contents = parse_json(read_bounded(path, LARGEST, what), str(path))
+    if not isinstance(contents, dict) or contents.get("bundle") != 1:
+        raise InputError(f'{path} is not a bundle of this version: it lacks "bundle": 1')
+    try:
+        return Bundle(**contents)
+    except ValidationError as error:
+        raise InputError(f"{path} is damaged: {first_complaint(error)}") from error
 
 
 def stamp(path: Path) -> dict[str, Any]:
@@ -154,39 +169,6 @@ def stamp(path: Path) -> dict[str, Any]:
                 digest.update(chunk)
                 size += len(chunk)
     return {"path": str(path), "bytes": size, "sha256": digest.hexdigest()}
-
-
-def _checked(contents: Any, path: Path) -> Bundle:
-    """Every value of the kind it must be; a speed is a positive number."""
-    if not isinstance(contents, dict) or contents.get("bundle") != 1:
-        raise InputError(f'{path} is not a bundle of this version: it lacks "bundle": 1')
-    values: dict[str, Any] = {f.name: contents.get(f.name) for f in fields(Bundle)}
-    for name in ("recipe", "plans", "kinds", "design", "measured", "versions", "hardware"):
-        if not isinstance(values[name], dict):
-            raise InputError(f"{path} is damaged: {name!r} is not an object")
-    stamps, plans = values["data"], values["plans"]
-    if not isinstance(stamps, list) or not all(isinstance(s, dict) for s in stamps):
-        raise InputError(f"{path} is damaged: 'data' is not a list of stamps")
-    if not plans or not all(isinstance(plan, list) for plan in plans.values()):
-        raise InputError(f"{path} is damaged: 'plans' are not lists of techniques")
-    values["measured"] = {
-        name: _measurement(name, value if isinstance(value, dict) else {}, path)
-        for name, value in values["measured"].items()
-    }
-    if set(values["measured"]) != set(plans):
-        raise InputError(f"{path} is damaged: its plans and what was measured don't agree")
-    return Bundle(**values)
-
-
-def _measurement(name: str, value: Mapping[str, Any], path: Path) -> BundledMeasurement:
-    lists = [value.get(key) for key in ("rounds", "beside", "idle")] if value else []
-    if lists and all(isinstance(one, list) for one in lists):
-        rounds, baseline_rounds, idle = (tuple(one or ()) for one in lists)
-        if all((number(speed) or 0.0) > 0 for speed in (*rounds, *baseline_rounds)):
-            failed = value.get("failed")
-            reason = None if failed is None else str(failed)
-            return BundledMeasurement(rounds, baseline_rounds, tuple(map(str, idle)), reason)
-    raise InputError(f"{path} is damaged: the rounds of {name[:60]!r} can't be read")
 
 
 # An experiment against itself at another time: which switch gains less than it did.
@@ -274,4 +256,4 @@ def _span(measured: BundledMeasurement) -> Interval | None:
     if measured.failed is not None or not measured.ratios:
         return None
     count = len(measured.ratios)
-    return paired_ratio(measured.baseline_rounds[:count], measured.rounds[:count])
+    return paired_ratio(measured.beside[:count], measured.rounds[:count])
