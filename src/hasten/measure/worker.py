@@ -410,9 +410,17 @@ class QualityJob:
 
     def handle(self, op: str, arguments: Mapping[str, Any]) -> Reply:
         from hasten.core.health import NotFiniteError
+        from hasten.measure.quality.gradients import gradient, leak, reference, update
+        from hasten.measure.quality.job import losses, train
 
+        every = (reference, gradient, leak, update, losses, train)
+        checks: dict[str, Callable[..., Reply]] = {check.__name__: check for check in every}
+        details = dict(arguments)
         try:
-            return self._checked(op, arguments)
+            plan = self._context.read(list(details.pop("plan", [])))
+            if op not in checks:
+                raise ValueError(f"unknown request {op!r}")
+            return checks[op](self._context, plan, **details)
         except Exception as error:  # one check that fails doesn't prevent the next
             if not self._alone and not isinstance(error, (InputError, NotFiniteError)):
                 raise
@@ -420,27 +428,6 @@ class QualityJob:
             return {"refused": why}
         finally:
             gc.collect()  # a session's parts refer to each other; the next check needs their memory
-
-    def _checked(self, op: str, arguments: Mapping[str, Any]) -> Reply:
-        from hasten.measure.quality.gradients import gradient, leak, reference, update
-        from hasten.measure.quality.job import losses, train
-
-        context = self._context
-        plan = context.read(list(arguments.get("plan", [])))
-        if op == "reference":
-            return reference(context, plan)
-        if op == "gradient":
-            cut, padded = arguments.get("cut", "planned"), arguments.get("padded", False)
-            return gradient(context, plan, cut, padded, arguments.get("step", 1))
-        if op == "leak":
-            return leak(context, plan)
-        if op == "update":
-            return update(context, context.read(list(arguments["without"])), plan)
-        if op == "losses":
-            return losses(context, plan, arguments["steps"])
-        if op == "train":
-            return train(context, plan, arguments["seed"], arguments["tokens"])
-        raise ValueError(f"unknown request {op!r}")
 
 
 def check_context(recipe: Recipe, folder: Path) -> CheckContext:

@@ -111,8 +111,8 @@ def test_documents_of_a_packed_row_do_not_hear_of_each_other(tmp_path: Path) -> 
 
 
 def test_another_update_rule_moves_the_weights_elsewhere(tmp_path: Path) -> None:
-    assert update(bench(tmp_path), Plan(), Plan())["error"] == 0.0
-    assert update(bench(tmp_path), Plan(), Plan([Muon()]))["error"] > 0.1
+    assert update(bench(tmp_path), Plan(), [])["error"] == 0.0
+    assert update(bench(tmp_path), Plan([Muon()]), [])["error"] > 0.1
 
 
 def test_losses_repeat_and_weights_are_part_of_the_answer(tmp_path: Path) -> None:

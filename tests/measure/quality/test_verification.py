@@ -138,7 +138,7 @@ def test_with_little_time_there_are_fewer_seeds_and_all_plans_have_them() -> Non
     plan = Plan([CompactAdamW()])
     (row,) = lossy_rows(plan, perform, 8, 100, margin=0.01, time_left=lambda: left[0])
     assert seen == [[1, 1], [2, 2], [3, 3]]
-    assert row.seeds == 3
+    assert row["seeds"] == 3
 
 
 def test_a_bound_is_widened_by_the_bare_jobs_own_error_and_not_for_ever() -> None:
@@ -178,6 +178,6 @@ def test_a_measure_of_the_jobs_own_counts_beside_the_eval_loss(
         ]
 
     (row,) = lossy_rows(Plan([CompactAdamW()]), perform, seeds=4, tokens=100, margin=0.01)
-    assert row.verdict == verdict
-    assert "token_accuracy" in row.test
-    assert f"{accuracy:.2f}" in row.text
+    assert row["verdict"] == verdict
+    assert "token_accuracy" in row["test"]
+    assert f"{accuracy:.2f}" in row["text"]

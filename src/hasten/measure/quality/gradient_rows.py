@@ -21,10 +21,10 @@ from hasten.measure.quality.requirements import (
     TIMES,
     UPDATE,
     Bound,
-    Invariance,
-    VerificationRow,
+    Row,
     bound_of,
     communication_row,
+    invariance_row,
     short,
     split_row,
     verification_row,
@@ -159,36 +159,35 @@ class Gradients:
         usual = float(self.replies["half leak bare"].get("change", 0.0))
         return max(LEAK_HALF, min(TIMES * usual, 10 * LEAK_HALF))
 
-    def invariance(self) -> list[Invariance]:
+    def invariance(self) -> list[Row]:
         rows = [self._layout_row(name) for name in self.layouts]
         rows += [self._leak_row(name) for name in ("leak", "half leak") if name in self.replies]
         return [*rows, split_row(self.ranks, self.replies, self.bound)]
 
-    def _layout_row(self, name: str) -> Invariance:
+    def _layout_row(self, name: str) -> Row:
         what, answer = LAYOUTS[name][0], self.replies[name]
         if "failed" in answer:
-            return Invariance(what, "not tested", None, None, self._why(answer))
-        text, measured = self.bound.errors_text(answer), (answer["error"], self.bound.gradient)
-        if self._passes(name, name):
-            return Invariance(what, "equal", *measured, f"{text} ({self._taken()})")
-        return Invariance(what, "differs", *measured, f"{text}; {self._blamed(name)}")
+            return invariance_row(what, "not tested", self._why(answer))
+        passes, text = self._passes(name, name), self.bound.errors_text(answer)
+        text += f" ({self._taken()})" if passes else f"; {self._blamed(name)}"
+        verdict = "equal" if passes else "differs"
+        return invariance_row(what, verdict, text, answer["error"], self.bound.gradient)
 
-    def _leak_row(self, name: str) -> Invariance:
-        allowed = self._leak_allowed(name)
+    def _leak_row(self, name: str) -> Row:
         what = "a document among changed neighbours"
         what += ", in the plan's number format" if name == "half leak" else ""
         answer = self.replies[name]
         if "failed" in answer:
-            return Invariance(what, "not tested", None, None, answer["failed"])
-        change = answer["change"]
-        if self._passes(name, name):
-            text = f"{answer['documents']} documents, each keeps its loss to {change:.1g}"
-            return Invariance(what, "equal", change, allowed, text)
-        text = (
-            f"document {answer['document'] + 1} of {answer['documents']} changes its loss by "
-            f"{change:.2g} when the others change; {self._blamed(name)}"
-        )
-        return Invariance(what, "differs", change, allowed, text)
+            return invariance_row(what, "not tested", answer["failed"])
+        change, passes = answer["change"], self._passes(name, name)
+        text = f"{answer['documents']} documents, each keeps its loss to {change:.1g}"
+        if not passes:
+            text = (
+                f"document {answer['document'] + 1} of {answer['documents']} changes its loss by "
+                f"{change:.2g} when the others change; {self._blamed(name)}"
+            )
+        verdict = "equal" if passes else "differs"
+        return invariance_row(what, verdict, text, change, self._leak_allowed(name))
 
     def _blamed(self, name: str) -> str:
         guilty = self.guilty.get(name, [])
@@ -209,7 +208,7 @@ class Gradients:
             f"{reference['layers']} layers"
         )
 
-    def verification(self) -> list[VerificationRow]:
+    def verification(self) -> list[Row]:
         """The rows of techniques that require a gradient check."""
         rows = [self._rounding(t) for t in self.close if t.fidelity is Fidelity.ROUNDING]
         if self.precision is not None:
@@ -220,7 +219,7 @@ class Gradients:
             rows.append(communication_row(self.communication, self.ranks, self.replies, self.bound))
         return rows
 
-    def _rounding(self, technique: Technique) -> VerificationRow:
+    def _rounding(self, technique: Technique) -> Row:
         test = "gradient of one step against float64, with the plan's other techniques"
         if technique.slot is Slot.LAYOUT and self.ranks == 1:
             return verification_row(technique, test, "not tested", ONE_PROCESS)
@@ -229,45 +228,40 @@ class Gradients:
         if failed:
             return verification_row(technique, test, "not tested", self._why({"failed": failed}))
         bounds = {"planned": self.bound, "half": self.half_bound}
-        for name, answer in answers.items():
-            if self._passes(name, name):
-                continue
-            guilty = self.guilty[name]
+        wrong = [name for name in answers if not self._passes(name, name)]
+        for name in wrong:
+            guilty, answer = self.guilty[name], answers[name]
             if technique.name() in guilty or not guilty:
                 text = f"{bounds[name].errors_text(answer)}; {self._blamed(name)}"
-                return self._judged(technique, test, "differs", answer, bounds[name], text)
-        wrong = next((n for n in answers if not self._passes(n, n)), None)
+                return _judged(technique, test, "differs", text, answer, bounds[name])
         if wrong:
-            text = f"the plan fails, but not by it: {self._blamed(wrong)}"
+            text = f"the plan fails, but not by it: {self._blamed(wrong[0])}"
             return verification_row(technique, test, "undecided", text)
         text = f"in float32 the gradient is {short(answers['planned'])}"
         if "half" in answers:
             text += f", in the plan's number format {short(answers['half'])}"
-        return self._judged(technique, test, "equal", answers["planned"], self.bound, text)
+        return _judged(technique, test, "equal", text, answers["planned"], self.bound)
 
-    def _precision(self, technique: Technique) -> VerificationRow:
+    def _precision(self, technique: Technique) -> Row:
         test, answer = "gradient of one step against float64, alone", self.replies["half bare"]
         if "failed" in answer:
             return verification_row(technique, test, "not tested", self._why(answer))
         bound = bound_of(True, None)
         verdict = "equal" if bound.excess(answer) <= 1 else "differs"
         text = f"{bound.errors_text(answer)} ({self._taken()})"
-        return self._judged(technique, test, verdict, answer, bound, text)
+        return _judged(technique, test, verdict, text, answer, bound)
 
-    def _moved(self, technique: Technique) -> VerificationRow:
+    def _moved(self, technique: Technique) -> Row:
         test, answer = "the same gradients through both update rules", self.replies["update"]
         if "failed" in answer:
             return verification_row(technique, test, "not tested", answer["failed"])
         allowed = max(UPDATE, 4 * answer["floor"])
         verdict = "equal" if answer["error"] <= allowed else "differs"
         text = f"after {answer['steps']} steps the weights have moved {answer['error']:.2g} apart"
-        return verification_row(
-            technique, test, verdict, text, measured=answer["error"], allowed=allowed
-        )
+        return verification_row(technique, test, verdict, text, answer["error"], allowed)
 
-    def _judged(
-        self, technique: Technique, test: str, verdict: str, answer: Reply, bound: Bound, text: str
-    ) -> VerificationRow:
-        return verification_row(
-            technique, test, verdict, text, measured=answer["error"], allowed=bound.gradient
-        )
+
+def _judged(
+    technique: Technique, test: str, verdict: str, text: str, answer: Reply, bound: Bound
+) -> Row:
+    return verification_row(technique, test, verdict, text, answer["error"], bound.gradient)

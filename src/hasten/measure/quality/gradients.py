@@ -107,7 +107,7 @@ def reference(bench: CheckContext, plan: Plan) -> dict[str, Any]:
 
 
 def gradient(
-    bench: CheckContext, plan: Plan, cut: str, padded: bool, step: int = 1
+    bench: CheckContext, plan: Plan, cut: str = "planned", padded: bool = False, step: int = 1
 ) -> dict[str, Any]:
     """Errors of one step of the plan against the reference.
 
@@ -229,9 +229,12 @@ STEPS = 3
 Named = dict[str, Tensor]
 
 
-def update(bench: CheckContext, without: Plan, plan: Plan) -> dict[str, Any]:
-    """Relative difference of what the weights moved by, and the floor that float32 sets."""
-    usual = _session(bench, without)
+def update(bench: CheckContext, plan: Plan, without: list[Any]) -> dict[str, Any]:
+    """Relative difference of what the weights moved by, and the floor that float32 sets.
+
+    ``without`` is the plan without its optimizer, in its stored form.
+    """
+    usual = _session(bench, bench.read(without))
     start = _weights(usual)
     step_gradients = [_step(usual, None, number) for number in range(STEPS)]
     ended = _weights(usual)

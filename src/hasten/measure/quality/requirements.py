@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from hasten.core.plan import Plan
@@ -30,53 +30,44 @@ COMMUNICATION = 4e-3  # of numbers that travel in 16 bits: 2^-9 for each of two 
 FAILED = ("differs", "worse")  # the words for a technique that does harm
 
 
-@dataclass(frozen=True)
-class Invariance:
-    """One line of report.invariance."""
-
-    what: str
-    verdict: str  # equal | differs | not tested
-    measured: float | None
-    tolerance: float | None
-    text: str
-
-    def to_dict(self) -> dict[str, Any]:
-        return finite_values(self)
+Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class VerificationRow:
-    """One line of report.verification."""
-
-    technique: str
-    fidelity: str
-    test: str
-    verdict: str  # equal | not worse | worse | differs | undecided | not tested
-    measured: float | None
-    allowed: float | None
-    text: str
-    seeds: int | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        return finite_values(self)
-
-
-def finite_values(row: Invariance | VerificationRow) -> dict[str, Any]:
-    """The row as a report stores it; JSON has no infinity, so such a number becomes None."""
-    return {
-        k: None if isinstance(v, float) and not math.isfinite(v) else v
-        for k, v in asdict(row).items()
-    }
+def invariance_row(
+    what: str,
+    verdict: str,
+    text: str,
+    measured: float | None = None,
+    tolerance: float | None = None,
+) -> Row:
+    """One line of report.invariance; the verdict is equal, differs or not tested."""
+    numbers = {"measured": measured, "tolerance": tolerance}
+    return {"what": what, "verdict": verdict, **numbers, "text": text}
 
 
 def verification_row(
-    technique: Technique, test: str, verdict: str, text: str, **numbers: Any
-) -> VerificationRow:
-    """A line for a technique; ``numbers`` are measured, allowed and seeds where there are any."""
-    values = {"measured": None, "allowed": None, **numbers}
-    return VerificationRow(
-        technique.name(), technique.fidelity.name, test, verdict, text=text, **values
-    )
+    technique: Technique,
+    test: str,
+    verdict: str,
+    text: str,
+    measured: float | None = None,
+    allowed: float | None = None,
+    seeds: int | None = None,
+) -> Row:
+    """One line of report.verification.
+
+    The verdict is equal, not worse, worse, differs, undecided or not tested.
+    """
+    return {
+        "technique": technique.name(),
+        "fidelity": technique.fidelity.name,
+        "test": test,
+        "verdict": verdict,
+        "measured": measured,
+        "allowed": allowed,
+        "text": text,
+        "seeds": seeds,
+    }
 
 
 def failures(report: Mapping[str, Any]) -> list[str]:
@@ -142,9 +133,7 @@ def exact_orders(plan: Plan, steps: int) -> list[CheckRequest]:
     return [_order(p, steps) for p in (plan, *plans)] if plans else []
 
 
-def exact_rows(
-    plan: Plan, answers: Sequence[Reply], perform: Perform, steps: int
-) -> list[VerificationRow]:
+def exact_rows(plan: Plan, answers: Sequence[Reply], perform: Perform, steps: int) -> list[Row]:
     """One row for each EXACT technique of the plan; ``answers`` are for `exact_orders`.
 
     If a plan's own losses differ between runs, it can't show that a technique keeps their
@@ -180,7 +169,7 @@ def _differs(one: Reply, other: Reply) -> bool:
 
 def _row(
     technique: Technique, full_reply: Reply, reduced_reply: Reply, steps: int, repeats: bool
-) -> VerificationRow:
+) -> Row:
     test = f"losses and weights of {steps} steps with and without it, bit by bit"
     failed = full_reply.get("failed") or reduced_reply.get("failed")
     if failed:
@@ -191,17 +180,17 @@ def _row(
         return verification_row(technique, test, "not tested", text)
     if not _differs(full_reply, reduced_reply):
         text = f"{len(ours)} losses and the weights after them are the same to the last bit"
-        return verification_row(technique, test, "equal", text, measured=0.0, allowed=0.0)
+        return verification_row(technique, test, "equal", text, 0.0, 0.0)
     pairs = list(zip(ours, theirs, strict=True))
     first = next((i for i, (a, b) in enumerate(pairs, start=1) if a != b), None)
     off = max(abs(a - b) / max(abs(b), 1e-300) for a, b in pairs if a != b) if first else 0.0
     if not repeats:
         text = "the plan itself doesn't repeat its bits, so nothing follows"
-        return verification_row(technique, test, "undecided", text, measured=off, allowed=0.0)
+        return verification_row(technique, test, "undecided", text, off, 0.0)
     text = "the losses are the same, the weights after them aren't"
     if first:
         text = f"the loss of step {first} is the first to differ; by {off:.2g} at most"
-    return verification_row(technique, test, "differs", text, measured=off, allowed=0.0)
+    return verification_row(technique, test, "differs", text, off, 0.0)
 
 
 def _numbers(answer: Reply) -> Sequence[float]:
@@ -225,7 +214,7 @@ def lossy_rows(
     tokens: int,
     margin: float,
     time_left: Callable[[], float] = lambda: math.inf,
-) -> list[VerificationRow]:
+) -> list[Row]:
     """One line for each LOSSY technique of the plan; without seeds they are not tested.
 
     With little time ``time_left`` (seconds) there are fewer seeds: each is trained by all plans
@@ -252,16 +241,15 @@ def lossy_rows(
     return [_lossy_row(t, runs[0], runs[i], margin) for i, t in enumerate(lossy, start=1)]
 
 
-def _lossy_row(
-    technique: Technique, ours: list[Reply], theirs: list[Reply], margin: float
-) -> VerificationRow:
+def _lossy_row(technique: Technique, ours: list[Reply], theirs: list[Reply], margin: float) -> Row:
     pairs = list(zip(theirs, ours, strict=True))
     usable = [(a, b) for a, b in pairs if _loss(a) is not None and _loss(b) is not None]
     broken = next((b for a, b in pairs if _loss(a) is not None and _diverged(b)), None)
     if broken is not None:
         text = f"training with it ended without a finite loss: {broken.get('failed', 'NaN')}"
-        numbers = {"allowed": margin, "seeds": len(pairs)}
-        return verification_row(technique, _test(margin), "worse", text, **numbers)
+        return verification_row(
+            technique, _test(margin), "worse", text, allowed=margin, seeds=len(pairs)
+        )
     if not usable:
         why = next((a["failed"] for pair in pairs for a in pair if "failed" in a), "")
         text = why or "nothing is held out: give eval_data"
@@ -275,8 +263,7 @@ def _lossy_row(
     descriptions = [m.outcome_text(f) for m, f in zip(measures, outcomes, strict=True)]
     text = f"after {tokens}, {len(usable)} seeds: {'; '.join(descriptions)}"
     test = _test(margin, [m.name for m in measures])
-    numbers = {"measured": upper, "allowed": margin, "seeds": len(usable)}
-    return verification_row(technique, test, verdict, text, **numbers)
+    return verification_row(technique, test, verdict, text, upper, margin, len(usable))
 
 
 @dataclass(frozen=True)
@@ -350,29 +337,29 @@ ONE_PROCESS = "needs several ranks, and one process ran; nproc: 2 in the recipe 
 Replies = Mapping[str, Reply]  # of `planned`, `communication` on all ranks, `single` on one
 
 
-def split_row(ranks: int, replies: Replies, bound: Bound) -> Invariance:
+def split_row(ranks: int, replies: Replies, bound: Bound) -> Row:
     """The row for splitting a step's examples over ranks: both runs must match float64."""
     if ranks == 1:
-        return Invariance("split over ranks", "not tested", None, None, ONE_PROCESS)
+        return invariance_row("split over ranks", "not tested", ONE_PROCESS)
     what, planned, alone = f"split over {ranks} ranks", replies["planned"], replies["single"]
     failed = _failed(ranks, planned, alone)
     if failed:
-        return Invariance(what, "not tested", None, None, failed)
+        return invariance_row(what, "not tested", failed)
     good, alone_good = (bound.excess(answer) <= 1 for answer in (planned, alone))
+    verdict, error = "differs", planned["error"]
     if good and alone_good:
+        verdict = "equal"
         text = f"on {ranks} ranks the gradient is {short(planned)}, in one process {short(alone)}"
-        return Invariance(what, "equal", planned["error"], bound.gradient, text)
-    if good:
+    elif good:
+        error = alone["error"]
         text = f"in one process {bound.errors_text(alone)}; not so on {ranks} ranks"
-        return Invariance(what, "differs", alone["error"], bound.gradient, text)
-    in_one_process = "not so" if alone_good else "nor is it equal"
-    text = f"{bound.errors_text(planned)}; {in_one_process} in one process"
-    return Invariance(what, "differs", planned["error"], bound.gradient, text)
+    else:
+        in_one_process = "not so" if alone_good else "nor is it equal"
+        text = f"{bound.errors_text(planned)}; {in_one_process} in one process"
+    return invariance_row(what, verdict, text, error, bound.gradient)
 
 
-def communication_row(
-    technique: Technique, ranks: int, replies: Replies, bound: Bound
-) -> VerificationRow:
+def communication_row(technique: Technique, ranks: int, replies: Replies, bound: Bound) -> Row:
     """The row for communication: gradients must arrive equal, except for rounding."""
     test = f"gradient of one step on {ranks} ranks against float64, with all that isn't lossy"
     if ranks == 1:
@@ -392,8 +379,7 @@ def communication_row(
     )
     verdict = "equal" if allowed.excess(answer) <= 1 else "differs"
     text = f"{allowed.errors_text(answer)}; without it the gradient is {short(without)}"
-    numbers = {"measured": answer["error"], "allowed": allowed.gradient}
-    return verification_row(technique, test, verdict, text, **numbers)
+    return verification_row(technique, test, verdict, text, answer["error"], allowed.gradient)
 
 
 def _failed(ranks: int, planned: Reply, other: Reply) -> str | None:

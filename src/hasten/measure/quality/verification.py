@@ -28,7 +28,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from hasten.core.context import JobContext
 from hasten.core.plan import Plan
@@ -38,12 +37,7 @@ from hasten.foreign_files import read_json_object
 from hasten.machine.cache import key_of
 from hasten.machine.files import write_atomic
 from hasten.measure.quality.gradient_rows import Gradients
-from hasten.measure.quality.requirements import (
-    VerificationRow,
-    exact_orders,
-    exact_rows,
-    lossy_rows,
-)
+from hasten.measure.quality.requirements import Row, exact_orders, exact_rows, lossy_rows
 from hasten.measure.quality.runner import Perform, QualityRunner
 from hasten.measure.recipe_experiment import conditions, environment
 from hasten.recipe.build import batch_of
@@ -51,6 +45,7 @@ from hasten.recipe.schema import Recipe
 
 MARGIN = 0.01  # of the eval loss
 Tell = Callable[[str], None]
+Rows = dict[str, list[Row]]
 
 
 @dataclass(frozen=True)
@@ -80,7 +75,7 @@ def verification_report(
     tell: Tell = lambda text: None,
     ranks: int = 1,
     time_left: Callable[[], float] = lambda: math.inf,
-) -> dict[str, list[dict[str, Any]]]:
+) -> Rows:
     """The lists ``report.invariance`` and ``report.verification`` of a job on these ranks.
 
     ``time_left`` returns the remaining seconds of a budget.
@@ -89,25 +84,29 @@ def verification_report(
     tell("verification: gradients against float64, documents against each other, losses bit by bit")
     gradients = Gradients(plan, perform, ranks)
     answers = gradients.make(exact_orders(plan, design.steps))
-    rows: list[VerificationRow] = gradients.verification()
-    rows += exact_rows(plan, answers, perform, design.steps)
+    rows = gradients.verification() + exact_rows(plan, answers, perform, design.steps)
     lossy = [t for t in plan if t.fidelity is Fidelity.LOSSY]
     if lossy and design.seeds:
         trainings = (1 + len(lossy)) * design.seeds
         tell(f"verification: {trainings} trainings of {design.tokens:,} tokens")
     rows += lossy_rows(plan, perform, design.seeds, design.tokens, design.margin, time_left)
     order = {t.name(): position for position, t in enumerate(plan)}
-    rows.sort(key=lambda row: order[row.technique])
+    rows.sort(key=lambda row: order[row["technique"]])
     return {
-        "invariance": [row.to_dict() for row in gradients.invariance()],
-        "verification": [row.to_dict() for row in rows],
+        "invariance": [_finite(row) for row in gradients.invariance()],
+        "verification": [_finite(row) for row in rows],
     }
+
+
+def _finite(row: Row) -> Row:
+    """JSON has no infinity: such a number becomes None."""
+    infinite = {k for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
+    return row | dict.fromkeys(infinite)
 
 
 # The verification of a recipe, and what is kept of it.
 
 STEPS = 50  # of a training with a seed, where the tokens aren't given
-Rows = dict[str, list[dict[str, Any]]]
 
 
 def verified(
