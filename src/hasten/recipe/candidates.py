@@ -18,7 +18,7 @@ from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Technique
 from hasten.recipe.build import batch_of
-from hasten.recipe.memory_check import needs_of, room_of, size_of
+from hasten.recipe.memory_check import fitting_plan, needs_of, room_of, size_of
 from hasten.recipe.schema import AutoPlan, Recipe
 from hasten.recipe.shorthands import catalogue
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
@@ -130,21 +130,14 @@ def fitted_to_memory(
     plan: Plan, recipe: Recipe, context: JobContext, positions: int
 ) -> tuple[Plan, str]:
     """The plan, with what it takes to fit into memory, and why; as it is where nothing helps."""
-    size, room = size_of(recipe, context), room_of(context)
-    if needs_of(size, context, plan, positions).total <= room:
+    if fits_in_memory(plan, recipe, context, positions):
         return plan, ""
-    fuller = plan
-    for technique in FOR_MEMORY:
-        if technique.slot in fuller or technique.unsupported_reasons(context):
-            continue
-        fuller = fuller.with_(technique)
-        positions = (
-            min(positions, context.examples.longest) if technique.slot is Slot.BATCH else positions
-        )
-        if needs_of(size, context, fuller, positions).total <= room:
-            added = ", ".join(str(t) for t in fuller if t not in plan.techniques)
-            return fuller, f"{added}: else memory would run out"
-    return plan, ""
+    size, room = size_of(recipe, context), room_of(context)
+    fuller, _, needed = fitting_plan(FOR_MEMORY, size, context, plan, positions, room)
+    if needed > room:
+        return plan, ""
+    added = ", ".join(str(t) for t in fuller if t not in plan.techniques)
+    return fuller, f"{added}: else memory would run out"
 
 
 def fits_in_memory(plan: Plan, recipe: Recipe, context: JobContext, positions: int) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,14 +56,8 @@ MAY_RUN_OUT = "it may run out"
 BLOCK_BACKWARD = 1.3  # what a block holds as it runs backward / what its forward pass keeps
 FIRST_STEPS = 4  # that are looked at for the largest micro-batch
 STATE_SLOTS = (
-    *(
-        Slot.ADAPTER,
-        Slot.OBJECTIVE,
-        Slot.PRECISION,
-        Slot.OPTIMIZER,
-        Slot.AVERAGE,
-        Slot.COMMUNICATION,
-    ),
+    *(Slot.ADAPTER, Slot.OBJECTIVE, Slot.PRECISION),
+    *(Slot.OPTIMIZER, Slot.AVERAGE, Slot.COMMUNICATION),
 )
 # Offered in this order: what costs nothing comes first.
 HELP: tuple[Technique, ...] = (
@@ -120,8 +114,7 @@ def memory_words(recipe: Recipe, setup: Setup, resident: int = 0) -> tuple[str, 
         raise InputError(
             f"memory: weights, gradients and optimizer of {recipe.model} take "
             f"{gigabytes(needs.state)} on each rank, and {context.device} has {gigabytes(room)} "
-            f"for "
-            f"it; {helps}"
+            f"for it; {helps}"
         )
     text = f"about {needs} of {gigabytes(room)} on {context.device}"
     if not context.on_gpu:
@@ -224,14 +217,12 @@ def needs_of(
 def _logits(
     size: ModelSize, context: JobContext, plan: Plan, positions: int, number_bytes: float
 ) -> float:
-    for technique in plan:
-        if isinstance(technique, LabelledTokenLoss):
-            labelled = (
-                positions if context.on_gpu else round(positions * context.examples.trained_share)
-            )
-            rows = min(technique.rows(context), labelled)
-            return chunk_logits_bytes(size, rows, number_bytes, Slot.ADAPTER in plan)
-    return logits_bytes(size, positions)
+    technique = next((t for t in plan if isinstance(t, LabelledTokenLoss)), None)
+    if technique is None:
+        return logits_bytes(size, positions)
+    labelled = positions if context.on_gpu else round(positions * context.examples.trained_share)
+    rows = min(technique.rows(context), labelled)
+    return chunk_logits_bytes(size, rows, number_bytes, Slot.ADAPTER in plan)
 
 
 def one_pass(setup: Setup) -> bool:
@@ -258,14 +249,14 @@ def largest_micro_batch(setup: Setup) -> int:
     """
     if setup.sampler is None:
         return 0
-    collate = setup.job.collate
-    most_positions = 0
-    for pieces in _first_steps(setup):
-        parts = [
-            part for examples in pieces if examples for part in setup.split_micro_batches(examples)
-        ]
-        most_positions = max([most_positions, *(collate(part).counts.positions for part in parts)])
-    return most_positions
+    parts = (
+        part
+        for pieces in _first_steps(setup)
+        for examples in pieces
+        if examples
+        for part in setup.split_micro_batches(examples)
+    )
+    return max((setup.job.collate(part).counts.positions for part in parts), default=0)
 
 
 def room_of(context: JobContext) -> float:
@@ -276,43 +267,54 @@ def room_of(context: JobContext) -> float:
     return hardware.memory_limit_bytes / ranks_here(context.world)
 
 
-def help_for(size: ModelSize, context: JobContext, plan: Plan, positions: int, room: float) -> str:  # noqa: C901  # techniques, then adapters
-    """The nearest job that would fit, and its peak: more techniques, then LoRA; as advice."""
+def fitting_plan(
+    techniques: Sequence[Technique],
+    size: ModelSize,
+    context: JobContext,
+    plan: Plan,
+    positions: int,
+    room: float,
+) -> tuple[Plan, int, float]:
+    """The plan with techniques that save memory, the first at least, until it fits.
 
-    def adapts(adapter: LoRA) -> bool:
-        return Slot.ADAPTER not in plan and not adapter.unsupported_reasons(context)
-
-    added: list[str] = []
-    for technique in HELP:
+    Returns:
+        The plan, the positions of its micro-batch, and the bytes that it needs.
+    """
+    needed = needs_of(size, context, plan, positions).total
+    for technique in techniques:
         if technique.slot in plan or technique.unsupported_reasons(context):
             continue
         if technique.slot is Slot.LAYOUT and context.world.size == 1:
             continue
-        before = needs_of(size, context, plan, positions)
-        fewer = (
-            min(positions, context.examples.longest) if technique.slot is Slot.BATCH else positions
-        )
-        needs = needs_of(size, context, plan.with_(technique), fewer)
-        if needs.total > 0.98 * before.total:
-            continue
-        plan, positions = plan.with_(technique), fewer
-        added.append(str(technique))
-        if needs.total <= room:
-            return f"with {', '.join(added)} in the plan it would be about {gigabytes(needs.total)}"
+        longest = context.examples.longest
+        fewer = min(positions, longest) if technique.slot is Slot.BATCH else positions
+        less = needs_of(size, context, plan.with_(technique), fewer).total
+        if less <= 0.98 * needed:
+            plan, positions, needed = plan.with_(technique), fewer, less
+            if needed <= room:
+                break
+    return plan, positions, needed
+
+
+def help_for(size: ModelSize, context: JobContext, plan: Plan, positions: int, room: float) -> str:
+    """The nearest job that would fit, and its peak: more techniques, then LoRA; as advice."""
+    fuller, fewer, needed = fitting_plan(HELP, size, context, plan, positions, room)
+    added = ", ".join(str(t) for t in fuller if t not in plan.techniques)
+    if added and needed <= room:
+        return f"with {added} in the plan it would be about {gigabytes(needed)}"
     for keys, adapter in ADAPTERS.items():
-        if not adapts(adapter):
+        if Slot.ADAPTER in plan or adapter.unsupported_reasons(context):
             continue
-        needs = needs_of(size, context, plan.with_(adapter), positions)
-        if needs.total <= room:
-            with_them = f", with {', '.join(added)} in the plan," if added else ""
-            return f"{keys}{with_them} would need about {gigabytes(needs.total)}"
+        smaller = needs_of(size, context, fuller.with_(adapter), fewer)
+        if smaller.total <= room:
+            with_them = f", with {added} in the plan," if added else ""
+            return f"{keys}{with_them} would need about {gigabytes(smaller.total)}"
     others = "take a smaller model, or a shorter cutoff_len"
     if context.world.size == 1:
         others += ", or more ranks with fsdp2"
     if not added:
         return others
-    last = needs_of(size, context, plan, positions)
-    return f"even with {', '.join(added)} it would be about {gigabytes(last.total)}: {others}"
+    return f"even with {added} it would be about {gigabytes(needed)}: {others}"
 
 
 @contextlib.contextmanager
