@@ -34,7 +34,7 @@ from hasten.formatting import duration, span
 from hasten.measure.ablation import Design, plans_of
 
 if TYPE_CHECKING:
-    from hasten.core.session import Session
+    from hasten.cli.train import StepLine
     from hasten.core.timing import StepMetrics
     from hasten.machine.processes import LoadMeter
     from hasten.measure.experiment import Measured
@@ -440,40 +440,28 @@ def _trained(
     measured_speed = chosen.tokens_per_second
     speed = None if measured_speed is None else TrainingSpeed(measured_speed, load)
     line = StepLine(progress, recipe)
-    step = line.step if speed is None else call_all(speed.note, line.step)
-    stop = TimedStop(time.monotonic() + seconds, line.start, step)
-    summary = train(recipe, tell=lambda text: None, on_start=stop.start, on_step=stop.step)
+    stop = stopping(time.monotonic() + seconds, line)
+    step = call_all(*([] if speed is None else [speed.note]), line.step, stop)
+    summary = train(recipe, tell=lambda text: None, on_start=line.start, on_step=step)
     return {**summary, "planned_steps": steps, "seconds_allowed": seconds}, speed
 
 
-class TimedStop:
-    """Follows a training and requests its stop between two steps when the time has come.
+def stopping(
+    at: float, line: StepLine, clock: Callable[[], float] = time.monotonic
+) -> Callable[[StepMetrics], None]:
+    """The function that is called after each step, and requests the training's stop in time.
 
     Args:
-        at: time of the stop, on the monotonic clock.
-        start, step: further functions that are called at the start and after each step.
-        clock: returns the time.
+        at: time of the stop, by the clock.
+        line: knows the session.
     """
+    from hasten.core.loop import request_stop
 
-    def __init__(
-        self,
-        at: float,
-        start: Callable[[Session], None],
-        step: Callable[[StepMetrics], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._at, self._start, self._step, self._clock = at, start, step, clock
+    def look(metrics: StepMetrics) -> None:
+        if clock() >= at and line.session is not None:
+            request_stop(line.session, haste=False, reason="time limit")
 
-    def start(self, session: Session) -> None:
-        self._session = session
-        self._start(session)
-
-    def step(self, metrics: StepMetrics) -> None:
-        from hasten.core.loop import request_stop
-
-        self._step(metrics)
-        if self._clock() >= self._at:
-            request_stop(self._session, haste=False, reason="time limit")
+    return look
 
 
 # What is printed at the end.

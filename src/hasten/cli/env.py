@@ -96,11 +96,6 @@ def measure_machine(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Measures kernels and ceilings of this machine and prints them.
-
-    Raises:
-        InputError: an unusable device, format, time or file.
-    """
     from hasten.core import context as facts
     from hasten.machine.benchmark import checked_dtypes, measure
     from hasten.parts.kernels import registry

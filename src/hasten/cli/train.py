@@ -289,7 +289,12 @@ def _conclude(summary: dict[str, Any]) -> None:
         + f", peak {size(summary['peak_memory_bytes'])}"
     )
     if summary["data_stall_share"] is not None and rate:
-        say(_evenness(summary["data_stall_share"], summary["stability"]))
+        times = summary["stability"]
+        say(
+            f"data stall {summary['data_stall_share']:.2%}; steps: median {times['p50']:.3f} s, "
+            f"p99 {times['p99']:.3f} s, spread {times['relative_spread']:.1%}, "
+            f"{times['stalls']} stalled"
+        )
     if summary["mfu"] is not None:
         ceiling = summary["ceiling"]
         say(f"MFU {summary['mfu']:.1%} of {ceiling['source']}; {ceiling['convention']}")
@@ -311,31 +316,19 @@ def _conclude(summary: dict[str, Any]) -> None:
         say(f"saved: {summary['saved']}")
         warn_of_unsaved(summary["unsaved"])
     if summary["stopped"] in ("interrupted", "left"):
-        say(resume_words("checkpoints" in summary["effective"]))
+        has_checkpoints = "checkpoints" in summary["effective"]
+        say(
+            "to continue: the same command with resume=auto"
+            if has_checkpoints
+            else "this run can't continue, since its plan has no checkpoints: add "
+            "checkpoint_every: dynamic to the recipe before the next one"
+        )
 
 
 def warn_of_unsaved(problems: Sequence[str]) -> None:
     """Prints what couldn't be saved next to the weights, on the error stream."""
     for problem in problems:
         say(f"warning: the weights are saved, but {problem}", file=sys.stderr)
-
-
-def resume_words(has_checkpoints: bool) -> str:
-    """How a run that was ended early continues."""
-    if has_checkpoints:
-        return "to continue: the same command with resume=auto"
-    return (
-        "this run can't continue, since its plan has no checkpoints: add checkpoint_every: dynamic "
-        "to the recipe before the next one"
-    )
-
-
-def _evenness(stall: float, step_times: Mapping[str, Any]) -> str:
-    return (
-        f"data stall {stall:.2%}; steps: median {step_times['p50']:.3f} s, p99 "
-        f"{step_times['p99']:.3f} s, "
-        f"spread {step_times['relative_spread']:.1%}, {step_times['stalls']} stalled"
-    )
 
 
 def _evaluation(step: int, loss: float | None, metrics: dict[str, float]) -> str:

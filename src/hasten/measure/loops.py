@@ -24,7 +24,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -181,9 +181,9 @@ def loop_reference(job: Job) -> str:
     return f"{file.resolve()}:{name}"
 
 
-def loop_spec(target: str, settings: Mapping[str, Any] | None = None) -> WorkerSpec:
-    """The worker of a loop; ``settings`` are the arguments of its factory."""
-    arguments = {"target": target, "paths": sys.path, "settings": dict(settings or {})}
+def loop_spec(target: str) -> WorkerSpec:
+    """The worker of the loop that a factory makes."""
+    arguments = {"target": target, "paths": sys.path}
     return WorkerSpec("loop", arguments, slices=False)  # a loop may wait for what goes on meanwhile
 
 

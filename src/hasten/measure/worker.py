@@ -293,21 +293,17 @@ def compiled() -> tuple[int, float]:
 
 
 def loop_job(arguments: Mapping[str, Any], serve: Serve) -> int:
-    """Serve the loop that the factory ``target`` makes with ``settings``.
-
-    ``target`` is ``module:function`` or ``script.py:function``, ``paths`` the caller's
-    ``sys.path``.
-    """
+    """Serve the loop of the factory ``target``; ``paths`` is the caller's ``sys.path``."""
     sys.path[:] = arguments["paths"]
-    return serve(lambda: LoopJob(arguments["target"], arguments["settings"]))
+    return serve(lambda: LoopJob(arguments["target"]))
 
 
 class LoopJob:
     """A user's step function; requests: ``steps`` with ``count``, ``finish`` (peak memory)."""
 
-    def __init__(self, target: str, settings: Mapping[str, Any]) -> None:
+    def __init__(self, target: str) -> None:
         began = time.perf_counter()
-        self._step = build_loop(target, settings)
+        self._step = build_loop(target)
         self._seconds = time.perf_counter() - began
 
     def ready(self) -> Reply:
@@ -335,8 +331,8 @@ def memory_peak() -> int:
     return host.memory_peak(host.default_device())
 
 
-def build_loop(target: str, settings: Mapping[str, Any] | None = None) -> Callable[[], Any]:
-    """Load the factory and call it with these arguments."""
+def build_loop(target: str) -> Callable[[], Any]:
+    """Load the factory, ``module:function`` or ``script.py:function``, and call it."""
     module_path, _, name = target.rpartition(":")
     if module_path.endswith(".py"):
         sys.path.insert(0, os.path.dirname(module_path))  # a script's neighbours, as Python has it
@@ -351,7 +347,7 @@ def build_loop(target: str, settings: Mapping[str, Any] | None = None) -> Callab
     factory = getattr(module, name, None)
     if not callable(factory):
         raise ValueError(f"{module_path} has no function {name}")
-    step = factory(**(settings or {}))
+    step = factory()
     if not callable(step):
         raise ValueError(f"{name}() returned a {type(step).__name__}; it must return a function")
     made: Callable[[], Any] = step

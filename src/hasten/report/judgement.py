@@ -209,7 +209,7 @@ Plans = Mapping[str, Sequence[str]]  # each variant's techniques as texts, by th
 
 @dataclass(frozen=True)
 class Judgement:
-    """The judgement of one variant.
+    """The judgement of one variant; the fields are keys of its row in the report.
 
     The field ``verdict`` is about ``effect``, its speed over that of the variant
     ``against``. The field ``p_value`` is the value after the correction. The field

@@ -37,6 +37,7 @@ from hasten.recipe.importers.training import (
     per_epoch,
     pure,
     resolve_batch,
+    resolve_lora,
     schedule,
     share_or_count,
 )
@@ -82,9 +83,8 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
                 "left out, so PEFT chooses by architecture, as lora_targets: auto does here"
             )
             draft.row("lora_target_modules", None, "unmapped", explanation)
-        if draft.values.setdefault("finetuning_type", "full") == "full":
-            for name in [name for name in draft.values if name.startswith("lora_")]:
-                draft.withdraw(name, "no adapter is asked for")
+        draft.values.setdefault("finetuning_type", "full")
+        resolve_lora(draft, {}, "no adapter is asked for")
 
     return drafted(draft, KEYS, finish, defaults=TOOL_DEFAULTS)
 

@@ -34,6 +34,7 @@ from hasten.recipe.importers.training import (
     pure,
     quantised,
     resolve_batch,
+    resolve_lora,
     say_sources,
     share_or_count,
 )
@@ -68,11 +69,12 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
         batch(draft, ("per_device_train_batch_size", 8), passes, ranks)
         resolve_batch(draft)
         long_examples(draft)
-        if draft.values["finetuning_type"] == "lora":
-            lora(draft)
-        else:
-            for name in [name for name in draft.values if name.startswith("lora_")]:
-                draft.withdraw(name, "no adapter is asked for")
+        defaults = {
+            "lora_rank": ("lora_rank", 8),
+            "lora_target": ("lora_targets", "all-linear"),
+            "lora_alpha": ("lora_alpha", 2 * draft.values.get("lora_rank", 8)),
+        }
+        resolve_lora(draft, defaults, "no adapter is asked for")
         if source.get("stage", "sft") == "sft" and source.get("template") is None:
             explanation = (
                 "no template: the dataset's own text, or the tokenizer's chat template here"
@@ -80,16 +82,6 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
             draft.row("template", None, "unmapped", explanation)
 
     return drafted(draft, KEYS, finish, defaults=TOOL_DEFAULTS)
-
-
-def lora(draft: RecipeDraft) -> None:
-    """Its LoRA has rank 8, twice that as alpha, and all linear layers."""
-    draft.at_default = True
-    draft.say("lora_rank", "lora_rank", 8)
-    draft.say("lora_target", "lora_targets", "all-linear")
-    if draft.source.get("lora_alpha") is None:
-        draft.say("lora_alpha", "lora_alpha", 2 * draft.values.get("lora_rank", 16))
-    draft.at_default = False
 
 
 def packing(draft: RecipeDraft) -> None:

@@ -32,6 +32,7 @@ from hasten.recipe.importers.training import (
     packed_rows,
     quantised,
     resolve_batch,
+    resolve_lora,
     say_sources,
     share_or_count,
     steps,
@@ -62,6 +63,12 @@ TOOL_DEFAULTS = {
     "truncation_strategy": "delete",
     "gradient_checkpointing|recompute_granularity": True,
     "torch_dtype|bf16|fp16": "bfloat16",
+}
+LORA_DEFAULTS = {
+    "lora_rank": ("lora_rank", 8),
+    "lora_alpha": ("lora_alpha", 32),
+    "lora_dropout": ("lora_dropout", 0.05),
+    "target_modules": ("lora_targets", "all-linear"),
 }
 RATES = {"lora": 1e-4, "full": 1e-5}
 BETA2 = 0.95
@@ -102,15 +109,8 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
         draft.at_default = True
         kind = draft.values.get("finetuning_type", "full")
         draft.say("learning_rate", "learning_rate", RATES[kind])
-        if kind == "lora":
-            draft.say("lora_rank", "lora_rank", 8)
-            draft.say("lora_alpha", "lora_alpha", 32)
-            draft.say("lora_dropout", "lora_dropout", 0.05)
-            draft.say("target_modules", "lora_targets", "all-linear")
         draft.at_default = False
-        if kind != "lora":
-            for name in [name for name in draft.values if name.startswith("lora_")]:
-                draft.withdraw(name, "all weights are trained")
+        resolve_lora(draft, LORA_DEFAULTS, "all weights are trained")
         minimum, rate = source.get("min_lr"), draft.values.get("learning_rate")
         if minimum and rate:
             draft.say("min_lr", "min_lr_ratio", float(minimum) / float(rate))

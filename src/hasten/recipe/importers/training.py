@@ -209,6 +209,23 @@ def lora_targets(all_linear: str, separator: str | None = ",") -> Handler:
     return handle
 
 
+def resolve_lora(draft: RecipeDraft, defaults: Mapping[str, tuple[str, Any]], without: str) -> None:
+    """LoRA's settings that the file leaves out; all of them go if all weights are trained.
+
+    Args:
+        defaults: by the tool's key, the recipe's key and the tool's default.
+        without: why no setting of LoRA is needed, if it isn't LoRA.
+    """
+    if draft.values.get("finetuning_type") != "lora":
+        for name in [name for name in draft.values if name.startswith("lora_")]:
+            draft.withdraw(name, without)
+        return
+    draft.at_default = True
+    for key, (name, value) in defaults.items():
+        draft.say(key, name, value)
+    draft.at_default = False
+
+
 def say_sources(draft: RecipeDraft, key: str, sources: list[Any]) -> None:
     """The recipe's data sets; one without settings is a text."""
     one = len(sources) == 1 and isinstance(sources[0], str)

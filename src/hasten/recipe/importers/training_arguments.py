@@ -31,6 +31,7 @@ from hasten.recipe.importers.training import (
     four_bits,
     packed_rows,
     resolve_batch,
+    resolve_lora,
 )
 
 NAME = "TrainingArguments"
@@ -89,16 +90,14 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
 
 def lora(draft: RecipeDraft) -> None:
     """LoRA's own defaults of TRL, or no LoRA key at all."""
-    if draft.values.get("finetuning_type") != "lora":
-        for name in [name for name in draft.values if name.startswith("lora_")]:
-            draft.withdraw(name, "use_peft is off")
-        return
-    draft.at_default = True
-    draft.say("lora_r", "lora_rank", 16)
-    draft.say("lora_alpha", "lora_alpha", 32)
-    draft.say("lora_dropout", "lora_dropout", 0.05)
-    draft.at_default = False
-    if "lora_targets" not in draft.values:
+    defaults = {
+        "lora_r": ("lora_rank", 16),
+        "lora_alpha": ("lora_alpha", 32),
+        "lora_dropout": ("lora_dropout", 0.05),
+    }
+    resolve_lora(draft, defaults, "use_peft is off")
+    is_lora = draft.values.get("finetuning_type") == "lora"
+    if is_lora and "lora_targets" not in draft.values:
         draft.values["lora_targets"] = "all-linear"
         draft.why["lora_targets"] = "lora_target_modules: left out"
         explanation = "left out, so PEFT chooses by architecture; all-linear here"
