@@ -8,7 +8,6 @@ import random
 import numpy as np
 import pytest
 
-from hasten.errors import InputError
 from hasten.tune.samplers import (
     BEFORE,
     CLOSE,
@@ -228,11 +227,6 @@ def test_expected_improvement_is_the_mean_of_what_lies_above() -> None:
     draws = np.random.default_rng(0).normal(0.3, 0.2, 400_000)
     found = expected_improvement(Posterior(np.array([0.3]), np.array([0.2])), 0.4)
     assert found[0] == pytest.approx(np.maximum(draws - 0.4, 0).mean(), rel=0.01)
-
-
-def test_an_unknown_sampler_is_refused_with_the_nearest() -> None:
-    with pytest.raises(InputError, match="did you mean 'genetic'"):
-        proposer_of("genetics", SPACE, PriorKnowledge())
 
 
 def test_a_conditional_decision_is_learnt_under_its_own_choice_alone() -> None:

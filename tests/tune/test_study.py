@@ -306,7 +306,7 @@ def test_importance_names_the_decision_that_matters_and_adds_up() -> None:
 
 def test_the_page_draws_and_escapes(tmp_path: Path) -> None:
     study = searched(Machine(SPACE, seconds, fails=lambda s: "<b>" if s["batch"] == 2 else None))
-    found = study_document(study, SPACE, None, None, {"batch": 0.7, "<i>": 0.3}, {"title": "t"})
+    found = study_document(study, None, None, {"batch": 0.7, "<i>": 0.3}, {"title": "t"})
     text = page(found, "a & b", result_sentence(found))
     assert found["final"][0]["changes"] == SPACE.changes(study.leaders(1)[0])
     assert "<h2>Final</h2>" in text
@@ -338,7 +338,7 @@ def test_two_changes_are_tried_before_a_final_takes_its_share() -> None:
 
 def test_what_a_larger_budget_would_try_is_named() -> None:
     study = searched(Machine(SPACE, seconds, noise=0.01), budget=130.0)
-    found = study_document(study, SPACE, None, None, {}, {"title": "t"})
+    found = study_document(study, None, None, {}, {"title": "t"})
     assert 1 <= len(found["next"]) <= 2
     tried = [row["changes"] for row in study.rows]
     assert not [changes for changes in found["next"] if changes in tried]
@@ -348,6 +348,6 @@ def test_what_a_larger_budget_would_try_is_named() -> None:
     whole = searched(Machine(SPACE, seconds, noise=0.01))
     assert whole.ended != "the budget's time for trials was used"
     assert "larger budget" not in result_sentence(
-        study_document(whole, SPACE, None, None, {}, {"title": "t"})
+        study_document(whole, None, None, {}, {"title": "t"})
     )
     assert result_sentence({k: v for k, v in found.items() if k != "next"})  # a study of before

@@ -16,6 +16,7 @@ from typing import Any, get_args
 from hasten.core.plan import Plan
 from hasten.core.technique import Fidelity
 from hasten.errors import InputError
+from hasten.formatting import did_you_mean
 from hasten.machine import host, processes
 from hasten.machine.locks import one_measurement
 from hasten.measure.ablation import AGAIN, BASELINE, Design, Kind, check_turns
@@ -30,6 +31,7 @@ from hasten.recipe.schema import Recipe, load_recipe
 from hasten.recipe.shorthands import catalogue
 from hasten.recipe.suggest import recipe_text
 from hasten.recipe.yaml_reader import read_duration
+from hasten.report.judgement import NOT_MEASURED
 from hasten.tune.bench import ReferencePair, turn_steps
 from hasten.tune.recipe_workers import RecipeWorkers
 from hasten.tune.report import (
@@ -40,7 +42,7 @@ from hasten.tune.report import (
     study_document,
     winner_of,
 )
-from hasten.tune.samplers import PriorKnowledge, Proposer, Sampler, check_sampler, proposer_of
+from hasten.tune.samplers import PriorKnowledge, Proposer, Sampler, proposer_of
 from hasten.tune.space import Point, plan_space
 from hasten.tune.study import Objective, Search, Study
 from hasten.tune.study_folder import StudyFolder, StudyResult
@@ -76,12 +78,16 @@ class TuneOptions:
     fresh: bool = False
 
     def __post_init__(self) -> None:
-        check_sampler(self.sampler)
-        choices = get_args(Objective)
-        if self.objective not in choices:
-            raise InputError(
-                f"objective: there is no {self.objective!r}; there are {', '.join(choices)}"
-            )
+        for name, word, kind in (
+            ("sampler", self.sampler, Sampler),
+            ("objective", self.objective, Objective),
+        ):
+            choices = get_args(kind)
+            if word not in choices:
+                raise InputError(
+                    f"{name}: there is no {word!r}{did_you_mean(word, choices)}; there are "
+                    f"{', '.join(choices)}"
+                )
         for name, value in (("trials", self.trials), ("steps", self.steps)):
             if value is not None and value < 1:
                 raise InputError(f"{name} is {value}; it must be 1 at least")
@@ -300,7 +306,7 @@ class Tuning:
             "seconds": round(time.monotonic() - self._began, 1),
         }
         shares = importance(self.space, fine, max(study.noise, 0.01))
-        return study_document(study, self.space, comparison, winner, shares, about)
+        return study_document(study, comparison, winner, shares, about)
 
     def _final_comparison(
         self, leaders: Sequence[Point], seconds: float, step_seconds: float
@@ -413,7 +419,7 @@ def _unmeasured(name: str, why: str = "no time for it") -> dict[str, Any]:
         "name": name,
         "verdict": f"undecided: {why}",
         "p_value": None,
-        "ratio": {"median": None, "low": None, "high": None},
+        "ratio": NOT_MEASURED,
         "rounds": [],
         "peak_memory_bytes": None,
         "failed": None,

@@ -24,7 +24,7 @@ from typing import Literal
 
 from hasten.errors import InputError
 from hasten.machine.processes import LoadMeter
-from hasten.measure.elimination import MOST_ROUNDS, eliminate
+from hasten.measure.elimination import eliminate
 from hasten.measure.schedule import (
     OutOfTimeError,
     Turn,
@@ -232,7 +232,7 @@ class ReferencePair:
         )
 
     def side_by_side(
-        self, values: Mapping[Point, float], deadline: float, rounds: int = MOST_ROUNDS
+        self, values: Mapping[Point, float], deadline: float
     ) -> dict[Point, tuple[float, ...]]:
         """Runs the points' processes in turns, all alive, until one remains or time is up.
 
@@ -256,7 +256,7 @@ class ReferencePair:
             for variant in variants.values():
                 variant.again()  # all at the same examples from here on
             passes = self._passes(min(map(self._length, variants.values()), default=self._together))
-            log_ratios = eliminate(variants, values, passes, self._draw, self._cores, rounds)
+            log_ratios = eliminate(variants, values, passes, self._draw, self._cores)
             return {point: logs for point, logs in log_ratios.items() if logs}
         finally:
             for variant in variants.values():

@@ -19,7 +19,7 @@ from hasten.report.judgement import (
 )
 from hasten.report.markup import html_page, html_table
 from hasten.report.svg import Bar, Curve, bar_chart, line_chart
-from hasten.tune.space import Space, changes_text
+from hasten.tune.space import changes_text
 from hasten.tune.study import Study
 
 SCHEMA = 1
@@ -28,13 +28,13 @@ WIDTH, HEIGHT = 720, 220  # pixels of a drawing
 
 def study_document(
     study: Study,
-    space: Space,
     final_comparison: Mapping[str, Any] | None,
     winner: Mapping[str, Any] | None,
     importance: Mapping[str, float],
     about: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The study as plain values (docs/how-to/tune.md)."""
+    space = study.space
     return {
         "schema": SCHEMA,
         **about,
@@ -67,9 +67,8 @@ def study_document(
 
 def final_rows(variants: Sequence[Variant]) -> dict[str, Any]:
     """The final comparison as the study's JSON has it; places of ``rows`` follow the variants."""
-    judgements = judge_variants(variants)
     rows = []
-    for variant, judgement in zip(variants, judgements, strict=True):
+    for variant, judgement in zip(variants, judge_variants(variants), strict=True):
         ratio = ratio_to(variant, variants[0])
         rows.append(
             {
@@ -164,13 +163,10 @@ def page(document: Mapping[str, Any], title: str, sentence: str) -> str:
         rows = [(v["name"], ratio_text(v["ratio"]), says_of(v)) for v in comparison["variants"]]
         compared = html_table(("variant", "ratio [95 %]", "verdict"), rows)
     if final:
+        medians = [f"{statistics.median(one['rounds']):.3f}" for one in final]
         rows = [
-            (
-                changes_text(one["changes"]),
-                f"{statistics.median(one['rounds']):.3f}",
-                str(len(one["rounds"])),
-            )
-            for one in final
+            (changes_text(one["changes"]), median, str(len(one["rounds"])))
+            for one, median in zip(final, medians, strict=True)
         ]
         finalists = html_table(("what differs from the start", "ratio", "turns"), rows)
     sections = {
