@@ -15,6 +15,7 @@ from hasten.launch.ranks import rank_variables
 from hasten.measure import recipe_experiment
 from hasten.measure.ablation import Design
 from hasten.measure.experiment import ExperimentContext
+from hasten.measure.recipe_experiment import ExperimentSubject
 from hasten.measure.workers import WorkerPool, WorkerSpec
 from hasten.recipe.schema import Recipe
 from hasten.report import speedup
@@ -213,10 +214,11 @@ def test_what_cannot_be_compared_is_refused_in_a_sentence(recipe: Recipe, tmp_pa
     assert log(tmp_path) == []
 
 
-def test_variants_start_with_the_recipe_s_transport_as_a_training_does() -> None:
-    context = job_context(language_job())
-    found = recipe_experiment.environment(Plan(()), context, {"GLOO_SOCKET_IFNAME": "eth0"})
-    assert found == {"GLOO_SOCKET_IFNAME": "eth0"}
+def test_variants_start_with_the_recipe_s_transport_as_a_training_does(recipe: Recipe) -> None:
+    transport = {"GLOO_SOCKET_IFNAME": "eth0"}
+    job = recipe.model_copy(update={"transport": transport})
+    subject = ExperimentSubject(job, job_context(language_job()), Plan(()), "data")
+    assert subject.environment(subject.plan) == transport
 
 
 def test_variants_of_two_ranks_have_the_ranks_own_layout_as_their_baseline(

@@ -421,8 +421,7 @@ def _verified(subject: ExperimentSubject, progress: PhasedProgress) -> Rows:
         return {"verification": rows, "invariance": []}
     progress.show("each technique against a reference, on this job", 0.0)
     design = VerificationDesign(budget_seconds=remaining_seconds)
-    recipe, context, plan = subject.recipe, subject.context, subject.plan
-    return verified(recipe, context, plan, subject.data_key, design, lambda text: None, fresh=False)
+    return verified(subject, design, lambda text: None, fresh=False)
 
 
 def _trained(

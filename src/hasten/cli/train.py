@@ -163,11 +163,13 @@ def measured_to_hurt(recipe: Recipe) -> list[str]:
 def lacking(recipe: Recipe) -> dict[str, str]:
     """Variables that count only for a process that starts with them, as far as this one didn't."""
     from hasten.machine import environment
-    from hasten.recipe.build import environ_of
+    from hasten.recipe.build import context_of, plan_of
 
     if not (recipe.plan or recipe.transport):
         return {}
-    return environment.not_yet_so({**environ_of(recipe), **recipe.transport})
+    context = context_of(recipe)
+    wanted = plan_of(recipe, context).environment(context)
+    return environment.not_yet_so({**wanted, **recipe.transport})
 
 
 def warn_of_idle(effective: Mapping[str, Mapping[str, Any]]) -> list[str]:

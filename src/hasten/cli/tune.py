@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -103,10 +104,8 @@ def tune(
             )
             design = VerificationDesign(seeds=seeds)
             shown = subject.recipe.model_copy(update={"plan": plan.to_list()})
-            outcome = verified(
-                shown, subject.context, plan, subject.data_key, design, display.tell, fresh
-            )
-            return objections(outcome)
+            winner = replace(subject, recipe=shown, plan=plan)
+            return objections(verified(winner, design, display.tell, fresh))
 
         if learns:
             study_result = learn(

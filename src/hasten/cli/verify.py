@@ -60,10 +60,9 @@ def verify(
     design = VerificationDesign(seeds=seeds, tokens=tokens, margin=margin, budget_seconds=seconds)
     with Display() as display:
         subject = prepared(load_recipe(path, overrides or []), display, ranks=True)
-        recipe, context, plan = subject.recipe, subject.context, subject.plan
-        if not len(plan) and recipe.nproc == 1:
+        if not len(subject.plan) and subject.recipe.nproc == 1:
             raise InputError("plan: there is nothing to prove; list techniques under plan")
-        findings = verified(recipe, context, plan, subject.data_key, design, display.tell)
+        findings = verified(subject, design, display.tell)
     text = json.dumps(findings, indent=1)
     with text_to_stderr(as_json):
         show(findings)
@@ -87,9 +86,8 @@ def beforehand(
     def find(subject: ExperimentSubject) -> Mapping[str, Any]:
         if not wanted:
             return {}
-        design, tell = VerificationDesign(seeds=seeds, budget_seconds=budget_seconds), display.tell
-        recipe, context, plan = subject.recipe, subject.context, subject.plan
-        findings = verified(recipe, context, plan, subject.data_key, design, tell, fresh)
+        design = VerificationDesign(seeds=seeds, budget_seconds=budget_seconds)
+        findings = verified(subject, design, display.tell, fresh)
         for line in failures(findings):
             display.tell(f"verification: FAIL {line}")
         return findings

@@ -23,7 +23,7 @@ from typing import Any
 from hasten.core.context import JobContext
 from hasten.core.plan import Plan
 from hasten.errors import InputError
-from hasten.machine import environment as environment_
+from hasten.machine import environment
 from hasten.machine.cache import key_of, source_digest
 from hasten.machine.environment import World
 from hasten.machine.locks import alone_in, one_measurement
@@ -57,6 +57,13 @@ class ExperimentSubject:
     data: PreparedData | None = None
     job: str = "recipe"
 
+    def environment(self, plan: Plan) -> dict[str, str]:
+        """Environment variables of a variant's process, the same as those of a training.
+
+        The techniques set theirs first, then the recipe's transport settings.
+        """
+        return {**plan.environment(self.context), **self.recipe.transport}
+
 
 def conditions(context: JobContext) -> dict[str, Any]:
     """Machine, versions and sources, for the keys of stored results."""
@@ -65,17 +72,6 @@ def conditions(context: JobContext) -> dict[str, Any]:
         "versions": dict(context.versions),
         "source": source_digest(),
     }
-
-
-def environment(plan: Plan, context: JobContext, transport: Mapping[str, str]) -> Mapping[str, str]:
-    """Environment variables of a variant's process, the same as those of a training.
-
-    The techniques set theirs first, then the recipe's transport settings.
-    """
-    variables: dict[str, str] = {}
-    for technique in plan:
-        variables |= technique.environment(context)
-    return {**variables, **transport}
 
 
 def recipe_worker(
@@ -93,8 +89,7 @@ def recipe_worker(
         changes: of the recipe's keys, see `hasten.measure.worker.recipe_job`.
     """
     arguments = {"recipe": str(recipe), "plan": plan.to_list(), "changes": dict(changes or {})}
-    environ = environment(plan, subject.context, subject.recipe.transport)
-    return WorkerSpec(subject.job, arguments, environ, subject.recipe.nproc)
+    return WorkerSpec(subject.job, arguments, subject.environment(plan), subject.recipe.nproc)
 
 
 def prepared(
@@ -108,7 +103,7 @@ def prepared(
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(Path(recipe))
     if recipe.nproc > 1 and not ranks:
         raise InputError("nproc: only jobs of one process are measured here; set nproc: 1")
-    if environment_.world().size > 1:
+    if environment.world().size > 1:
         raise InputError(
             "several ranks have been started by a launcher, and an experiment starts its own: run "
             "the command once, and set nproc: N in the recipe"
@@ -160,7 +155,7 @@ def measured(
         "data": subject.data_key,
         "plans": {name: plan.key for name, plan in plans.items()},
         "design": asdict(design),
-        "threads": {name: environment_.variable(name) for name in THREADS},
+        "threads": {name: environment.variable(name) for name in THREADS},
         **conditions(context),
     }
     key = key_of(decisive)

@@ -31,7 +31,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from hasten.errors import InputError
@@ -85,12 +84,7 @@ class ExperimentRecord:
     def __enter__(self) -> ExperimentRecord:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property

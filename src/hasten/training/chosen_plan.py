@@ -27,6 +27,7 @@ from hasten.measure.choice import Choice
 from hasten.measure.choose import LONGEST_SECONDS, choose, choose_by_forecast
 from hasten.measure.quality.requirements import FAILED
 from hasten.measure.quality.verification import VerificationDesign, verified
+from hasten.measure.recipe_experiment import ExperimentSubject
 from hasten.parts.checkpoint.format import read_manifest
 from hasten.progress import Audience
 from hasten.recipe.build import prepare_run, requested_plan
@@ -118,7 +119,8 @@ def _proven(recipe: Recipe, choice: Choice, audience: Audience) -> Choice:
     budget = PROOF_SHARE * (recipe.auto_budget or LONGEST_SECONDS)
     lossy = recipe.auto_plan is not None and recipe.auto_plan.fidelity == "lossy"
     design = VerificationDesign(seeds=SEEDS if lossy else 0, budget_seconds=budget)
-    report = verified(settled, context, plan, data.note.key, design, audience.tell, fresh=False)
+    subject = ExperimentSubject(settled, context, plan, data.note.key)
+    report = verified(subject, design, audience.tell, fresh=False)
     wrong = {
         row["technique"]: row["text"] for row in report["verification"] if row["verdict"] in FAILED
     }

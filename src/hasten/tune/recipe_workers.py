@@ -10,7 +10,7 @@ from typing import Any
 
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
-from hasten.measure.recipe_experiment import ExperimentSubject, environment, recipe_worker
+from hasten.measure.recipe_experiment import ExperimentSubject, recipe_worker
 from hasten.measure.workers import Worker, WorkerPool
 
 ENDLESS = 1_000_000  # steps: a study ends by its budget
@@ -57,6 +57,5 @@ class RecipeWorkers:
         """Remembered by the techniques that it depends on: studies ask for many plans."""
         wishing = frozenset(t for t in plan if type(t).environment is not Technique.environment)
         if wishing not in self._environs:
-            recipe, context = self._given.recipe, self._given.context
-            self._environs[wishing] = environment(plan, context, recipe.transport)
+            self._environs[wishing] = self._given.environment(plan)
         return self._environs[wishing]

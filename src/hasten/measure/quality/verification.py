@@ -26,7 +26,6 @@ import math
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from hasten.core.context import JobContext
@@ -39,7 +38,7 @@ from hasten.machine.files import write_atomic
 from hasten.measure.quality.gradient_rows import Gradients
 from hasten.measure.quality.requirements import Row, exact_orders, exact_rows, lossy_rows
 from hasten.measure.quality.runner import Perform, QualityRunner
-from hasten.measure.recipe_experiment import conditions, environment
+from hasten.measure.recipe_experiment import ExperimentSubject, conditions
 from hasten.recipe.build import batch_of
 from hasten.recipe.schema import Recipe
 
@@ -110,13 +109,7 @@ STEPS = 50  # of a training with a seed, where the tokens aren't given
 
 
 def verified(
-    recipe: Recipe,
-    context: JobContext,
-    plan: Plan,
-    data_key: str,
-    design: VerificationDesign,
-    tell: Callable[[str], None],
-    fresh: bool = True,
+    subject: ExperimentSubject, design: VerificationDesign, tell: Tell, fresh: bool = True
 ) -> Rows:
     """Invariance and verification rows of a recipe with prepared data.
 
@@ -128,6 +121,7 @@ def verified(
     Raises:
         InputError: the recipe requests seeds without eval data.
     """
+    recipe, context, plan = subject.recipe, subject.context, subject.plan
     lossy = any(t.fidelity is Fidelity.LOSSY for t in plan)
     if design.seeds and lossy and recipe.eval_data == 0:
         raise InputError("eval_data: seeds are compared by the eval loss; hold examples out")
@@ -137,7 +131,7 @@ def verified(
     folder.mkdir(parents=True, exist_ok=True)
     decisive = {
         "recipe": recipe.model_dump(mode="json", exclude={"price", "plan", "output"}),
-        "data": data_key,
+        "data": subject.data_key,
         "plan": plan.to_list(),
         "design": asdict(design),
         **conditions(context),
@@ -151,9 +145,10 @@ def verified(
     resolved = folder / "recipe.yaml"
     resolved.write_text(recipe.to_yaml())
 
-    environ = partial(environment, context=context, transport=recipe.transport)
     budget = math.inf if design.budget_seconds is None else design.budget_seconds
-    perform = QualityRunner(resolved, folder, environ, ranks=recipe.nproc, budget_seconds=budget)
+    perform = QualityRunner(
+        resolved, folder, subject.environment, ranks=recipe.nproc, budget_seconds=budget
+    )
     try:
         report = verification_report(
             plan, perform, design, tell, recipe.nproc, lambda: perform.seconds_left
