@@ -203,7 +203,7 @@ def test_a_result_that_finds_no_room_is_printed_all_the_same(
     def full(path: Path, text: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("hasten.cli.arguments.write_atomic", full)
+    monkeypatch.setattr("hasten.machine.files.write_atomic", full)
     result = tmp_path / "result.json"
     code, out, err = hasten("eval", full_run, "--limit", 2, "--compare", "none", "-o", result)
     assert (code, err.count("\n")) == (2, 1)

@@ -30,7 +30,7 @@ from hasten.measure.recipe_experiment import prepared
 from hasten.measure.significance import with_process_variance
 from hasten.progress import SilentProgress
 from hasten.recipe import build, memory_check
-from hasten.recipe.build import build_model
+from hasten.recipe.build import Building
 from hasten.recipe.candidates import candidates
 from hasten.recipe.schema import Recipe, recipe_from
 from hasten.report.judgement import judge_variants
@@ -255,7 +255,7 @@ def test_a_choice_is_found_by_the_model_itself_as_another_trainer_has_it(
     recipe = recipe_from({**sums, "plan": []}, "a test")
     subject = prepared(recipe, SilentProgress())
     assert subject.data is not None
-    model = build_model(recipe, subject.data)
+    model = Building(recipe, subject.data)()
     (kept,) = kept_choices(context_of(model, "cpu"), tmp_path)
     assert kept.choice == first
     assert kept.examples == subject.context.examples

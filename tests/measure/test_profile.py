@@ -22,6 +22,7 @@ from hasten.core.setup import prepare
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.errors import InputError
+from hasten.machine import files
 from hasten.machine.environment import World
 from hasten.measure.profile import (
     OTHER,
@@ -35,7 +36,6 @@ from hasten.measure.profile import (
     steps_needed,
     table,
 )
-from hasten.report import markup
 from hasten.report.profile_page import render_page, render_text, timeline, write_profile
 from hasten.techniques.batch import AdaptiveBatch
 from hasten.techniques.collate import Packed
@@ -202,7 +202,7 @@ def test_a_file_that_cannot_be_finished_leaves_the_earlier_one(
     def full(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(markup, "write_atomic", full)
+    monkeypatch.setattr(files, "write_atomic", full)
     with pytest.raises(InputError, match="No space"):
         write_profile({**profile, "step_seconds": 1.0}, tmp_path)
     assert (tmp_path / "profile.html").read_text() == before

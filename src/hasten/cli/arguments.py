@@ -19,7 +19,6 @@ import typer
 
 from hasten.cli.output import say
 from hasten.errors import InputError
-from hasten.machine.files import write_atomic
 
 RecipePath = Annotated[Path, typer.Argument(help="the recipe, a YAML file", metavar="RECIPE")]
 Overrides = Annotated[
@@ -87,21 +86,6 @@ def writable(option: str, path: Path | None) -> Path | None:
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise InputError(f"{option}: {path} can't be written; name a file in an existing folder")
     return path
-
-
-def write_result(path: Path, text: str) -> None:
-    """Writes a command's result, whole or not at all.
-
-    Raises:
-        InputError: it can't be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, text)
-    except OSError as error:
-        raise InputError(
-            f"{path} can't be written: {error.strerror or error}; make room, or name another place"
-        ) from error
 
 
 def text_to_stderr(as_json: bool) -> contextlib.AbstractContextManager[Any]:

@@ -167,9 +167,9 @@ def _weights(recipe: Recipe) -> tuple[str, list[str]]:
 def _built(recipe: Recipe, data: PreparedData) -> tuple[str, None]:
     """The model as `hasten train` makes it, but without memory for its weights."""
     from hasten.models.adapters import lora_targets
-    from hasten.recipe.build import build_model
+    from hasten.recipe.build import Building
 
-    model: Any = build_model(recipe, data, skeleton=True)
+    model: Any = Building(recipe, data).skeleton()
     text = f"{type(model).__name__}, attention: {model.config._attn_implementation}"
     if recipe.finetuning_type == "lora":
         targets = lora_targets(model, recipe.lora_targets)

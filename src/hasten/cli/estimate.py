@@ -22,11 +22,11 @@ from hasten.cli.arguments import (
     output_option,
     text_to_stderr,
     writable,
-    write_result,
 )
 from hasten.cli.output import say
 from hasten.errors import InputError
 from hasten.formatting import aligned, wrapped
+from hasten.machine.files import write_result
 
 if TYPE_CHECKING:
     from hasten.planner.candidate import PlanCandidate

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hasten.cli.arguments import AsJson, writable, write_result
+from hasten.cli.arguments import AsJson, writable
 from hasten.cli.chat import Run, Weights
 from hasten.cli.output import say
 from hasten.formatting import aligned
+from hasten.machine.files import write_result
 
 if TYPE_CHECKING:
     from hasten.release.evaluation import MetricChange, TaskMetric

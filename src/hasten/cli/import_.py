@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hasten.cli.arguments import Overrides, output_option, writable, write_result
+from hasten.cli.arguments import Overrides, output_option, writable
 from hasten.cli.output import say
 from hasten.errors import InputError
 from hasten.formatting import shown
+from hasten.machine.files import write_result
 
 if TYPE_CHECKING:
     from hasten.recipe.importers import ImportedRecipe

@@ -20,10 +20,10 @@ from hasten.cli.arguments import (
     command_line,
     output_option,
     refuse_unused,
-    write_result,
 )
 from hasten.cli.output import say
 from hasten.core.plan import Plan
+from hasten.machine.files import write_result
 
 if TYPE_CHECKING:
     from hasten.core.context import JobContext

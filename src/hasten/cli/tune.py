@@ -26,12 +26,12 @@ from hasten.cli.arguments import (
     refuse_unused,
     text_to_stderr,
     writable,
-    write_result,
 )
 from hasten.cli.output import say
 from hasten.core.plan import Plan
 from hasten.core.technique import Fidelity
 from hasten.formatting import duration
+from hasten.machine.files import write_result
 
 if TYPE_CHECKING:
     from hasten.measure.quality.verification import Rows

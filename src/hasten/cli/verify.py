@@ -20,10 +20,10 @@ from hasten.cli.arguments import (
     output_option,
     text_to_stderr,
     writable,
-    write_result,
 )
 from hasten.cli.output import say
 from hasten.errors import FAILED, InputError
+from hasten.machine.files import write_result
 
 if TYPE_CHECKING:
     from hasten.measure.quality.verification import Rows

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from hasten.errors import InputError
+
 TEMPORARY = ".*.part"  # what a killed process may leave behind
 
 
@@ -43,3 +45,18 @@ def write_atomic(path: Path, text: str, durable: bool = True) -> None:
     """Writes a text file whole or not at all, in UTF-8; what it lacks becomes ``\\udcff``."""
     with replacing(path, durable) as file:
         file.write(text.encode(errors="backslashreplace"))
+
+
+def write_result(path: Path, text: str) -> None:
+    """Writes a file that a user wants, whole or not at all; its folder is made if missing.
+
+    Raises:
+        InputError: it can't be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, text)
+    except OSError as error:
+        raise InputError(
+            f"{path} can't be written: {error.strerror or error}; make room, or name another place"
+        ) from error

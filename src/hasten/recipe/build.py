@@ -290,8 +290,9 @@ def job_of(recipe: Recipe, data: PreparedData, context: JobContext, plan: Plan) 
     # Examples of one pass of a metric: those of a micro-batch, if the plan limits them.
     sizes = (t.micro_batch_size for t in plan if isinstance(t, GradientAccumulation))
     at_once = min(ROWS, next(sizes, 0) or ROWS)
+    building = Building(recipe, data)
     job = Job(
-        model=partial(build_model, recipe, data) if sees else Building(recipe, data),
+        model=partial(building) if sees else building,
         loss=partial(WholeLogitsLoss, terms=LossTerms(recipe.label_smoothing, recipe.z_loss)),
         optimizer=partial(adamw, recipe),
         stop=Stop(recipe.max_steps, recipe.epochs, recipe.max_tokens),
@@ -320,20 +321,13 @@ def job_of(recipe: Recipe, data: PreparedData, context: JobContext, plan: Plan) 
     return replace(job, schedule=schedule)
 
 
-def build_model(recipe: Recipe, data: PreparedData, skeleton: bool = False) -> nn.Module:
-    """The model in float32, through SDPA where it can, fitted to the data's tokenizer.
-
-    A ``skeleton`` has no memory for weights.
-    """
-    return model_for(recipe, data.tokenizer, data.note.stop_token, skeleton)
-
-
 def model_for(
     recipe: Recipe, tokenizer: Any, stop_token: int | None = None, skeleton: bool = False
 ) -> nn.Module:
-    """The model as the run begins with it, before anything learns.
+    """The model as the run begins with it: in float32, through SDPA where it can.
 
-    Text that it writes ends at ``stop_token``, too: the last token of a trained answer.
+    Text that it writes ends at ``stop_token``, too: the last token of a trained answer. A
+    ``skeleton`` has no memory for weights.
     """
     model: Any = load_model(
         recipe.model,
@@ -367,16 +361,16 @@ def batch_of(recipe: Recipe) -> GlobalBatch:
 
 @dataclass(frozen=True)
 class Building:
-    """Builds a recipe's model, or its skeleton."""
+    """Builds a recipe's model, or its skeleton, fitted to the data's tokenizer."""
 
     recipe: Recipe
     data: PreparedData
 
-    def __call__(self) -> nn.Module:
-        return build_model(self.recipe, self.data)
+    def __call__(self, skeleton: bool = False) -> nn.Module:
+        return model_for(self.recipe, self.data.tokenizer, self.data.note.stop_token, skeleton)
 
     def skeleton(self) -> nn.Module:
-        return build_model(self.recipe, self.data, skeleton=True)
+        return self(skeleton=True)
 
 
 def lora_of(recipe: Recipe, plan: Plan) -> LoRA | None:

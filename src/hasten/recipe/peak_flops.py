@@ -21,7 +21,7 @@ from hasten.errors import InputError
 from hasten.foreign_files import read_json_object
 from hasten.machine.accelerators import datasheet
 from hasten.machine.benchmark import MachineRates, measure
-from hasten.machine.files import write_atomic
+from hasten.machine.files import write_result
 from hasten.models.flops import CONVENTION, model_flops
 from hasten.recipe.schema import Recipe
 
@@ -148,14 +148,7 @@ def _measure(recipe: Recipe, context: JobContext) -> None:
 
 
 def write_rates(rates: MachineRates, path: Path) -> None:
-    """The file appears complete or not at all."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps(rates.to_dict(), indent=1) + "\n")
-    except OSError as error:
-        raise InputError(
-            f"{path} can't be written: {error.strerror or error}; name another file"
-        ) from error
+    write_result(path, json.dumps(rates.to_dict(), indent=1) + "\n")
 
 
 def _devices(recipe: Recipe, context: JobContext) -> int:

@@ -29,10 +29,10 @@ from pydantic import (
 
 from hasten.errors import InputError
 from hasten.foreign_files import parse_json, read_bounded
+from hasten.machine.files import write_result
 from hasten.measure.ablation import Design, Variant
 from hasten.measure.statistics import Effect, Interval, paired_ratio, unpaired_ratio, verdict
 from hasten.recipe.yaml_reader import first_complaint
-from hasten.report.markup import write_files
 
 NAME = "bundle.json"
 LARGEST = 64 << 20  # bytes of the file
@@ -134,7 +134,7 @@ def write_bundle(bundle: Bundle, folder: Path) -> None:
         InputError: the place can't be written.
     """
     text = json.dumps(bundle.model_dump(mode="json"), indent=1)
-    write_files(folder, {NAME: f"{text}\n"})
+    write_result(folder / NAME, f"{text}\n")
 
 
 def read_bundle(path: Path) -> Bundle:

@@ -7,7 +7,8 @@ from html import escape
 from pathlib import Path
 
 from hasten.data.statistics import BatchLayout, DataStatistics
-from hasten.report.markup import html_page, html_table, write_files
+from hasten.machine.files import write_result
+from hasten.report.markup import html_page, html_table
 from hasten.report.svg import Bar, bar_chart, visible
 
 WIDTHS = (800, 360)  # pixels: a wide drawing and one for telephones
@@ -17,7 +18,7 @@ def write_page(
     path: Path, title: str, statistics: DataStatistics, ways: Sequence[BatchLayout], advice: str
 ) -> None:
     """Writes the page atomically; an existing page is replaced."""
-    write_files(path.parent, {path.name: page(title, statistics, ways, advice)})
+    write_result(path, page(title, statistics, ways, advice))
 
 
 def page(title: str, statistics: DataStatistics, ways: Sequence[BatchLayout], advice: str) -> str:

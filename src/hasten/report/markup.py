@@ -1,14 +1,11 @@
-"""Tables and texts of others as Markdown and HTML: the only writer of both, and of files."""
+"""Tables and texts of others as Markdown and HTML: the only writer of both."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
-
-from hasten.errors import InputError
-from hasten.machine.files import write_atomic
 
 LONGEST = 400  # characters of a cell
 
@@ -50,20 +47,3 @@ def html_page(title: str, body: str) -> str:
 
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
     return environment.get_template("page/plain.html.jinja").render(title=title, body=body)
-
-
-def write_files(folder: Path, texts: Mapping[str, str]) -> None:
-    """Writes texts by file name, each complete or not at all; the folder is made if missing.
-
-    Raises:
-        InputError: the folder can't be written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            write_atomic(folder / name, text)
-    except OSError as error:
-        raise InputError(
-            f"{folder} can't be written: {error.strerror or error}; make room, or name another "
-            "folder"
-        ) from error

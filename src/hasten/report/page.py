@@ -29,6 +29,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from hasten.core.plan import name_of
 from hasten.errors import InputError
 from hasten.formatting import duration, measure, number_text, outline, span
+from hasten.machine.files import write_result
 from hasten.measure.quality.requirements import FAILED
 from hasten.recipe.write_back import plain_entry
 from hasten.report.conclusions import (
@@ -45,7 +46,7 @@ from hasten.report.conclusions import (
     variants_that_hurt,
 )
 from hasten.report.judgement import Row, cumulative_of, verdict_word
-from hasten.report.markup import LONGEST, cell, markdown_table, write_files
+from hasten.report.markup import LONGEST, cell, markdown_table
 from hasten.report.schema import SCHEMA, as_json, read_report
 from hasten.report.svg import drawings, thin
 
@@ -508,5 +509,6 @@ def write_report(report: Mapping[str, Any], folder: Path) -> Path:
     """
     plain = as_json(report, "report")
     page = page_of(plain, read_report(report))
-    write_files(folder, {"report.json": json.dumps(plain) + "\n", "report.html": page})
+    write_result(folder / "report.json", json.dumps(plain) + "\n")
+    write_result(folder / "report.html", page)
     return folder / "report.html"

@@ -11,7 +11,8 @@ from typing import Any
 
 from hasten.core.timing import PARTS, step_total
 from hasten.formatting import NOT_MEASURED, aligned, number_text
-from hasten.report.markup import html_page, html_table, write_files
+from hasten.machine.files import write_result
+from hasten.report.markup import html_page, html_table
 from hasten.report.svg import rect, svg_text
 
 # A profile in words and aligned tables, for the terminal and the page alike.
@@ -190,5 +191,7 @@ def write_profile(profile: Mapping[str, Any], folder: Path) -> Path:
         InputError: the folder can't be written.
     """
     text = json.dumps(profile, indent=1, allow_nan=False) + "\n"
-    write_files(folder, {"profile.json": text, "profile.html": render_page(profile)})
+    page = render_page(profile)
+    write_result(folder / "profile.json", text)
+    write_result(folder / "profile.html", page)
     return folder / "profile.html"
