@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +15,6 @@ from hasten.errors import InputError
 
 if TYPE_CHECKING:
     from hasten.data.conversation import Conversation
-    from hasten.data.statistics import BatchLayout, DataStatistics
     from hasten.recipe.prepared_data import PreparedData
     from hasten.recipe.schema import Recipe
 
@@ -62,7 +60,7 @@ def stats(
     from hasten.recipe.build import context_of
     from hasten.recipe.candidates import first_plan_sentence
     from hasten.recipe.schema import DEFAULT_BATCH, load_recipe
-    from hasten.report.data_page import write_page
+    from hasten.report.data_page import bin_name, facts_of, write_page
 
     if output is not None and output.is_dir():
         raise InputError(f"--output: {output} is a folder; name a file")
@@ -80,8 +78,20 @@ def stats(
         values |= {"padding_share": 1 - ways[0].fullness, "batch": batch, "advice": chosen}
         say(json.dumps({**values, "layouts": [w.__dict__ for w in ways]}, indent=1))
         return
-    _print(statistics)
-    _print_layouts(ways, chosen)
+    for name, fact in facts_of(statistics):
+        say(f"{name:<16} {fact}")
+    say()
+    most = max(b.examples for b in statistics.bins)
+    for one in statistics.bins:
+        bar = "█" * round(BAR * one.examples / most) or ("▏" if one.examples else "")
+        share = one.tokens / statistics.tokens
+        say(f"{bin_name(one):>15} {bar:<{BAR}} {one.examples:>9,}  {share:5.1%} of tokens")
+    say(f"\n{'laid out as':<34} {'technique':<15} {'full':>7} {'rows':>11} {'bound':>11}")
+    for way in ways:
+        bound = "-" if way.bound is None else f"{way.bound:,}"
+        figures = f"{way.fullness:>7.1%} {way.rows:>11,} {bound:>11}"
+        say(f"{way.method:<34} {way.technique:<15} {figures}")
+    say(f"\nfullest: {chosen}; other examples share a step then, so hasten verify judges the loss")
     say(first_plan_sentence(recipe, context_of(recipe, data)))
     if output is not None:
         say(f"\nwritten: {output}")
@@ -189,26 +199,3 @@ def _row(conversation: Conversation) -> dict[str, object]:
             row.pop(key, None)
         row |= {} if turn.trained else {"weight": 0}
     return {"messages": written} | ({"tools": tools} if tools else {})
-
-
-def _print(statistics: DataStatistics) -> None:
-    quantiles = ", ".join(f"{q} %: {n:,}" for q, n in statistics.quantiles.items())
-    say(f"examples         {statistics.examples:,}, {statistics.duplicates:,} of them duplicates")
-    share = statistics.trained_tokens / statistics.tokens
-    say(f"tokens          {statistics.tokens:,}, {share:.1%} of them trained")
-    say(f"tokens/example   {statistics.shortest:,} to {statistics.longest:,}; {quantiles}\n")
-    most = max(b.examples for b in statistics.bins)
-    for one in statistics.bins:
-        bar = "█" * round(BAR * one.examples / most) or ("▏" if one.examples else "")
-        share = one.tokens / statistics.tokens
-        name = f"{one.low:,}-{one.high - 1:,}" if one.high - one.low > 1 else f"{one.low:,}"
-        say(f"{name:>15} {bar:<{BAR}} {one.examples:>9,}  {share:5.1%} of tokens")
-
-
-def _print_layouts(ways: Sequence[BatchLayout], chosen: str) -> None:
-    say(f"\n{'laid out as':<34} {'technique':<15} {'full':>7} {'rows':>11} {'bound':>11}")
-    for way in ways:
-        bound = "-" if way.bound is None else f"{way.bound:,}"
-        figures = f"{way.fullness:>7.1%} {way.rows:>11,} {bound:>11}"
-        say(f"{way.method:<34} {way.technique:<15} {figures}")
-    say(f"\nfullest: {chosen}; other examples share a step then, so hasten verify judges the loss")

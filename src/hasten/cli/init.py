@@ -10,6 +10,7 @@ import typer
 from hasten.cli.arguments import output_option
 from hasten.cli.output import say
 from hasten.errors import InputError
+from hasten.machine.files import write_result
 
 
 def init(
@@ -25,11 +26,6 @@ def init(
         raise InputError(f"{recipe} exists; name another file with --output")
     with Display() as display:
         text = suggest(model, dataset, f"runs/{recipe.stem}", display.tell)
-    try:
-        recipe.parent.mkdir(parents=True, exist_ok=True)
-        with recipe.open("x") as file:
-            file.write(text)
-    except OSError as error:
-        raise InputError(f"{recipe} can't be written: {error.strerror or error}") from error
+    write_result(recipe, text)
     say(text, end="")
     say(f"\nwritten: {recipe}\nnext: hasten check {recipe}")

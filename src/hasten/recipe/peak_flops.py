@@ -3,7 +3,7 @@
 ``auto`` uses the vendor's figure for a GPU with a known name. On a processor it uses
 nothing, because no datasheet has a matrix rate. ``measure`` takes two seconds before
 the first step. It stores the result in the run's folder for ranks, variants and later
-runs. Any other value is a file that ``hasten bench --json`` wrote on this machine.
+runs. Any other value is a file that ``hasten env --bench -o`` wrote on this machine.
 """
 
 from __future__ import annotations

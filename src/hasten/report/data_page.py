@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from hasten.data.statistics import BatchLayout, DataStatistics
+from hasten.data.statistics import BatchLayout, Bin, DataStatistics
 from hasten.machine.files import write_result
 from hasten.report.markup import html_page, html_table
 from hasten.report.svg import Bar, bar_chart, visible
@@ -21,26 +21,34 @@ def write_page(
     write_result(path, page(title, statistics, ways, advice))
 
 
-def page(title: str, statistics: DataStatistics, ways: Sequence[BatchLayout], advice: str) -> str:
-    """The page; every text is escaped, the drawings escape their own."""
+def facts_of(statistics: DataStatistics) -> list[tuple[str, str]]:
+    """Counts of examples and tokens, each with its name."""
     share = statistics.trained_tokens / statistics.tokens
     quantiles = ", ".join(f"{q} %: {n:,}" for q, n in statistics.quantiles.items())
-    facts = [
+    return [
         ("examples", f"{statistics.examples:,}, {statistics.duplicates:,} of them duplicates"),
         ("tokens", f"{statistics.tokens:,}, {share:.1%} of them trained"),
-        ("tokens per example", f"{statistics.shortest:,} to {statistics.longest:,}; {quantiles}"),
+        ("tokens/example", f"{statistics.shortest:,} to {statistics.longest:,}; {quantiles}"),
     ]
+
+
+def bin_name(one: Bin) -> str:
+    """The lengths in a bin, in words."""
+    return f"{one.low:,}-{one.high - 1:,}" if one.high - one.low > 1 else f"{one.low:,}"
+
+
+def page(title: str, statistics: DataStatistics, ways: Sequence[BatchLayout], advice: str) -> str:
+    """The page; every text is escaped, the drawings escape their own."""
     lengths = []
     for one in statistics.bins:
-        name = f"{one.low:,}-{one.high - 1:,}" if one.high - one.low > 1 else f"{one.low:,}"
         text = f"{one.examples:,} ({one.tokens / statistics.tokens:.1%} of tokens)"
-        lengths.append(Bar(name, text, float(one.examples)))
+        lengths.append(Bar(bin_name(one), text, float(one.examples)))
     fullness = [Bar(way.method, f"{way.fullness:.1%}", way.fullness) for way in ways]
     drawn = (
         ("Examples by length in tokens", lengths, lambda value: f"{value:,.0f}"),
         ("How full the positions are", fullness, lambda value: f"{value:.0%}"),
     )
-    body = [html_table(("", ""), facts)]
+    body = [html_table(("", ""), facts_of(statistics))]
     for heading, bars, formatter in drawn:
         wide, narrow = (bar_chart(heading, bars, width, 0.0, formatter) for width in WIDTHS)
         body.append(f"<section><h2>{heading}</h2>")

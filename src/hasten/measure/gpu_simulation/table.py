@@ -25,7 +25,7 @@ QUANTITIES = ("calls", "launches", "bytes", "flops", "seconds")
 
 
 def table(trace: SimulatedTrace, name: str, cutoff_len: int) -> str:
-    """The text that `hasten plan --simulate` prints."""
+    """The text that `hasten profile --simulate` prints."""
     first, device = trace.ranks[0], trace.device
     syncs = sorted(first.by_name("syncs").items(), key=lambda item: -item[1])[:LINES]
     ranks = f", {len(trace.ranks)} ranks" if len(trace.ranks) > 1 else ""
