@@ -18,7 +18,7 @@ from hasten.cli.arguments import (
     text_to_stderr,
     writable,
 )
-from hasten.cli.output import say
+from hasten.cli.output import say, show_table
 from hasten.errors import InputError
 from hasten.formatting import size
 
@@ -144,14 +144,10 @@ def measure_machine(
 
 def show_kernels(figures: DeviceFigures) -> None:
     """Each way of each operation: its rate, its speed against the first one, its largest error."""
-    from rich.console import Console
-    from rich.table import Table
-
     from hasten.parts.kernels import registry
 
-    table = Table(show_edge=False)
-    for name in ("operation", "way", "rate", "speed [95 %]", "error", "allowed"):
-        table.add_column(name, no_wrap=True)
+    columns = ("operation", "way", "rate", "speed [95 %]", "error", "allowed")
+    rows: list[tuple[str, ...]] = []
     first: dict[str, str] = {}
     for variant in registry.variants():
         proof, times = figures.proofs.get(variant.key), figures.times.get(variant.key)
@@ -164,46 +160,37 @@ def show_kernels(figures: DeviceFigures) -> None:
         unit = {"byte": "GB/s"}.get(variant.operation.unit, f"G{variant.operation.unit}/s")
         rate = "" if times is None else f"{times.rate / 1e9:.4g} {unit}"
         errors = (f"{proof.error:.1e}", f"{proof.bound:.0e}")
-        table.add_row(name if opens else "", variant.name, rate, str(gain or ""), *errors)
-    console = Console(highlight=False, width=None if Console().is_terminal else 120)
-    console.print(table)
+        rows.append((name if opens else "", variant.name, rate, str(gain or ""), *errors))
+    show_table(columns, rows, whole=columns)
     for variant in registry.variants():
         proof = figures.proofs.get(variant.key)
         if proof is not None and proof.fault:
-            console.print(f"{variant.key}: {proof.fault}; it is left out of plans", markup=False)
-    console.print(
+            say(f"{variant.key}: {proof.fault}; it is left out of plans")
+    say(
         f"{figures.device}, one thread, {figures.cpu_seconds:.1f} s of processor time, "
-        f"{figures.measured_at}; hasten env --bench --fresh measures again",
-        markup=False,
+        f"{figures.measured_at}; hasten env --bench --fresh measures again"
     )
 
 
 def show(rates: MachineRates) -> None:
     """The rates as tables, the best of each format against the datasheet where there is one."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False, soft_wrap=True)
     threads = f", threads: {rates.threads}" if rates.device == "cpu" else ""
-    console.print(
-        f"{rates.device_name or rates.device}{threads}, torch {rates.torch}, {rates.measured_at}",
-        markup=False,
-    )
-    table = Table("product", "format", "best TFLOP/s", "median", "repeats")
+    say(f"{rates.device_name or rates.device}{threads}, torch {rates.torch}, {rates.measured_at}")
+    products = []
     for product in rates.products:
         crown = " *" if product is rates.best([product.dtype]) else ""
         figures = f"{product.best / 1e12:.4g}{crown}", f"{product.median / 1e12:.4g}"
-        table.add_row(_shape(product), product.dtype, *figures, str(product.repeats))
-    console.print(table)
-    copies = Table("memory", "best GB/s", "median", "repeats")
-    for copy in rates.copies:
-        figures = f"{copy.best / 1e9:.4g}", f"{copy.median / 1e9:.4g}"
-        copies.add_row(copy.way, *figures, str(copy.repeats))
-    console.print(copies)
+        products.append((_shape(product), product.dtype, *figures, str(product.repeats)))
+    show_table(("product", "format", "best TFLOP/s", "median", "repeats"), products)
+    copies = [
+        (copy.way, f"{copy.best / 1e9:.4g}", f"{copy.median / 1e9:.4g}", str(copy.repeats))
+        for copy in rates.copies
+    ]
+    show_table(("memory", "best GB/s", "median", "repeats"), copies)
     for line in rates.skipped:
-        console.print(f"not measured: {line}", markup=False)
+        say(f"not measured: {line}")
     for line in conclusions(rates):
-        console.print(line, markup=False)
+        say(line)
 
 
 def conclusions(rates: MachineRates) -> list[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hasten.cli.arguments import Overrides, output_option, writable
-from hasten.cli.output import say
+from hasten.cli.output import say, show_table
 from hasten.errors import InputError
 from hasten.formatting import shown
 from hasten.machine.files import write_result
@@ -92,13 +92,9 @@ def tell_format(values: Mapping[str, Any]) -> None:
 
 def show(imported: ImportedRecipe, path: Path) -> None:
     """A row for each key, what needs a look first."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=shown(f"{path}: {imported.format}"), title_justify="left", show_edge=False)
-    for name in ("", "key", "value", "what becomes of it"):
-        table.add_column(name, overflow="fold", no_wrap=name == "key")
-    for row in sorted(imported.rows, key=lambda row: ORDER[row.fate]):
-        table.add_row(TITLES[row.fate], *map(shown, (row.key, row.value, row.explanation)))
-    console = Console(highlight=False, width=None if Console().is_terminal else 120)
-    console.print(table, markup=False)
+    columns = ("", "key", "value", "what becomes of it")
+    rows = [
+        (TITLES[row.fate], *map(shown, (row.key, row.value, row.explanation)))
+        for row in sorted(imported.rows, key=lambda row: ORDER[row.fate])
+    ]
+    show_table(columns, rows, shown(f"{path}: {imported.format}"), whole=("key",))

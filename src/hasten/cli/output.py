@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import sys
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, TextIO
 
 from hasten.errors import StoppedError
@@ -62,6 +63,28 @@ def say(
         raise
     except OSError as error:
         raise unwritable(error.strerror or str(error)) from error
+
+
+def show_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    title: str | None = None,
+    whole: Collection[str] = (),
+) -> None:
+    """Prints a table as wide as the terminal; long cells go on in further lines.
+
+    Cells of the columns ``whole`` stay on one line.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", show_edge=False)
+    for name in columns:
+        table.add_column(name, overflow="fold", no_wrap=name in whole)
+    for row in rows:
+        table.add_row(*row)
+    console = Console(highlight=False, width=None if Console().is_terminal else 120)
+    console.print(table, markup=False)
 
 
 def unwritable(reason: str) -> StoppedError:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hasten.cli.arguments import STARTED, Fresh, Overrides, RecipePath
-from hasten.cli.output import say
+from hasten.cli.output import say, show_table
 from hasten.core.plan import name_of
 from hasten.core.slot import Slot
 from hasten.errors import FAILED, INTERRUPTED, LEFT, UNSAVED, InputError
@@ -126,16 +126,13 @@ def _train(
 def show_choice(choice: Choice) -> None:
     """Every candidate with its reason, and the plan as lines of a recipe."""
     import yaml
-    from rich.console import Console
-    from rich.table import Table
 
-    table = Table(show_edge=False)
-    for name in ("change of the first plan, or technique", "speed [95 %]", "", "why"):
-        table.add_column(name, overflow="fold")
-    for row in choice.rows:
-        ratio = "" if row.ratio is None else span(row.ratio, "times")
-        table.add_row(row.name, ratio, row.decision, row.why)
-    Console(highlight=False, width=None if Console().is_terminal else 120).print(table)
+    columns = ("change of the first plan, or technique", "speed [95 %]", "", "why")
+    rows = [
+        (row.name, "" if row.ratio is None else span(row.ratio, "times"), row.decision, row.why)
+        for row in choice.rows
+    ]
+    show_table(columns, rows)
     plan = yaml.safe_dump({"plan": choice.entries}, sort_keys=False, width=100)
     say(f"\n{choice.sentence}\n\n{plan}", end="")
 

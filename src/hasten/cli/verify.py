@@ -21,7 +21,7 @@ from hasten.cli.arguments import (
     text_to_stderr,
     writable,
 )
-from hasten.cli.output import say
+from hasten.cli.output import say, show_table
 from hasten.errors import FAILED, InputError
 from hasten.machine.files import write_result
 
@@ -97,12 +97,8 @@ def beforehand(
 
 def show(findings: Rows) -> None:
     """Two tables, for people."""
-    from rich.console import Console
-    from rich.table import Table
-
     from hasten.measure.quality.requirements import failures
 
-    console = Console(highlight=False, width=None if Console().is_terminal else 120)
     for title, key, names in (
         ("the plan as a whole", "invariance", ("what", "verdict", "text")),
         (
@@ -111,11 +107,7 @@ def show(findings: Rows) -> None:
             ("technique", "fidelity", "verdict", "text"),
         ),
     ):
-        table = Table(title=title, title_justify="left", show_edge=False, show_lines=False)
-        for name in names:
-            table.add_column(name, overflow="fold")
-        for row in findings[key]:
-            table.add_row(*(str(row[name]) for name in names))
-        console.print(table, "", sep="\n", markup=False)
+        show_table(names, [[str(row[name]) for name in names] for row in findings[key]], title)
+        say()
     for line in failures(findings):
         say(f"FAIL {line}")
