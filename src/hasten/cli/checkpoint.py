@@ -31,7 +31,7 @@ One = Annotated[Path, typer.Argument(help="one checkpoint, or a folder: its newe
 @app.command("ls")
 def ls(folder: Folder) -> None:
     """List checkpoints with size and time."""
-    from hasten.parts.checkpoint.format import DamagedCheckpointError, read_manifest
+    from hasten.parts.checkpoint.format import REASON, DamagedCheckpointError, read_manifest
 
     for path in _all(folder):
         when = datetime.datetime.fromtimestamp(path.stat().st_mtime).isoformat(" ", "seconds")
@@ -47,8 +47,11 @@ def ls(folder: Folder) -> None:
         packed = "  packed" if manifest.get("coded") else ""
         base = f"  differs from {manifest['base']['name']}" if manifest.get("base") else ""
         say(f"{path.name}  {size / 1e6:,.1f} MB  {when}{packed}{base}")
-    for path, reason in _set_aside(_home(folder)):
-        say(f"{path.name}  {reason}")
+    for path in sorted(p for p in _home(folder).glob(".*-step-*") if p.is_dir()):
+        if path.name[1:].partition("-")[0] in ("damaged", "aside"):
+            note = path / REASON
+            reason = note.read_text(encoding="utf-8").strip() if note.is_file() else ""
+            say(f"{path.name}  {reason}" if reason else f"{path.name}  of a way that wasn't taken")
 
 
 @app.command("verify")
@@ -138,17 +141,3 @@ def _loaded(folder: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
         return path, *load(path)
     except ValueError as error:
         raise InputError(str(error)) from error
-
-
-def _set_aside(folder: Path) -> list[tuple[Path, str]]:
-    """Returns the folders that were archived, each with the reason stored in it."""
-    from hasten.parts.checkpoint.format import REASON
-
-    archived = []
-    for path in sorted(p for p in folder.glob(".*-step-*") if p.is_dir()):
-        kind = path.name[1:].partition("-")[0]
-        if kind in ("damaged", "aside"):
-            note = path / REASON
-            reason = note.read_text(encoding="utf-8").strip() if note.is_file() else ""
-            archived.append((path, reason or "of a way that wasn't taken"))
-    return archived

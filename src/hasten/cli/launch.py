@@ -158,8 +158,13 @@ def launch(
             say(f"--- {file}\n{text}", end="")
         return 0
     command = submission(target, made, folder)
-    if submit:
-        _check_submission(target, command)
+    if submit and not command:
+        raise InputError(f"--submit: {target} has to be started by hand on each host")
+    if submit and shutil.which(command[0]) is None:
+        raise InputError(
+            f"--submit: there is no {command[0]} on this machine; leave --submit out and start "
+            "the files where there is one"
+        )
     for written in write(texts, folder):
         say(f"written: {written}")
     for sentence in advice(made.cloud, made.interface):
@@ -204,13 +209,3 @@ def rehearsal(recipe: Recipe, made: Launch, folder: Path, wanted: str | None) ->
     for host, sent in enumerate(rehearsed.sent):
         say(f"host {host}: {sent:,} bytes sent")
     return 0
-
-
-def _check_submission(target: str, command: list[str]) -> None:
-    if not command:
-        raise InputError(f"--submit: {target} has to be started by hand on each host")
-    if shutil.which(command[0]) is None:
-        raise InputError(
-            f"--submit: there is no {command[0]} on this machine; leave --submit out and start "
-            "the files where there is one"
-        )

@@ -73,9 +73,6 @@ class Choice:
             gained = f"; {self.gain['median']:.2f}×{between} the speed without techniques"
         return f"plan: auto chose {', '.join(names) or 'no technique'}: {self.why}{gained}"
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Choice:
         """Read one back. Raises TypeError, KeyError or ValueError for anything else."""
@@ -162,7 +159,7 @@ def stored_choice(path: Path) -> Choice | None:
 def store_choice(path: Path, choice: Choice, context: JobContext, settings: AutoPlan) -> None:
     entry = {
         "date": time.strftime("%Y-%m-%d"),
-        "choice": choice.to_dict(),
+        "choice": asdict(choice),
         "fidelity": settings.fidelity,
         "about": _about_job(context),
     }

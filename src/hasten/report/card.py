@@ -77,7 +77,13 @@ def card_text(
         _techniques(summary),
     ]
     if report is not None:
-        parts += ["## What each switch gained, measured on this job", _evidence(report)]
+        read = read_report(report)
+        table = table_of(read)
+        cells = [[cell(row[key]) for key in SHOWN] for row in (table.columns, *table.rows)]
+        heading = "## What each switch gained, measured on this job"
+        parts += [heading, markdown_table(cells).rstrip()]
+        if quality_text := (read["quality"] or {}).get("text"):
+            parts.append(cell(quality_text))
     if comparison:
         rows = [[cell(value) for value in row] for row in comparison]
         parts += [
@@ -145,11 +151,3 @@ def _techniques(summary: JobContext) -> str:
     if not rows:
         return "None."
     return markdown_table([("technique", "", "what was seen"), *rows]).rstrip()
-
-
-def _evidence(report: JobContext) -> str:
-    read = read_report(report)
-    table = table_of(read)
-    rows = [[cell(row[key]) for key in SHOWN] for row in (table.columns, *table.rows)]
-    quality_text = (read["quality"] or {}).get("text")
-    return markdown_table(rows).rstrip() + (f"\n\n{cell(quality_text)}" if quality_text else "")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ def with_chosen_plan(
     audience.tell(choice.sentence)
     folder = Path(recipe.output)
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / CHOICE, json.dumps(choice.to_dict(), indent=1))
+    write_atomic(folder / CHOICE, json.dumps(asdict(choice), indent=1))
     return _with_plan(recipe, choice.entries), choice
 
 
