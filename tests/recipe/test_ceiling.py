@@ -172,7 +172,7 @@ def test_a_failed_write_leaves_the_earlier_file_and_nothing_beside_it(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(InputError, match="No space left on device; name another file"):
+    with pytest.raises(InputError, match="No space left on device; make room"):
         write_rates(rates(threads=9), path)
     assert [p.name for p in tmp_path.iterdir()] == ["rates.json"]
     assert read_rates(path, ON_CPU).threads == 2

@@ -212,7 +212,7 @@ def test_a_folder_that_cannot_be_written_is_the_users_to_mend(
     report: Report, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="name another folder"):
+    with pytest.raises(InputError, match="name another place"):
         write_report(report, tmp_path / "file")
 
 

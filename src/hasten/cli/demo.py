@@ -452,7 +452,7 @@ def stopping(
 
     Args:
         at: time of the stop, by the clock.
-        line: knows the session.
+        line: has the session.
     """
     from hasten.core.loop import request_stop
 

@@ -161,7 +161,7 @@ def show_kernels(figures: DeviceFigures) -> None:
         rate = "" if times is None else f"{times.rate / 1e9:.4g} {unit}"
         errors = (f"{proof.error:.1e}", f"{proof.bound:.0e}")
         rows.append((name if opens else "", variant.name, rate, str(gain or ""), *errors))
-    show_table(columns, rows, whole=columns)
+    show_table(columns, rows, unbroken=columns)
     for variant in registry.variants():
         proof = figures.proofs.get(variant.key)
         if proof is not None and proof.fault:

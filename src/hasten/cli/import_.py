@@ -97,4 +97,4 @@ def show(imported: ImportedRecipe, path: Path) -> None:
         (TITLES[row.fate], *map(shown, (row.key, row.value, row.explanation)))
         for row in sorted(imported.rows, key=lambda row: ORDER[row.fate])
     ]
-    show_table(columns, rows, shown(f"{path}: {imported.format}"), whole=("key",))
+    show_table(columns, rows, shown(f"{path}: {imported.format}"), unbroken=("key",))

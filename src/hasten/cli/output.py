@@ -69,18 +69,18 @@ def show_table(
     columns: Sequence[str],
     rows: Iterable[Sequence[str]],
     title: str | None = None,
-    whole: Collection[str] = (),
+    unbroken: Collection[str] = (),
 ) -> None:
-    """Prints a table as wide as the terminal; long cells go on in further lines.
+    """Prints a table as wide as the terminal; long cells have several lines.
 
-    Cells of the columns ``whole`` stay on one line.
+    Cells of the columns ``unbroken`` have one line.
     """
     from rich.console import Console
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", show_edge=False)
     for name in columns:
-        table.add_column(name, overflow="fold", no_wrap=name in whole)
+        table.add_column(name, overflow="fold", no_wrap=name in unbroken)
     for row in rows:
         table.add_row(*row)
     console = Console(highlight=False, width=None if Console().is_terminal else 120)
