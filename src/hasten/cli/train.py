@@ -160,13 +160,11 @@ def measured_to_hurt(recipe: Recipe) -> list[str]:
 def lacking(recipe: Recipe) -> dict[str, str]:
     """Variables that count only for a process that starts with them, as far as this one didn't."""
     from hasten.machine import environment
-    from hasten.recipe.build import context_of, plan_of
+    from hasten.recipe.build import environ_of
 
     if not (recipe.plan or recipe.transport):
         return {}
-    context = context_of(recipe)
-    wanted = plan_of(recipe, context).environment(context)
-    return environment.not_yet_so({**wanted, **recipe.transport})
+    return environment.not_yet_so({**environ_of(recipe), **recipe.transport})
 
 
 def warn_of_idle(effective: Mapping[str, Mapping[str, Any]]) -> list[str]:

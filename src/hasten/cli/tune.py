@@ -162,11 +162,11 @@ def show(study: StudyResult, price: Price | None = None, devices: int = 1) -> No
     from hasten.tune.space import changes_text
 
     report = study.report
-    start = report["start"]["settings"]
+    start = report["start"]
     for row in (report["final_comparison"] or {"variants": ()})["variants"]:
         say(f"{row['name']:15}  {ratio_text(row['ratio']):22}  {says_of(row)}")
         if row.get("settings"):
-            changes = {k: v for k, v in row["settings"].items() if start.get(k) != v}
+            changes = {k: v for k, v in row["settings"].items() if start["settings"].get(k) != v}
             say(f"{'':17}{changes_text(changes)}")
     say(f"\n{study}")
     winner = report["winner"]

@@ -481,3 +481,9 @@ def check_resumable(recipe: Recipe, plan: Plan) -> None:
         "max_grad_norm": recipe.max_grad_norm,
     }
     check_same_job(job if isinstance(job, dict) else {}, settings, step=0)
+
+
+def environ_of(recipe: Recipe) -> dict[str, str]:
+    """Variables that the recipe's techniques want before the process starts."""
+    context = context_of(recipe)
+    return plan_of(recipe, context).environment(context)
