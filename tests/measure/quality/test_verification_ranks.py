@@ -285,11 +285,10 @@ def proofs(world: World) -> dict[str, Any]:
     job = QualityJob(bench(Path(place).parent, world=world), alone=False)
 
     def asked(do: str, *techniques: Technique, **details: Any) -> dict[str, Any]:
-        details.setdefault("step", 3 if do == "gradient" else 1)
         return job.handle(do, {"plan": Plan(techniques).to_list(), **details})
 
     found = {
-        name: asked("gradient", *plan, cut=cut, padded=padded)
+        name: asked("gradient", *plan, cut=cut, padded=padded, step=3)
         for name, (plan, cut, padded) in GRADIENTS.items()
     }
     found["leak"] = asked("leak", Packed())
