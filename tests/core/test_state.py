@@ -20,6 +20,7 @@ from hasten.core.state import restore, state_of
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.parts import checkpoint
+from hasten.parts.optim import fused_adamw
 from hasten.techniques.optimizer import FusedAdamW, Muon
 from hasten.techniques.precision import BF16MasterWeights
 from tiny import language_job, run, session_of
@@ -190,6 +191,20 @@ def test_an_optimizer_state_of_another_shape_is_refused_and_nothing_is_changed(
     assert second.progress.step == 0
     restore(second, tensors, meta)
     assert second.progress.step == 1
+
+
+class Own(fused_adamw.FusedAdamW):
+    """An optimizer of a user, who changes nothing of the state."""
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, fused_adamw.FusedAdamW, Own])
+def test_a_moment_that_one_weight_alone_lacks_is_refused(optimizer: Any) -> None:
+    session = session_of(language_job(steps=1, optimizer=optimizer))
+    run(session)
+    tensors, meta = state_of(session)
+    del tensors["optimizer/1/exp_avg_sq"]
+    with pytest.raises(InputError, match="weight 1 has exp_avg, step, and that of weight 0 has"):
+        restore(session, tensors, meta)
 
 
 @pytest.mark.parametrize("name", ["optimizer/999/exp_avg", "optimizer/x/exp_avg"])

@@ -426,3 +426,12 @@ def test_lines_of_another_encoding_cost_themselves_alone(tmp_path: Path, encodin
     assert kept - found <= {"a3"}  # UTF-16 ends a line in the middle of a character
     assert all("UTF-8" in row.reason or "NUL" in row.reason for row in reading.rejected)
     assert reading.rejected
+
+
+def test_a_frame_with_a_long_window_is_refused_with_the_command(tmp_path: Path) -> None:
+    path, data = tmp_path / "a.jsonl.zst", b"{}\n"
+    # RFC 8878: no flags, a window of 2**31 bytes, one raw block.
+    header = b"\x28\xb5\x2f\xfd\x00\xa8" + (len(data) << 3 | 1).to_bytes(3, "little")
+    path.write_bytes(header + data)
+    with pytest.raises(InputError, match=r"a\.jsonl\.zst was packed .* `zstd -d --long=31`$"):
+        read_examples([path])

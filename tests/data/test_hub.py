@@ -155,6 +155,10 @@ def test_a_saved_folder_of_splits_wants_one_named(tmp_path: Path) -> None:
         ('{"_data_files": [{"filename": "../a.arrow"}]}', "leads out of"),
         ('{"_data_files": [{"filename": "c.arrow"}]}', "lacks c.arrow"),
         ('{"_data_files": [{"filename": "state.json"}]}', "none of the known shapes"),
+        *(
+            (f'{{"_data_files": [{{"filename": "a.arrow"}}], "{key}": [{{"filename": "i"}}]}}', key)
+            for key in ("_indices_files", "_indices_data_files")
+        ),
     ],
 )
 def test_a_damaged_list_of_a_saved_folder_is_refused(tmp_path: Path, text: str, words: str) -> None:

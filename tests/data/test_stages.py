@@ -94,6 +94,32 @@ def test_a_column_that_the_user_names_is_read_and_not_refused(tmp_path: Path) ->
     assert reading.conversations[0].messages[1].content == "a"
 
 
+@pytest.mark.parametrize(
+    ("prompt", "before"),
+    [
+        (QUESTION, []),
+        (f" {QUESTION}\n", []),
+        (QUESTION, [{"role": "system", "content": "Be brief."}]),
+        ([{"role": "user", "content": QUESTION}], []),
+        ([*TURNS, {"role": "user", "content": "And?"}], []),
+    ],
+    ids=["text", "blanks", "system", "turns", "earlier answer"],
+)
+def test_an_answer_that_repeats_its_question_has_it_once(
+    tmp_path: Path, prompt: Any, before: list[dict[str, str]]
+) -> None:
+    asked = [{"role": "user", "content": QUESTION}] if isinstance(prompt, str) else prompt
+    chosen = [*before, *asked, {"role": "assistant", "content": ANSWER}]
+    path = put(tmp_path, {"prompt": prompt, "chosen": chosen, "rejected": chosen})
+    columns = columns_of({"prompt": "prompt", "completion": "chosen"})
+    (reading,) = read_sources([Source(path, columns=columns)], 0)
+    turns = reading.conversations[0].messages
+    assert [turn.role for turn in turns] == [turn["role"] for turn in chosen]
+    assert [t.trained for t in turns if t.role == "assistant"][:-1] == [False] * (len(asked) // 2)
+    with pytest.raises(InputError, match="begins with another question than its prompt"):
+        read_sources([Source(put(tmp_path, {"prompt": "Why?", "chosen": chosen}), columns)], 0)
+
+
 @pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}, {"loss_weight": 0}])
 def test_a_turn_whose_flag_is_off_is_not_trained(tmp_path: Path, flag: dict[str, Any]) -> None:
     tokenizer = train_bpe([QUESTION, ANSWER], 300)

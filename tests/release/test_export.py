@@ -255,6 +255,15 @@ def test_a_mismatch_is_exit_code_4_and_nothing_is_uploaded(
     assert not json.loads((tmp_path / "out" / "export.json").read_text())["equal"]
 
 
+def test_a_model_that_amplifies_rounding_is_measured_by_its_own(
+    lora_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(exporting.TOLERANCES, "float32", 1e-9)
+    assert call(lora_run, "-o", tmp_path / "out").exit_code == 0
+    last = json.loads((tmp_path / "out" / "export.json").read_text())["comparisons"][-1]
+    assert 1e-9 < last["largest"] <= last["tolerance"] < 1e-4
+
+
 def test_weights_that_are_no_numbers_are_never_equal() -> None:
     found = exporting.compare("a", "float32", [torch.tensor([[torch.nan]])], [torch.ones(1, 1)], 1)
     assert not found.is_equal

@@ -141,8 +141,10 @@ def run(take_signals: Callable[[], None] = lambda: None) -> None:
         sys.exit(error.code)
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        if isinstance(error, OSError) and any(frame.name == "echo" for frame in frames):
-            _say(unwritable(error.strerror or str(error)))  # click's, of help texts
+        printing = typer.echo.__code__  # of help texts
+        places = {(frame.filename, frame.name) for frame in frames}
+        if isinstance(error, OSError) and (printing.co_filename, printing.co_name) in places:
+            _say(unwritable(error.strerror or str(error)))
             sys.exit(1)
         if not _reported_by_supervisor(error):
             raise

@@ -41,7 +41,7 @@ from hasten.parts.checkpoint.state import (
 
 Numbers = dict[str, Any]  # what an optimizer keeps beside tensors, as ``number/key``
 MODEL, MASTER, OPTIMIZER = "model", "master", "optimizer"
-UNIFORM = "hasten.parts.optim"  # optimizers that keep the same for all weights of a group, as Adam
+UNIFORM = "hasten.parts.optim."  # optimizers that keep the same for all weights of a group, as Adam
 
 
 def order_of(factory: OptimizerFactory, named: Iterable[tuple[str, Tensor]]) -> list[str]:
@@ -456,9 +456,8 @@ def _check_same_update(
         )
         if problem:
             raise _damaged(f"the optimizer's state of weight {index} {problem}")
-    if isinstance(session.optimizer, Adam) or type(session.optimizer).__module__.startswith(
-        UNIFORM
-    ):
+    kinds = type(session.optimizer).__mro__
+    if any(kind is Adam or kind.__module__.startswith(UNIFORM) for kind in kinds):
         _check_same_keys(session.optimizer.state_dict()["param_groups"], state)
 
 

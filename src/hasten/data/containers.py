@@ -144,6 +144,9 @@ class _Unpacked(io.RawIOBase):
             data: bytes = self._stream.read(min(len(buffer), _CHUNK))
         except (OSError, pa.ArrowException) as error:
             what = str(error).splitlines()[0]
+            if "too much memory" in what:  # of a window beyond 128 MiB
+                advice = "was packed with a long window: unpack it with `zstd -d --long=31`"
+                raise InputError(f"{self._path} {advice}") from None
             raise DamagedStreamError(f"the {self._packed} stream is damaged: {what}") from None
         self._left -= len(data)
         if self._left < 0:

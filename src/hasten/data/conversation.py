@@ -118,16 +118,30 @@ def _pair(question: str, answer: str) -> _Reader:
         yield from _history(example)
         question_turns, answer_turns = (_as_turns(example.get(key)) for key in (question, answer))
         if question_turns is None:
-            yield Message("user", _text(example, question))
+            prompt = [Message("user", _text(example, question))]
         else:
-            for turn in _turns(question_turns, question):
-                yield turn._replace(trained=turn.role != "assistant")
+            turns = _turns(question_turns, question)
+            prompt = [turn._replace(trained=turn.role != "assistant") for turn in turns]
         if answer_turns is None:
-            yield Message("assistant", _text(example, answer))
+            yield from (*prompt, Message("assistant", _text(example, answer)))
         else:
-            yield from _turns(answer_turns, answer)
+            yield from _joined(prompt, _turns(answer_turns, answer), answer)
 
     return _framed(read)
+
+
+def _joined(prompt: list[Message], reply: list[Message], key: str) -> list[Message]:
+    """The turns of a question and of an answer; one that repeats the question has it once.
+
+    Preference pairs often repeat the whole dialogue in each answer.
+    """
+    if reply[0].role not in ("user", "system") or not any(t.role == "user" for t in prompt):
+        return [*prompt, *reply]
+    expected, contents = ([(t.role, t.content.strip()) for t in turns] for turns in (prompt, reply))
+    for at in (0, 1):  # a system text may come first
+        if contents[at : (end := at + len(prompt))] == expected:
+            return [*reply[:at], *prompt, *reply[end:]]
+    raise NoConversationError(f"{key!r} begins with another question than its prompt")
 
 
 def _dialogue(key: str) -> _Reader:

@@ -191,6 +191,7 @@ def weighted(
 
 STATE = "state.json"
 SPLITS = "dataset_dict.json"
+_SELECTIONS = ("_indices_files", "_indices_data_files")
 _NAME = re.compile(r"(?P<set>[A-Za-z0-9][\w.-]*/[\w.-]+)(:(?P<config>[\w.+-]+))?(:(?P<split>\w+))?")
 _OLDEST = 4  # the first version that runs no scripts
 Load = Callable[..., Any]  # as datasets.load_dataset
@@ -255,7 +256,13 @@ def saved_files(folder: Path) -> list[Path] | None:
 
 
 def _listed(folder: Path) -> list[Path]:
-    listed = _saved(folder / STATE).get("_data_files")
+    state = _saved(folder / STATE)
+    if selection := [key for key in _SELECTIONS if state.get(key)]:
+        raise InputError(
+            f"{folder / STATE} selects rows of its files ({selection[0]}), as old releases of "
+            "datasets do: load it with that release, call flatten_indices(), and save it again"
+        )
+    listed = state.get("_data_files")
     rows = listed if isinstance(listed, list) else []
     names = [row.get("filename") if isinstance(row, dict) else None for row in rows]
     if not names:

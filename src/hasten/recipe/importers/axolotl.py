@@ -196,6 +196,9 @@ def _sources(draft: RecipeDraft, entry_key: str, entry: Mapping[str, Any]) -> li
             _roles(draft, f"{entry_key}.roles", item, columns)
         elif name == "chat_template":
             template(draft, f"{entry_key}.{name}", item)
+        elif name == "roles_to_train" and item == []:
+            explanation = "answers without a flag are trained too; there flags alone decide"
+            draft.row(f"{entry_key}.{name}", item, "unmapped", explanation)
         elif name in NO_MATTER or item in (None, False, "", [], {}, *AS_IT_IS.get(name, ())):
             continue
         else:

@@ -357,6 +357,12 @@ def evaluations(draft: RecipeDraft, key: str, count: float) -> None:
         draft.say(key, "eval_every", round(1 / count, 6))
 
 
+def best_metric(draft: RecipeDraft, key: str, value: Any) -> None:
+    is_same = is_off(value) or value in ("loss", "eval_loss")
+    explanation = "best/ has the weights of the least eval loss, or see best_metric"
+    draft.note(key, "needless" if is_same else "unmapped", explanation)
+
+
 def sampling(draft: RecipeDraft, key: str, value: Any) -> None:
     if value == "group_by_length":
         draft.use(key, "length_grouped")
@@ -456,6 +462,7 @@ TRAINING: dict[str, Handler] = table("training") | {
     "eval_strategy": eval_strategy,
     "train_sampling_strategy": sampling,
     "evaluation_strategy": eval_strategy,
+    "metric_for_best_model": best_metric,
     "report_to": writers,
     "resume_from_checkpoint": resumed,
     "deepspeed": deepspeed,

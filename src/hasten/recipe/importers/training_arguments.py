@@ -136,6 +136,8 @@ def trl_loss(draft: RecipeDraft) -> None:
     if source.get(key) in (True, "true"):
         draft.note(key, "mapped", "loss is on the assistant's tokens")
         return
+    explanation = "texts of prompt and completion have no chat template there; here they have"
+    draft.note("completion_only_loss", "unmapped", explanation)
     if source.get("completion_only_loss") in (True, "true"):
         draft.note("completion_only_loss", "mapped", "loss is on the completion")
         return
