@@ -106,6 +106,15 @@ def test_a_resolved_recipe_reads_back_as_itself(file: Path) -> None:
         (ARTICLE, {"nproc": 2, "plan": ["ddp"]}, ""),
         ({"bf16": {"enabled": True}}, {"plan": [{"bf16_master_weights": {}}]}, "keep one"),
         ({"optimizer": {"type": "Lamb"}}, {}, "optimizer.type: 'Lamb' has no counterpart"),
+        *(
+            ({"optimizer": {"type": "AdamW", "params": {key: value}}}, {}, f"{key} is {word}")
+            for key, value, word in (
+                ("adam_w_mode", False, "false"),
+                ("bias_correction", False, "false"),
+                ("amsgrad", True, "true"),
+                ("maximize", True, "true"),
+            )
+        ),
         ({"zero_optimizaton": {}}, {}, "did you mean 'zero_optimization'"),
     ],
 )

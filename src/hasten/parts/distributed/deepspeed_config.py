@@ -477,13 +477,18 @@ def _wrong_offload(value: Any) -> str | None:
     return None if device in ("cpu", "none") else f"can't offload to {device}: only to cpu"
 
 
+# False in adam_w_mode is L2 decay.
+USUAL = {"adam_w_mode": True, "bias_correction": True, "amsgrad": False, "maximize": False}
+
+
 def _wrong_parameters(value: Any) -> str | None:
     parameters = value if isinstance(value, Mapping) else {}
     eps = explicit(parameters.get("eps"))
     if eps is not None and eps != EPS:
         return f"eps is {eps}; a recipe's AdamW has {EPS}: say auto"
-    if parameters.get("adam_w_mode") is False:
-        return "adam_w_mode is false: L2 decay has no counterpart, AdamW's has"
+    for key, usual in USUAL.items():
+        if parameters.get(key, usual) is not usual:
+            return f"{key} is {str(parameters[key]).lower()}: a recipe's AdamW has no such form"
     return None
 
 
