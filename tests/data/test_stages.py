@@ -17,6 +17,7 @@ from hasten.errors import InputError
 
 QUESTION, ANSWER = "What is it?", "It is a test."
 TURNS = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
+SYSTEM = {"role": "system", "content": "Be brief."}
 PAIR = {"prompt": QUESTION, "completion": ANSWER}
 
 
@@ -99,22 +100,25 @@ def test_a_column_that_the_user_names_is_read_and_not_refused(tmp_path: Path) ->
     [
         (QUESTION, []),
         (f" {QUESTION}\n", []),
-        (QUESTION, [{"role": "system", "content": "Be brief."}]),
-        ([{"role": "user", "content": QUESTION}], []),
+        (QUESTION, [SYSTEM]),
+        ([TURNS[0]], []),
+        ([SYSTEM, TURNS[0]], []),
+        ([SYSTEM, TURNS[0]], [SYSTEM]),
         ([*TURNS, {"role": "user", "content": "And?"}], []),
     ],
-    ids=["text", "blanks", "system", "turns", "earlier answer"],
+    ids=["text", "blanks", "system", "turns", "its system", "both systems", "earlier answer"],
 )
 def test_an_answer_that_repeats_its_question_has_it_once(
     tmp_path: Path, prompt: Any, before: list[dict[str, str]]
 ) -> None:
-    asked = [{"role": "user", "content": QUESTION}] if isinstance(prompt, str) else prompt
-    chosen = [*before, *asked, {"role": "assistant", "content": ANSWER}]
+    asked = [t for t in prompt if t != SYSTEM] if isinstance(prompt, list) else [TURNS[0]]
+    chosen = [*before, *asked, TURNS[1]]
     path = put(tmp_path, {"prompt": prompt, "chosen": chosen, "rejected": chosen})
     columns = columns_of({"prompt": "prompt", "completion": "chosen"})
     (reading,) = read_sources([Source(path, columns=columns)], 0)
     turns = reading.conversations[0].messages
-    assert [turn.role for turn in turns] == [turn["role"] for turn in chosen]
+    roles = [turn["role"] for turn in (*asked, TURNS[1])]
+    assert [t.role for t in turns] == ["system"] * (SYSTEM in [*before, *prompt]) + roles
     assert [t.trained for t in turns if t.role == "assistant"][:-1] == [False] * (len(asked) // 2)
     with pytest.raises(InputError, match="begins with another question than its prompt"):
         read_sources([Source(put(tmp_path, {"prompt": "Why?", "chosen": chosen}), columns)], 0)

@@ -135,13 +135,16 @@ def _joined(prompt: list[Message], reply: list[Message], key: str) -> list[Messa
 
     Preference pairs often repeat the whole dialogue in each answer.
     """
-    if reply[0].role not in ("user", "system") or not any(t.role == "user" for t in prompt):
+    systems = [[t for t in turns[:1] if t.role == "system"] for turns in (prompt, reply)]
+    questions, dialogue = prompt[len(systems[0]) :], reply[len(systems[1]) :]
+    if not (dialogue and dialogue[0].role == "user" and any(t.role == "user" for t in questions)):
         return [*prompt, *reply]
-    expected, contents = ([(t.role, t.content.strip()) for t in turns] for turns in (prompt, reply))
-    for at in (0, 1):  # a system text may come first
-        if contents[at : (end := at + len(prompt))] == expected:
-            return [*reply[:at], *prompt, *reply[end:]]
-    raise NoConversationError(f"{key!r} begins with another question than its prompt")
+    repeated = dialogue[: len(questions)]
+    pairs = [*zip(*systems, strict=False), *zip(questions, repeated, strict=False)]
+    differ = any(a.role != b.role or a.content.strip() != b.content.strip() for a, b in pairs)
+    if differ or len(repeated) < len(questions):
+        raise NoConversationError(f"{key!r} begins with another question than its prompt")
+    return [*(systems[0] or systems[1]), *questions, *dialogue[len(questions) :]]
 
 
 def _dialogue(key: str) -> _Reader:
