@@ -122,8 +122,8 @@ def with_architectures(techniques: Sequence[Technique]) -> pytest.MarkDecorator:
         inside = technique.slot in INSIDE and technique not in MORE
         stands = inside and architecture != "deepseek_v4"  # it is slow
         stands = stands or architecture in ("llama", "deepseek_v3")
-        if technique.slot is Slot.COMPILE:  # seconds each; test_regional_compile has the others
-            stands = architecture in ("llama", "deepseek_v32")
+        if technique.slot is Slot.COMPILE:  # seconds each; test_regional_compile has others
+            stands = architecture == "llama"
         name = f"{technique}-{architecture}"
         return pytest.param(
             technique, architecture, id=name, marks=[] if stands else pytest.mark.long

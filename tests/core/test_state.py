@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.core.setup import Average
@@ -75,6 +75,7 @@ def session() -> Any:
     return session_of(language_job())
 
 
+@settings(max_examples=10)  # each is written to the disk
 @given(value=NESTED)
 def test_every_nested_state_comes_back_from_disk(
     session: Any, tmp_path_factory: pytest.TempPathFactory, value: Any

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from covering import covering
 from hasten.machine.host import usable_memory
 from hasten.machine.memory import Headroom, host_meter, is_out_of_memory
 from hasten.parts.data import collate
@@ -55,9 +56,9 @@ def train(room: Headroom, allocator: Allocator, steps: int, seed: int) -> tuple[
     return sizes, redone
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("start", [4, 8, 12, 16, 30])
-@pytest.mark.parametrize("fixed", [100.0, 500.0])
+@pytest.mark.parametrize(
+    ("fixed", "start", "seed"), covering([100.0, 500.0], [4, 8, 12, 16, 30], range(3), rounds=2)
+)
 def test_it_settles_near_the_largest_that_fits_and_stays_without_a_failure(
     fixed: float, start: int, seed: int
 ) -> None:

@@ -76,8 +76,9 @@ def test_ranges_and_single_processors_mix(tmp_path: Path) -> None:
 
 
 @linux
-def test_a_mask_holds_for_threads_that_ran_before_it_too() -> None:
-    code = (
+def test_a_mask_holds_for_threads_that_ran_before_it_too(tmp_path: Path) -> None:
+    script = tmp_path / "masked.py"
+    script.write_text(
         "import os, threading, pathlib\n"
         "from hasten.machine import threads\n"
         "done = threading.Event()\n"
@@ -88,7 +89,8 @@ def test_a_mask_holds_for_threads_that_ran_before_it_too() -> None:
         "print(len(tasks) > 1 and all(os.sched_getaffinity(t) == set(one) for t in tasks))\n"
         "done.set()\n"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    command = [sys.executable, str(script)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "True"
 
 
@@ -179,6 +181,7 @@ def _grown(variables: dict[str, str]) -> int:
     reason="oneDNN has no bf16 on this processor",
 )
 @pytest.mark.cold
+@pytest.mark.long
 def test_products_of_many_lengths_need_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(NAME, raising=False)
     assert _grown({}) < 0.5 * _grown({NAME: "1024"})

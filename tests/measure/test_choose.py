@@ -147,7 +147,13 @@ def chosen(
         return choose(recipe, SilentProgress(), folder=folder, **more)
 
 
-@pytest.mark.parametrize("noise", [busy, lambda seed: steady(0.03, seed)], ids=["busy", "calm"])
+@pytest.mark.parametrize(
+    "noise",
+    [
+        pytest.param(busy, id="busy"),
+        pytest.param(lambda seed: steady(0.03, seed), id="calm", marks=pytest.mark.long),
+    ],
+)
 def test_planted_truths_are_told_apart_19_times_of_20(
     sums: dict[str, Any], tmp_path: Path, noise: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,15 +141,15 @@ def test_the_clock_of_a_worker_stands_still_while_it_is_stopped(tmp_path: Path, 
     with WorkerPool(tmp_path, fork=fork) as pool:
         worker = pool.start(WorkerSpec("simulate_job:clocks", {}), "worker")
         worker.ready(60)
-        worker.submit("work", seconds=0.3)
+        worker.submit("work", seconds=0.15)
         slept, said = 0.0, worker.run_for(0.05)
         while said is None:
-            time.sleep(0.2)
-            slept += 0.2
+            time.sleep(0.1)
+            slept += 0.1
             said = worker.run_for(0.05)
     assert slept > 0
     assert said["wall"] - said["own"] >= 0.9 * slept
-    assert said["own"] < 0.3 + 0.2  # not a moment more than a slice may be late
+    assert said["own"] < 0.15 + 0.2  # not a moment more than a slice may be late
     assert not list(tmp_path.glob(".clock-*"))
 
 

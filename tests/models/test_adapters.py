@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from covering import covering
 from hasten.errors import InputError
 from hasten.models import adapters
 from hasten.models.adapters import adapted_table, add_lora, lora_targets, merge, parameter_counts
@@ -99,8 +100,11 @@ def test_a_target_that_finds_nothing_is_answered_with_what_exists() -> None:
         lora_targets(model, [])
 
 
-@pytest.mark.parametrize("name", ATTENTION)
-@pytest.mark.parametrize("targets", ["auto", "all-linear", ["layers.1"], ["layers.0.mlp"]])
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    covering(ATTENTION, ["auto", "all-linear", ["layers.1"], ["layers.0.mlp"]], rounds=2),
+    ids=str,
+)
 def test_a_fresh_adapter_changes_nothing_and_only_its_targets_learn(
     name: str, targets: str | list[str]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def state(model: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        *((name, {}) for name in NAMES),
+        (NAMES[0], {}),
         *((name, {"targets": "all-linear"}) for name in NAMES),
         *((name, {"rslora": True, "dora": True}) for name in NAMES[::3]),
     ],
@@ -155,6 +156,14 @@ def test_another_models_adapter_is_refused(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.fixture(scope="module")
+def llama_and_adapter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A model without its adapter, and that in a folder."""
+    folder = tmp_path_factory.mktemp("adapter")
+    save_adapter(taught(build("deepseek-llm-tiny")), None, folder)
+    return build("deepseek-llm-tiny"), folder
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -178,13 +187,14 @@ def test_another_models_adapter_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_a_config_of_an_adapter_that_is_no_such_thing_is_a_sentence(
-    tmp_path: Path, changes: dict[str, Any], sentence: str
+    llama_and_adapter: tuple[Any, Path], tmp_path: Path, changes: dict[str, Any], sentence: str
 ) -> None:
-    save_adapter(taught(build("deepseek-llm-tiny")), None, tmp_path)
+    model, adapter = llama_and_adapter
+    shutil.copytree(adapter, tmp_path, dirs_exist_ok=True)
     config = tmp_path / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | changes))
     with pytest.raises(InputError) as caught:
-        with_adapter(build("deepseek-llm-tiny"), tmp_path)
+        with_adapter(model, tmp_path)
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
 

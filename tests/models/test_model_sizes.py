@@ -19,6 +19,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from covering import covering
 from hasten.errors import InputError
 from hasten.models.architecture import Architecture
 from hasten.models.flops import config_flops
@@ -101,8 +102,9 @@ def test_v3_has_671_billion_parameters_of_which_37_are_active() -> None:
     assert lite.groups == 0
 
 
-@pytest.mark.parametrize("name", [n for n in PRESETS if not n.endswith("-small")])
-@pytest.mark.parametrize("length", [128, 4096])
+@pytest.mark.parametrize(
+    ("name", "length"), covering([n for n in PRESETS if not n.endswith("-small")], [128, 4096])
+)
 def test_training_flops_are_those_that_the_meter_counts(name: str, length: int) -> None:
     model = Architecture.from_config(name)
     reference = config_flops(build_config(preset(name))).at(length)

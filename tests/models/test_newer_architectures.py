@@ -73,9 +73,13 @@ def train_newest(world: World) -> dict[str, list[float]]:
 
 TOKENS = torch.arange(3, 43).view(2, 20)
 BALANCED, AHEAD = BalancedRouting(speed=0.01), MultiTokenPrediction()
-BOTH: list[tuple[Technique, ...]] = [(), (LabelledTokenLoss(),), (BALANCED,), (AHEAD,), (LoRA(),)]
-PLANS = [(architecture, plan) for architecture in NEWER for plan in BOTH]
-PLANS += [("deepseek_v32", (Packed(), DocumentAttention(), FusedLayers(), BALANCED, AHEAD))]
+PLANS: list[tuple[str, tuple[Technique, ...]]] = [
+    *((architecture, (LoRA(),)) for architecture in NEWER),
+    ("deepseek_v32", ()),
+    ("deepseek_v32", (Packed(), DocumentAttention(), FusedLayers(), BALANCED, AHEAD)),
+    ("deepseek_v4", (LabelledTokenLoss(), BALANCED)),
+    ("deepseek_v4", (AHEAD,)),
+]
 INDEXERS_OWN = ("wq_b", "wk", "k_norm", "weights_proj", "q_b_proj", "kv_proj", "gate_proj")
 
 

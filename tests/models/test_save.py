@@ -11,6 +11,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from covering import covering
 from hasten.errors import InputError
 from hasten.models.adapters import adapted_table, add_lora, merge
 from hasten.models.load import load_model, load_tokenizer, stored_formats
@@ -64,8 +65,7 @@ def test_tied_embeddings_are_written_once_and_come_back_tied(name: str, tmp_path
     assert again.get_input_embeddings().weight is again.get_output_embeddings().weight
 
 
-@pytest.mark.parametrize("name", TINY)
-@pytest.mark.parametrize("targets", ["auto", "all-linear"])
+@pytest.mark.parametrize(("name", "targets"), covering(TINY, ["auto", "all-linear"]))
 def test_a_saved_adapter_comes_back_with_the_same_bits(
     name: str, targets: str, tokenizer: Any, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from covering import covering
 from hasten.errors import InputError
 from hasten.models.adapters import add_lora
 from hasten.models.load import (
@@ -64,27 +65,27 @@ def refusal(folder: Path) -> str:
 # Names
 
 
-@pytest.mark.parametrize("preset", ["llama", "v3"])
-@pytest.mark.parametrize(
-    "wrapped",
-    [
-        lambda name: f"_orig_mod.{name}",
-        lambda name: f"module.{name}",
-        lambda name: f"module._orig_mod.{name}",
-        lambda name: f"base_model.model.{name}",
-        lambda name: f"model.{name}",
-        lambda name: name.removeprefix("model."),
-        lambda name: name.replace(".self_attn.", "._checkpoint_wrapped_module.self_attn."),
-        lambda name: name.replace(".self_attn.", "._orig_mod.self_attn."),
-    ],
-    ids=["compiled", "parallel", "both", "peft", "doubled", "missing", "checkpointed", "regional"],
-)
+WRAPPED: dict[str, Callable[[str], str]] = {
+    "compiled": lambda name: f"_orig_mod.{name}",
+    "parallel": lambda name: f"module.{name}",
+    "both": lambda name: f"module._orig_mod.{name}",
+    "peft": lambda name: f"base_model.model.{name}",
+    "doubled": lambda name: f"model.{name}",
+    "missing": lambda name: name.removeprefix("model."),
+    "checkpointed": lambda name: name.replace(
+        ".self_attn.", "._checkpoint_wrapped_module.self_attn."
+    ),
+    "regional": lambda name: name.replace(".self_attn.", "._orig_mod.self_attn."),
+}
+
+
+@pytest.mark.parametrize(("preset", "wrapped"), covering(["llama", "v3"], WRAPPED))
 def test_what_wrappers_put_into_names_is_left_off(
-    preset: str, wrapped: Callable[[str], str], request: pytest.FixtureRequest
+    preset: str, wrapped: str, request: pytest.FixtureRequest
 ) -> None:
     folder = request.getfixturevalue(preset)
     expected = logits(load_model(str(folder)))
-    edit_weights(folder, lambda weights: {wrapped(n): w for n, w in weights.items()})
+    edit_weights(folder, lambda weights: {WRAPPED[wrapped](n): w for n, w in weights.items()})
     assert notes(folder) == []
     assert torch.equal(logits(load_model(str(folder))), expected)
 
@@ -183,8 +184,7 @@ def with_layer_ahead(weights: Weights, layer: int, last: int) -> Weights:
     )
 
 
-@pytest.mark.parametrize("stored", [0, 1, 2])
-@pytest.mark.parametrize("counted", [0, 1, None])
+@pytest.mark.parametrize(("stored", "counted"), covering([0, 1, 2], [0, 1, None], rounds=2))
 def test_layers_ahead_are_left_out_whatever_the_config_counts(
     v3: Path, stored: int, counted: int | None, tmp_path: Path
 ) -> None:

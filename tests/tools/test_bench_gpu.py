@@ -55,8 +55,15 @@ def lacking(tmp_path: Path) -> str:
     return str(folder)
 
 
+def test_the_script_starts_without_the_libraries_that_a_gpu_machine_may_lack(lacking: str) -> None:
+    done = called("--list", PYTHONPATH=lacking)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip() == results.listed()
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="traced with the CPU build of torch")
+@pytest.mark.long
 def test_the_whole_script_runs_on_a_pretended_gpu(tmp_path: Path, lacking: str) -> None:
     """Every stage, each in its process, without the libraries that a GPU machine may lack."""
     out = tmp_path / "rows"

@@ -89,16 +89,16 @@ def test_lost_packets_are_sent_again_by_tcp_and_nothing_is_missing() -> None:
 @kinds
 def test_a_transfer_goes_on_after_a_cut_that_is_healed(delay_ms: float) -> None:
     with lab_with_links(rate="16mbit", delay_ms=delay_ms) as lab:
-        running = lab.begin(job("transfer", 1_600_000), seconds=120)
+        running = lab.begin(job("transfer", 800_000), seconds=120)
         while lab.bytes(1)[0] < 200_000 and not running.done():
             time.sleep(0.02)
         lab.cut(1)
         still = at_rest(lambda: lab.bytes(0)[1])
-        time.sleep(0.7)
+        time.sleep(0.3)
         assert lab.bytes(0)[1] - still < 2000
         lab.heal(1)
         results = running.wait()
-    assert json.loads(results[0].output)["bytes"] == 1_600_000
+    assert json.loads(results[0].output)["bytes"] == 800_000
 
 
 def at_rest(count: Callable[[], int]) -> int:
@@ -275,12 +275,12 @@ def between_hosts(ranks: int) -> list[float]:
     return [ring + pairs + b for b in broadcast]
 
 
-def test_a_link_cut_for_a_second_delays_a_job_and_its_bytes_are_those_of_the_collectives() -> None:
+def test_a_link_cut_for_a_moment_delays_a_job_and_its_bytes_are_those_of_the_collectives() -> None:
     with lab_with_links(rate="40mbit") as lab:
         running = lab.begin(job("reduce", NUMBERS, TIMES, 120.0), seconds=200)
         reduced(1, running)
         lab.cut(1)
-        time.sleep(1)
+        time.sleep(0.3)
         lab.heal(1)
         results = running.wait()
         sent = [lab.bytes(host)[0] for host in (0, 1)]
@@ -293,7 +293,7 @@ def test_a_link_cut_for_a_second_delays_a_job_and_its_bytes_are_those_of_the_col
 
 def test_a_link_cut_for_good_is_an_error_with_a_name_within_the_time_limit() -> None:
     with lab_with_links(rate="20mbit") as lab:
-        running = lab.begin(job("reduce", NUMBERS, 1000, 2.0), seconds=200)
+        running = lab.begin(job("reduce", NUMBERS, 1000, 1.0), seconds=200)
         reduced(1, running)
         lab.cut(1)
         begun = time.monotonic()

@@ -64,5 +64,5 @@ def test_a_fault_is_caught_by_a_test_that_passes_without_it(line: str, tmp_path:
     test = f"from hasten import one\ndef test_one(): {line}\n"
     (tmp_path / "tests/test_one.py").write_text(test)
     fault = script.Fault("two", "", "__init__.py", "return 1", "return 2", ("tests",))
-    seconds = 3.0 if "sleep" in line else 60.0
+    seconds = 2.0 if "sleep" in line else 60.0
     assert script.attempt(fault, tmp_path, seconds) == CASES[line]

@@ -250,7 +250,7 @@ class FailsLate(codecs.QuantisedCodec):
 
 def _codec_fails(world: World) -> str:
     """Rank 1's own code fails in the second stage; each rank says what it saw, in bounded time."""
-    ddp, c = replicas(nn.Linear(64, 64)), compressor("int8", timeout_seconds=8.0)
+    ddp, c = replicas(nn.Linear(64, 64)), compressor("int8", timeout_seconds=2.0)
     c.attach(ddp)
     way: Any = c._travel.way
 

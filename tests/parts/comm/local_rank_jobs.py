@@ -25,7 +25,7 @@ from netlab.counting import CollectiveBytes
 SHAPES = ((37, 11), (300,), (7,))  # 714 weights
 NUMBERS = sum(torch.Size(s).numel() for s in SHAPES)
 STEPS, RATE = 23, 0.1
-SHORT = datetime.timedelta(seconds=4)
+SHORT = datetime.timedelta(seconds=2)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from ranks import on_ranks
 from techniques.test_communication import session
 
 LATE = 0.01  # seconds
-LIMIT = 6.0  # seconds until a rank that does not answer counts as gone
+LIMIT = 2.0  # seconds until a rank that does not answer counts as gone
 
 
 def traps(world: World) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def pieces(count: int, size: int) -> int:
 def lost_rank(_: Any) -> str:
     """The last rank leaves; what the others are told of a message in pieces."""
     groups.PIECE = PIECE
-    group = dist.new_group(timeout=datetime.timedelta(seconds=3))
+    group = dist.new_group(timeout=datetime.timedelta(seconds=1))
     world = dist.get_world_size()
     if dist.get_rank() == world - 1:
         return "left"

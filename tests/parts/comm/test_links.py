@@ -84,26 +84,22 @@ HEADERS = 66  # bytes of a packet's Ethernet, IPv4 and TCP headers, with time st
 BESIDE = 10_000  # bytes of the two barriers around a measurement
 
 
-@pytest.mark.parametrize(("mtu", "most"), [(1500, 1.07), (9000, 1.03)])
-def test_all_that_hierarchy_sends_beside_the_tensor_is_headers_of_packets(
-    mtu: int, most: float
-) -> None:
-    with lab_with_links(ranks=2, rate="100mbit", mtu=mtu) as lab:
-        ranks = answers(lab.run(command("reduced", 2, "none:hierarchical"), seconds=240))
+def test_all_that_hierarchy_sends_beside_the_tensor_is_headers_of_packets() -> None:
+    with lab_with_links(ranks=2, rate="100mbit", mtu=1500) as lab:
+        ranks = answers(lab.run(command("reduced", 1, "none:hierarchical"), seconds=240))
     for rank in ranks:
         found = rank["none:hierarchical"]
         payload = 2 * found["payload"]  # of both ranks of a host
         assert payload == SIZE
         assert 0 <= found["bytes"] - payload - HEADERS * found["packets"] < BESIDE
         # A full packet of 1500 bytes has 1448 of the tensor: 66 in 1448 are 4.6 %, and half of that
-        # again where every second one is acknowledged by a packet of its own; of 9000, 0.7 %.
-        assert 1.0 <= found["bytes"] / SIZE < most
+        # again where every second one is acknowledged by a packet of its own.
+        assert 1.0 <= found["bytes"] / SIZE < 1.07
 
 
 def test_links_carry_what_the_formulas_say_in_the_worst_order_of_ranks() -> None:
-    cases = [case for case in BOUNDS if case != "torch"]
     with lab_with_links(ranks=2, rate="1gbit", mtu=9000) as lab:
-        found = answers(lab.run(command("reduced", 4, *cases), seconds=240))
+        found = answers(lab.run(command("reduced", 4, *BOUNDS), seconds=240))
     for case, (least, most) in BOUNDS.items():
         assert len({rank[case]["sum"] for rank in found}) == 1
         for rank in found:
@@ -112,13 +108,14 @@ def test_links_carry_what_the_formulas_say_in_the_worst_order_of_ranks() -> None
     assert payload / SIZE < found[0]["int4:hierarchical"]["bytes"] / SIZE < 1.1 * payload / SIZE
 
 
-LIMIT = 4.0  # seconds until a rank that doesn't answer counts as gone
-FEW, ENDLESS = 25, 5000  # steps: some, and more than are done before a link is cut
+LIMIT = 2.0  # seconds until a rank that doesn't answer counts as gone
+CUT = 0.5  # seconds until a link that heals has healed
+FEW, ENDLESS = 12, 5000  # steps: some, and more than are done before a link is cut
 KINDS = {"compressed": 1, "stream": 1, "reduced": 2}  # ranks of a host
 
 
 def cut(kind: str, heals: bool) -> list[Any]:
-    """What the ranks say whose link is cut after some steps, for two seconds or for good."""
+    """What the ranks say whose link is cut after some steps, for a moment or for good."""
     numbers = (FEW, 0.05, 60.0) if heals else (ENDLESS, 0.05, LIMIT)
     with lab_with_links(hosts=2, ranks=KINDS[kind], rate="100mbit") as lab:
         running = lab.begin(command("steps", kind, *numbers), seconds=250)
@@ -128,7 +125,7 @@ def cut(kind: str, heals: bool) -> list[Any]:
             time.sleep(0.02)
         lab.cut(1)
         if heals:
-            time.sleep(2)
+            time.sleep(CUT)
             lab.heal(1)
         return answers(running.wait())
 
@@ -140,7 +137,7 @@ SUMS = {  # and how far off they may be: codes of 8 bits round
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cut_of_some_seconds_is_waited_for_and_nothing_is_lost(kind: str) -> None:
+def test_a_cut_for_a_moment_is_waited_for_and_nothing_is_lost(kind: str) -> None:
     found = cut(kind, heals=True)
     assert [rank["error"] for rank in found] == [""] * len(found)
     assert len({rank["sum"] for rank in found}) == 1

@@ -21,7 +21,7 @@ from hasten.parts.comm.hierarchical import RoutedBuckets
 from hasten.parts.comm.methods import ErrorMemory
 from hasten.parts.comm.topology import Link, Topology
 
-LIMIT = 6  # seconds until a rank that doesn't answer counts as gone
+LIMIT = 2  # seconds until a rank that doesn't answer counts as gone
 SLOW = Topology(((0, 1), (2, 3)), Link(1e-5, 5e9), Link(1e-4, 1e7), "given")
 
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from covering import covering
 from hasten.parts.data.packing import choose_method, lower_bound, pack_lengths, plan_rows
 
 ROW = 4096
@@ -68,9 +69,9 @@ def test_small_sets_are_packed_into_as_few_rows_as_trying_everything_finds(
     assert len(pack_lengths(sizes, 20)) == best
 
 
-@pytest.mark.parametrize("row", [20, 100, ROW])
-@pytest.mark.parametrize("rows", [3, 10, 50, 200])
-@pytest.mark.parametrize("pieces", [4, 7])
+@pytest.mark.parametrize(
+    ("row", "rows", "pieces"), covering([20, 100, ROW], [3, 10, 50, 200], [4, 7], rounds=2)
+)
 def test_rows_that_were_cut_up_are_found_again_but_for_one_at_most(
     row: int, rows: int, pieces: int
 ) -> None:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from covering import covering
 from hasten import AsyncPipeline
 from hasten.parts.data.collate import packed
 from hasten.parts.distributed.pipeline import stages as partition
@@ -41,8 +42,7 @@ from ranks import on_ranks
 from tiny import ARCHITECTURES, examples
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("schedule", "tied"), covering(SCHEDULES, [False, True]))
 def test_stages_in_one_process_give_the_gradients_of_the_whole_model(
     schedule: str, tied: bool
 ) -> None:
@@ -58,8 +58,9 @@ def test_stages_in_one_process_give_the_gradients_of_the_whole_model(
     assert len(stages.sizes) == 2 * stages_per_rank(schedule)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize(
+    ("architecture", "checkpoint"), covering(ARCHITECTURES, ["never", "except_last", "always"])
+)
 def test_every_known_architecture_can_be_cut_and_computed_again(
     architecture: str, checkpoint: str
 ) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from covering import covering
 from hasten.parts.data.collate import packed
 from hasten.parts.kernels import rowwise
 from hasten.parts.nn import rebind
@@ -57,9 +58,10 @@ def reweighted(model: nn.Module) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-@pytest.mark.parametrize("binding", BINDINGS)
-@pytest.mark.parametrize("architecture", ["llama", "deepseek_v3", "deepseek_v32"])
+@pytest.mark.parametrize(
+    ("architecture", "binding", "how"),
+    covering(["llama", "deepseek_v3", "deepseek_v32"], BINDINGS, ["deepcopy", "pickle"], rounds=2),
+)
 def test_a_copy_learns_with_its_own_weights(architecture: str, binding: str, how: str) -> None:
     if binding == "experts" and architecture == "llama":
         pytest.skip("has no experts")

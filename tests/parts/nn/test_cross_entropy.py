@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from covering import covering
 from hasten.parts.data.collate import IGNORED
 from hasten.parts.nn import losses
 from hasten.parts.nn.losses import (
@@ -182,8 +183,7 @@ def test_what_is_frozen_gets_no_gradient_and_the_other_its_own(frozen: str) -> N
     assert tensors[frozen].grad is None
 
 
-@pytest.mark.parametrize("unlabelled", [0, 1])
-@pytest.mark.parametrize("chunk", [1, 64])
+@pytest.mark.parametrize(("chunk", "unlabelled"), covering([1, 64], [0, 1]))
 def test_bf16_stays_within_its_rounding_however_many_chunks_add_up(
     chunk: int, unlabelled: int
 ) -> None:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 import transformers as hf
 from torch import Tensor, nn
 
+from covering import covering
 from hasten.parts.data.collate import TokenizedExample, aligned_labels, packed
 from hasten.parts.nn import attention as document_attention
 from hasten.parts.nn.attention import attend, use_document_attention
@@ -161,8 +162,10 @@ CALLS: dict[str, dict[str, Any]] = {
 SEPARATED = ("rows alone", "a mask of ones", "documents by positions", "one row's positions")
 
 
-@pytest.mark.parametrize("usual", ["sdpa", "eager"])
-@pytest.mark.parametrize("architecture", ["llama", "deepseek_v3", "deepseek_v32"])
+@pytest.mark.parametrize(
+    ("architecture", "usual"),
+    covering(["llama", "deepseek_v3", "deepseek_v32"], ["sdpa", "eager"]),
+)
 def test_a_call_without_lengths_is_what_it_is_in_the_plain_model(
     architecture: str, usual: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,8 +201,7 @@ def test_a_call_without_lengths_is_what_it_is_in_the_plain_model(
         former.clear()
 
 
-@pytest.mark.parametrize("usual", ["sdpa", "eager"])
-@pytest.mark.parametrize("architecture", NAMES)
+@pytest.mark.parametrize(("architecture", "usual"), covering(NAMES, ["sdpa", "eager"]))
 def test_generation_is_that_of_the_former_attention(architecture: str, usual: str) -> None:
     plain, model = built(architecture, usual), built(architecture, usual)
     use_document_attention(model)

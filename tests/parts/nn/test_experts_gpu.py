@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from covering import covering
 from fused_models import EXAMPLES, check_half, experts_layer, model_of, outcome
 from hasten.parts.data.collate import packed
 from hasten.parts.kernels import registry
@@ -194,10 +195,9 @@ def plain_gate(x: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
     return F.silu(gate) * up * of_rows.unsqueeze(1)
 
 
-@dtypes
 @few
 @sizes
-@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize(("inner", "dtype"), covering([False, True], ROUNDING), ids=str)
 def test_a_gate_and_its_gradients(
     inner: bool, dtype: torch.dtype, tokens: int, each: int, n: int
 ) -> None:

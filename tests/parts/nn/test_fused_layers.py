@@ -14,6 +14,7 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
+from covering import covering
 from fused_models import (
     BATCHES,
     ROUNDING,
@@ -38,6 +39,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
 ]
 architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 @architectures
@@ -49,8 +51,7 @@ def test_logits_and_gradients_are_those_of_the_plain_model(architecture: str, la
     assert {n: e for n, e in distance(found, expected).items() if e > ROUNDING} == {}
 
 
-@architectures
-@pytest.mark.parametrize("layout", BATCHES)
+@pytest.mark.parametrize(("architecture", "layout"), covering(ARCHITECTURES, BATCHES))
 def test_in_bf16_they_are_no_further_from_float64(architecture: str, layout: str) -> None:
     batch = BATCHES[layout]
     plain, other = pair(architecture, torch.bfloat16)
@@ -122,8 +123,7 @@ def test_a_model_without_known_layers_is_refused() -> None:
         fuse_layers(nn.Sequential(nn.ReLU()))
 
 
-@architectures
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("architecture", "dtype"), covering(ARCHITECTURES, DTYPES), ids=str)
 def test_it_generates_the_same_tokens_with_a_cache(architecture: str, dtype: torch.dtype) -> None:
     plain, other = pair(architecture, dtype)
     settings: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
@@ -173,19 +173,21 @@ def test_dropout_of_attention_falls_on_the_same_places(architecture: str, attent
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)], ids=str
 )
-def test_a_compiled_model_runs_them_in_one_graph(dtype: torch.dtype) -> None:
+def test_a_compiled_layer_runs_them_in_one_graph(dtype: torch.dtype) -> None:
     def passes(forward: Callable[..., Any]) -> list[Tensor]:
-        model.zero_grad()
-        logits = forward(TOKENS, use_cache=False).logits
-        logits.float().square().mean().backward()
-        return [logits.detach(), *(p.grad.clone() for p in model.parameters())]
+        layer.zero_grad()
+        out = forward(x, position_embeddings=tables)
+        out.float().square().mean().backward()
+        return [out.detach(), *(p.grad.clone() for p in layer.parameters())]
 
     _, model = pair("llama", dtype, num_hidden_layers=1)
+    layer, x = model.model.layers[0], torch.randn(2, 8, model.config.hidden_size, dtype=dtype)
+    tables = model.model.rotary_emb(x, torch.arange(8)[None])
     torch._dynamo.reset()
-    found = passes(torch.compile(model, backend="aot_eager", fullgraph=True))
+    found = passes(torch.compile(layer, backend="aot_eager", fullgraph=True))
     # In bf16 a graph adds the gradients of a shared input one by one, each rounded.
     bound = ROUNDING if dtype == torch.float32 else 2**-6
-    for one, other in zip(found, passes(model), strict=True):
+    for one, other in zip(found, passes(layer), strict=True):
         assert (one - other).norm() <= bound * other.norm()
 
 
@@ -244,22 +246,22 @@ def adapted(
 
 
 @pytest.mark.parametrize(
-    ("architecture", "targets"),
-    [*TARGETS.items(), *((a, "all-linear") for a in ARCHITECTURES)],
+    ("adapters", "dtype"),
+    covering([*TARGETS.items(), *((a, "all-linear") for a in ARCHITECTURES)], DTYPES),
     ids=str,
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_adapter_has_the_gradient_it_had(
-    architecture: str, targets: Any, dtype: torch.dtype
+    adapters: tuple[str, Any], dtype: torch.dtype
 ) -> None:
+    architecture, targets = adapters
     plain = adapted(architecture, targets, dtype, fuse=False)
     expected, found = (
         outcome(m, BATCHES["packed"]) for m in (plain, adapted(architecture, targets, dtype))
     )
-    adapters = [n for n in expected if "lora_" in n]
+    names = [n for n in expected if "lora_" in n]
     trainable = [n for n, p in plain.named_parameters() if p.requires_grad]
-    assert sorted(adapters) == sorted(trainable)
-    assert all(found[n].abs().max() > 0 for n in adapters)
+    assert sorted(names) == sorted(trainable)
+    assert all(found[n].abs().max() > 0 for n in names)
     wide = adapted(architecture, targets, dtype, fuse=False).double()
     exact = outcome(wide, BATCHES["packed"])
     if dtype == torch.float32:

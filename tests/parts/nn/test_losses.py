@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Gemma2Config
 
+from covering import covering
 from hasten.parts.data.collate import IGNORED, TokenizedExample, padded
 from hasten.parts.nn.losses import (
     LabelOnlyHead,
@@ -74,8 +75,9 @@ def biased_model() -> Any:
 MODELS: dict[str, Any] = {"tied": tied_model, "capped": capped_model, "biased": biased_model}
 
 
-@pytest.mark.parametrize("terms", TERMS, ids=str)
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *NEWER, *MODELS])
+@pytest.mark.parametrize(
+    ("architecture", "terms"), covering([*ARCHITECTURES, *NEWER, *MODELS], TERMS), ids=str
+)
 def test_a_model_learns_the_same_from_labelled_positions_alone(
     architecture: str, terms: LossTerms
 ) -> None:

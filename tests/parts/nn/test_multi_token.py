@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from covering import covering
 from hasten.parts.data.collate import TokenizedExample, packed, padded, tokenized_example
 from hasten.parts.nn.attention import use_document_attention
 from hasten.parts.nn.causal_lm import causal_lm, trunk
@@ -72,9 +73,10 @@ def plain(model: nn.Module, ahead: MultiToken, data: list[TokenizedExample]) -> 
     return total
 
 
-@architectures
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    ("architecture", "layout", "loss"),
+    covering([*ARCHITECTURES, *NEWER], LAYOUTS, LOSSES, rounds=2),
+)
 def test_loss_and_gradients_are_those_of_the_plain_loop(
     architecture: str, layout: str, loss: str
 ) -> None:
