@@ -54,6 +54,7 @@ def fewer(code: str) -> str:
     """The same with fewer rounds and examples; measured figures are not what is tested here."""
     smaller = {
         "rounds=4": "rounds=2",
+        "noise=True": "noise=False",
         "max_examples=400": "max_examples=60",
         "cutoff_len=256": "cutoff_len=128",
         "vocabulary=1000": "vocabulary=400",

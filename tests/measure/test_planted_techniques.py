@@ -70,9 +70,10 @@ def test_the_machine_was_busy_and_its_copies_the_same_program(speeds: Any) -> No
     assert np.abs(np.median(turns - turns[:, :1], axis=0)).max() < 0.05
 
 
-def test_planted_speeds_get_the_right_word_95_times_of_100(speeds: Any) -> None:
-    found = counts(speeds, ROUNDS, PROOFS, 100, OF_SPEED)
-    assert all(count >= 95 for count in right(found, OF_SPEED).values()), found
+@pytest.mark.parametrize("replays", [40, pytest.param(100, marks=pytest.mark.long)])
+def test_planted_speeds_get_the_right_word_95_times_of_100(speeds: Any, replays: int) -> None:
+    found = counts(speeds, ROUNDS, PROOFS, replays, OF_SPEED)
+    assert all(count >= 0.95 * replays for count in right(found, OF_SPEED).values()), found
     assert found["nothing"]["helped"] == 0
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from covering import covering
 from hasten.measure import workers as workers_module
 from hasten.measure.workers import Worker, WorkerError, WorkerPool, WorkerSpec, merge_replies
 from measure.loop_jobs import SPIN
@@ -153,20 +154,19 @@ def test_the_clock_of_a_worker_stands_still_while_it_is_stopped(tmp_path: Path, 
     assert not list(tmp_path.glob(".clock-*"))
 
 
-@FORKED
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        ("ends", "the process ended with code 7: last words"),
-        ("killed", "the process ended with code -9: killed, most likely for want of memory"),
-        ("hangs", "no answer within 1 s: it hangs"),
-        ("garbles", "its answer can't be read: 'no JSON'"),
-        ("refuses", "the data has too few examples"),
-        ("memory", "MemoryError: can't allocate memory"),
-    ],
-)
+FAILURES = {
+    "ends": "the process ended with code 7: last words",
+    "killed": "the process ended with code -9: killed, most likely for want of memory",
+    "hangs": "no answer within 1 s: it hangs",
+    "garbles": "its answer can't be read: 'no JSON'",
+    "refuses": "the data has too few examples",
+    "memory": "MemoryError: can't allocate memory",
+}
+
+
+@pytest.mark.parametrize(("fork", "how"), covering([False, True], FAILURES))
 def test_a_failure_is_reported_and_other_workers_go_on(
-    tmp_path: Path, fork: bool, how: str, words: str
+    tmp_path: Path, fork: bool, how: str
 ) -> None:
     with WorkerPool(tmp_path, fork=fork) as pool:
         other, worker = pool.start(member(), "other"), pool.start(member(), "worker")
@@ -174,7 +174,7 @@ def test_a_failure_is_reported_and_other_workers_go_on(
         pid = worker.ready(60)["pid"]
         with pytest.raises(WorkerError) as caught:
             fail(worker, [how], timeout=1.0 if how == "hangs" else 60.0)
-        assert str(caught.value) == words
+        assert str(caught.value) == FAILURES[how]
         assert caught.value.out_of_memory == (how in ("killed", "memory"))
         worker.close(kill=True)
         wait_until(gone, pid)

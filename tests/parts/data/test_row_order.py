@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from covering import covering
 from hasten.parts.data.epoch_order import (
     GroupedOrder,
     PackedOrder,
@@ -117,9 +118,9 @@ def test_a_stratified_order_has_every_row_once(costs: list[float], of_step: int,
     assert sorted(found.tolist()) == list(range(len(costs)))
 
 
-@pytest.mark.parametrize("share", [0.1, 0.4, 0.5])
-@pytest.mark.parametrize("per_rank", [2, 8])
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize(
+    ("ranks", "per_rank", "share"), covering([2, 4, 8], [2, 8], [0.1, 0.4, 0.5], rounds=2)
+)
 def test_ranks_wait_less_than_three_in_a_thousand_where_lengths_have_two_modes(
     ranks: int, per_rank: int, share: float
 ) -> None:

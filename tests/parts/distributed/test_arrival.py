@@ -65,7 +65,7 @@ class Factory:
 def session(world: World, name: str, once: bool) -> Session:
     architecture, techniques = CASES[name]
     known = "llama" if architecture == "tied" else architecture
-    job = language_job(Factory(architecture), data=examples(9), batch=4, steps=4)
+    job = language_job(Factory(architecture), data=examples(9), batch=4, steps=2)
     plan = Plan((*techniques, FSDP2(build_once=once)))
     return assemble(prepare(job, plan, job_context(job, known, world)))
 

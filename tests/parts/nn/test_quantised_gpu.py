@@ -321,7 +321,7 @@ def block_gradients(way: str, keep: bool, calls: Counter[str]) -> list[Tensor]:
 def test_recomputation_gives_the_same_gradients(keep: bool, calls: Counter[str]) -> None:
     expected = block_gradients("none", keep=False, calls=calls)
     assert calls == {"float8_both": 4, "float8_rows": 6}, "two inputs and three weights each"
-    for way in ("torch", "hasten"):
+    for way in ("hasten",) if keep else ("torch", "hasten"):
         for one, other in zip(block_gradients(way, keep, calls), expected, strict=True):
             same(one, other)
     of_inputs = {"float8_rows": 4} if keep else {"float8_rows": 4 + 6}

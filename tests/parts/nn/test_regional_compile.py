@@ -191,8 +191,8 @@ def test_inputs_of_another_kind_are_left_alone() -> None:
     assert filled_rows(strange, 8)["input_ids"].shape == (1, 3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", ["mlp", pytest.param("all", marks=pytest.mark.long)])
+@pytest.mark.long  # a C++ compiler for half a minute; the backend above traces the same parts
+@pytest.mark.parametrize("part", ["mlp", "all"])
 def test_inductor_computes_the_same_gradients(part: str) -> None:
     """One kind of part stands for all, which the other tests trace."""
     if " " in torch.__path__[0]:
@@ -219,7 +219,7 @@ def test_code_for_another_instruction_set_is_not_taken_from_the_disk(tmp_path: P
     for capability in ("avx2", "avx512"):
         places = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "ATEN_CPU_CAPABILITY": capability}
         ended = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", name],
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "long", name],
             env={**os.environ, **places},
             capture_output=True,
             text=True,

@@ -180,7 +180,7 @@ def test_places_are_found_beside_every_border() -> None:
     assert torch.equal(found[1].long(), expected.maximum((shares != 0).long()))
 
 
-@pytest.mark.slow
+@pytest.mark.long  # test_fused_gpu compiles the kernel in every run
 def test_launches_compile_as_a_gpu_would_ask_for_them(tmp_path: Path) -> None:
     """In a process of its own, as this one's Triton may interpret."""
     script = Path(__file__).with_name("triton_launches.py")
