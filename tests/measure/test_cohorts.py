@@ -328,7 +328,7 @@ def test_a_deadline_that_passes_while_variants_start_ends_the_experiment_there(
     read_report(report_of(found.variants, **HEAD))
 
 
-@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("place", [0, 3])
 def test_a_deadline_that_passes_in_a_round_leaves_the_rounds_before_it(
     tmp_path: Path, place: int
 ) -> None:

@@ -47,7 +47,6 @@ def _given(architecture: str, thawed: bool) -> nn.Module:
 CASES: dict[str, tuple[str, tuple[Technique, ...]]] = {
     "v3.2": ("deepseek_v32", ()),
     "v3.2, packed": ("deepseek_v32", (Packed(), DocumentAttention(), MultiTokenPrediction())),
-    "v4": ("deepseek_v4", ()),
     "v4, accumulated": (
         "deepseek_v4",
         (GradientAccumulation(micro_batch_size=1), BalancedRouting()),

@@ -24,7 +24,7 @@ from netlab.packet_link import DELAY, LOSS, STOP, LinkSettings
 
 pytestmark = pytest.mark.waits
 
-SIZE = 6_000_000
+SIZE = 4_000_000
 TRIES = 5  # a busy machine is slow at times, a link of another rate always
 kinds = pytest.mark.parametrize("delay_ms", [0.0, 5.0], ids=["veth", "switch"])
 
