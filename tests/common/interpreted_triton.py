@@ -6,6 +6,7 @@ compiler, which would start processes that import torch, to compile a few small 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from typing import Any
@@ -24,6 +25,37 @@ NARROW = {
     "fp8e4nv": torch.float8_e4m3fn,
     "fp8e5": torch.float8_e5m2,
 }
+
+
+def replace_once_a_launch() -> None:
+    """Let Triton's interpreter replace the language's functions once for each module of a launch.
+
+    It looks for them at each call of a device function, which takes up to half of a launch.
+    """
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    language = (interpreter.tl, interpreter.tl.core)
+    launch, replaced = interpreter.GridExecutor.__call__, set[int]()
+
+    @functools.cache
+    def modules_of(function: Any) -> frozenset[int]:
+        values = function.__globals__.values()
+        return frozenset(id(module) for module in language if any(v is module for v in values))
+
+    def launched(self: Any, *given: Any, **named: Any) -> None:
+        replaced.clear()
+        launch(self, *given, **named)
+
+    def called(self: Any, *given: Any, **named: Any) -> Any:
+        if not modules_of(self.fn) <= replaced:
+            interpreter._patch_lang(self.fn)
+            replaced.update(modules_of(self.fn))
+        try:
+            return self.rewrite()(*given, **named)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+    interpreter.GridExecutor.__call__ = launched
+    interpreter.InterpretedFunction.__call__ = called
 
 
 def round_as_a_gpu(patch: pytest.MonkeyPatch) -> None:

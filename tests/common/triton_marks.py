@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from interpreted_triton import replace_once_a_launch
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -20,7 +22,10 @@ def _why_no_triton() -> str:
     return "" if fits else "Triton is here to compile: give TRITON_INTERPRET=1"
 
 
-needs_triton = pytest.mark.skipif(bool(_why_no_triton()), reason=_why_no_triton())
+NO_TRITON = _why_no_triton()
+if DEVICE == "cpu" and not NO_TRITON:
+    replace_once_a_launch()
+needs_triton = pytest.mark.skipif(bool(NO_TRITON), reason=NO_TRITON)
 on_gpu = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 
