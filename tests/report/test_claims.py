@@ -9,7 +9,8 @@ import pytest
 
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
-from hasten.measure.ablation import Variant
+from hasten.errors import InputError
+from hasten.measure.ablation import Variant, plans_of
 from hasten.report.speedup import by_gain, decide, greedy_search
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
@@ -156,7 +157,7 @@ def gains(table: Mapping[str, float]) -> object:
 
 def test_only_what_pays_is_kept() -> None:
     table = {"packed": 1.3, "document_attention": 0.9, "fused_adamw": 1.1}
-    found = greedy_search(TECHNIQUES, gains(table))  # type: ignore[arg-type]
+    found = greedy_search(TECHNIQUES, gains(table), list)  # type: ignore[arg-type]
     assert [t.name() for t in found.plan] == ["packed", "fused_adamw"]
     assert [rung.accepted for rung in found.rungs] == [True, False, True]
     assert "slower" in str(found)
@@ -171,13 +172,13 @@ def test_each_technique_stands_on_what_was_kept_before() -> None:
         seen.append((str(before), str(after)))
         return pair(before, after, 1.0 if before == Plan() else 1.5)
 
-    greedy_search(TECHNIQUES, measure)
+    greedy_search(TECHNIQUES, measure, list)
     assert seen == [("baseline", str(Plan([t]))) for t in TECHNIQUES]
 
 
 def test_a_technique_that_does_nothing_is_not_kept() -> None:
     table = {t.name(): 1.0 for t in TECHNIQUES}
-    found = greedy_search(TECHNIQUES, gains(table))  # type: ignore[arg-type]
+    found = greedy_search(TECHNIQUES, gains(table), list)  # type: ignore[arg-type]
     assert not len(found.plan)
     assert str(found).endswith("kept: nothing")
 
@@ -225,3 +226,10 @@ def test_by_gain_the_best_comes_first_and_the_unmeasured_last() -> None:
     for technique, speed in zip(TECHNIQUES[1:], (90.0, 130.0), strict=True):
         variants.append(Variant(technique.name(), Plan([technique]), rounds=[speed] * 3))
     assert by_gain(TECHNIQUES, variants) == [FusedAdamW(), DocumentAttention(), Packed()]
+
+
+def test_an_unknown_order_or_set_of_variants_is_refused() -> None:
+    with pytest.raises(InputError, match="order: there is no 'speed'; there are slots, gain"):
+        greedy_search(TECHNIQUES, gains({}), list, "speed")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="variants: there is no 'plan'; there are full, "):
+        plans_of(Plan(TECHNIQUES), "plan")  # type: ignore[arg-type]

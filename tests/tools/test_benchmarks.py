@@ -14,30 +14,23 @@ from labs import missing
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FILES = {p.relative_to(BENCHMARKS).as_posix() for p in BENCHMARKS.rglob("bench_*.py")}
-# What starts ranks, hosts of a lab, workers or peers, or takes over four seconds.
+# What starts ranks, hosts of a lab, workers or peers.
 LONG = {
-    "bench_activation_checkpointing.py",
     "bench_arrival.py",
     "bench_article.py",
     "bench_auto.py",
     "bench_batching.py",
-    "bench_cpu.py",
     "bench_expert_parallel.py",
     "bench_full_duplex.py",
     "bench_host.py",
-    "bench_hosts.py",
     "bench_input.py",
     "bench_layouts.py",
-    "bench_losses.py",
     "bench_netlab.py",
-    "bench_packing.py",
     "bench_pipeline.py",
-    "bench_prefetcher.py",
     "bench_step.py",
     "bench_supervisor.py",
     "bench_tokenize.py",
     "bench_topology.py",
-    "bench_verdicts.py",
     "bench_communication.py",
     "bench_workers.py",
 }

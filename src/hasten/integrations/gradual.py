@@ -120,7 +120,7 @@ def _of_model(
     optimizer: Optimizer | None,
     loss_fn: Loss | None,
     techniques: Sequence[Technique] | None,
-    order: str,
+    order: Literal["slots", "gain"],
     rounds: int,
     steps: int,
 ) -> GradualResult:
@@ -140,7 +140,7 @@ def _of_model(
                 *(measure(Plan(), Plan([t]))[1] for t in candidates),
             ]
 
-        search = greedy_search(candidates, measure, singles if order == "gain" else None)
+        search = greedy_search(candidates, measure, singles, order)
         rungs = [replace(r, why=r.why.replace(" tokens", " examples")) for r in search.rungs]
         chosen: dict[str, Any] = {SWITCHES[t.slot]: t for t in search.plan}
         trainer = OptimizedTrainer(model, optimizer, measure.loss_fn, **chosen)

@@ -150,8 +150,10 @@ def plans_of(
             variants; these techniques are then measured as ``single``.
 
     Raises:
-        InputError: an empty plan, or a name that isn't in it.
+        InputError: an empty plan, a name that isn't in it, or an unknown ``which``.
     """
+    if which not in get_args(Which):
+        raise InputError(f"variants: there is no {which!r}; there are {', '.join(get_args(Which))}")
     if not len(plan):
         raise InputError("plan: there is nothing to compare; list techniques under plan")
     names = [t.name() for t in plan]

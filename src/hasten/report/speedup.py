@@ -22,10 +22,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
+from hasten.errors import InputError
 from hasten.formatting import span
 from hasten.measure.ablation import Design, Kind, Variant, Which, plans_of, with_second_baseline
 from hasten.measure.recipe_experiment import ExperimentSubject, measured, prepared
@@ -40,6 +41,7 @@ from hasten.report.markup import cell, markdown_table
 DOUBT = 0.05  # of all decisions of a greedy search together
 FLOOR = 0.01  # a gain that nobody should act on
 
+Order = Literal["slots", "gain"]
 Measure = Callable[[Plan, Plan], tuple[Variant, Variant]]  # the plan so far, and with one more
 
 
@@ -85,14 +87,20 @@ class GreedySearch:
 def greedy_search(
     techniques: Sequence[Technique],
     measure: Measure,
-    singles: Callable[[], Sequence[Variant]] | None = None,
+    singles: Callable[[], Sequence[Variant]],
+    order: Order = "slots",
 ) -> GreedySearch:
     """Try every technique on top of what was kept before it.
 
-    In the order given, or where ``singles`` measures the baseline and each technique alone, by the
-    gain of each.
+    In the order of the list, or by the gain of each alone: ``singles`` measures these and the
+    baseline.
+
+    Raises:
+        InputError: an unknown order.
     """
-    if singles is not None and len(techniques) > 1:
+    if order not in get_args(Order):
+        raise InputError(f"order: there is no {order!r}; there are {', '.join(get_args(Order))}")
+    if order == "gain" and len(techniques) > 1:
         techniques = by_gain(techniques, singles())
     plan, rungs = Plan(), []
     for technique in techniques:
@@ -139,8 +147,6 @@ def by_gain(techniques: Iterable[Technique], variants: Sequence[Variant]) -> lis
 
 
 # Measure a recipe's techniques on its own job, and report what each gains.
-
-Order = Literal["slots", "gain"]
 
 
 def ablate(
@@ -224,8 +230,7 @@ def greedy_recipe(
         outcome = variants(names, dict(zip(names, ("baseline", "cumulative"), strict=True)))
         return outcome[0], outcome[-1]
 
-    singles = (lambda: variants(alone, singly)) if order == "gain" else None
-    search = greedy_search(list(subject.plan), measure, singles)
+    search = greedy_search(list(subject.plan), measure, lambda: variants(alone, singly), order)
     if not len(search.plan):
         return search
     plans, kinds = with_second_baseline(*plans_of(search.plan, "full"))
