@@ -107,12 +107,10 @@ def test_files_with_their_containers_and_long_records_have_a_line_each(
 
 
 @pytest.fixture
-def recipe_file(tmp_path: Path, full_run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def recipe_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(module, "KILLS", 1)
     path = tmp_path / "recipe.yaml"
-    # Its model is a folder's: one of its processes isn't forked, and has the published presets.
-    values = small(tmp_path, plan=["packed"], model=str(full_run / "model"))
-    path.write_text(Recipe(**values).to_yaml())
+    path.write_text(Recipe(**small(tmp_path, plan=["packed"])).to_yaml())
     return path
 
 

@@ -42,11 +42,6 @@ PLAIN |= {
 }  # it goes by clocks
 PLAIN |= dict.fromkeys(("epochs", "max_tokens", "leave_file", "leave_command"))
 PATIENCE_SECONDS = 1800.0  # for one start of the job
-NO_ROOM = (
-    "import resource, runpy, sys; n = int(sys.argv[1]); "
-    "resource.setrlimit(resource.RLIMIT_FSIZE, (n, n)); "
-    "sys.argv = ['hasten', *sys.argv[2:]]; runpy.run_module('hasten', run_name='__main__')"
-)
 
 
 class CheckFailedError(Exception):
@@ -199,8 +194,8 @@ class SelfTest:
         return output
 
     def _start(self, output: Path, limit: int | None = None) -> subprocess.Popen[bytes]:
-        program = ["-m", "hasten"] if limit is None else ["-c", NO_ROOM, str(limit)]
-        command = [sys.executable, *program, "train", str(output.with_suffix(".yaml"))]
+        program = ["hasten"] if limit is None else ["hasten.training.file_limit", str(limit)]
+        command = [sys.executable, "-m", *program, "train", str(output.with_suffix(".yaml"))]
         with output.with_suffix(".log").open("ab") as log:
             return subprocess.Popen(
                 command,
