@@ -13,16 +13,18 @@ from typing import Any
 import pytest
 import yaml
 
+from hasten.cli.train import train
 from hasten.core.context import JobContext, ModelFacts
 from hasten.core.plan import Plan
 from hasten.errors import InputError
+from hasten.launch.supervisor import SupervisedRanks
 from hasten.machine import environment as environment_
 from hasten.machine import host, memory
 from hasten.machine.environment import World
 from hasten.techniques import CATALOGUE
 from hasten.techniques.allocator import Allocator
 from hasten.techniques.threads import Threads
-from sample_data import small
+from sample_data import small, small_recipe
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="core masks are Linux's")
 
@@ -116,12 +118,47 @@ def test_a_process_begins_again_only_for_what_is_missing_and_only_once(
     assert environment_.not_yet_so(wanted) == {}
 
 
+class BegunError(Exception):
+    """Another program, or ranks, would begin here."""
+
+
 @linux
-@pytest.mark.slow
+def test_hasten_train_begins_its_processes_with_the_plans_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process becomes another, and each of several ranks is started with them."""
+    for name in ("OMP_WAIT_POLICY", "GLIBC_TUNABLES", environment_.STARTED_FOR_PLAN):
+        monkeypatch.delenv(name, raising=False)
+
+    def execve(program: str, words: list[str], variables: dict[str, str]) -> None:
+        raise BegunError(words, variables)
+
+    def supervise(ranks: SupervisedRanks, *given: object) -> None:
+        raise BegunError(*(ranks.environ(rank, 2) for rank in range(2)))
+
+    monkeypatch.setattr(os, "execve", execve)
+    monkeypatch.setattr("hasten.launch.supervisor.supervise", supervise)
+    monkeypatch.setattr(memory, "huge_page_mode", lambda: "madvise")
+    plan = [{"threads": {"waiting": "asleep"}}, {"allocator": {"huge_pages": True}}]
+    path = small_recipe(tmp_path, plan=plan, max_steps=1)
+    with pytest.raises(BegunError) as begun:
+        train(path, ["seed=7"])
+    words, variables = begun.value.args
+    assert words == [sys.executable, "-m", "hasten", "train", str(path), "seed=7"]
+    assert variables[environment_.STARTED_FOR_PLAN] == "1"
+    with pytest.raises(BegunError) as begun:
+        train(path, ["nproc=2"])
+    for found in (variables, *begun.value.args):
+        assert found["OMP_WAIT_POLICY"] == "PASSIVE"
+        assert found["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
+
+
+@linux
+@pytest.mark.long  # two cold starts, of which the second has what the test above sees it given
 @pytest.mark.cold  # of ranks with new variables one would be fresh and one forked
 @pytest.mark.timeout(900)  # processes start anew for their variables, on a busy machine
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_hasten_train_starts_its_processes_with_the_plans_variables(
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_plans_variables_act_in_the_processes_of_hasten_train(
     tmp_path: Path, ranks: int
 ) -> None:
     plan = [
