@@ -38,17 +38,23 @@ def test_kills_at_random_instants(most: int, undisturbed: dict[int, str], tmp_pa
     assert inside, "no kill fell into a save"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_kills_at_every_call_of_a_save(
-    asynchronous: bool, undisturbed: dict[int, str], tmp_path: Path
+@pytest.mark.parametrize(
+    ("asynchronous", "apart"),
+    [
+        (True, 6),
+        pytest.param(True, 1, marks=pytest.mark.long),
+        pytest.param(False, 1, marks=pytest.mark.long),
+    ],
+)
+def test_kills_at_calls_of_a_save(
+    asynchronous: bool, apart: int, undisturbed: dict[int, str], tmp_path: Path
 ) -> None:
-    """The third save of each life is the one; both ways together more than forty."""
+    """The third save of each life is the one. What a disk has at every call: ``test_disks``."""
     counted: Any = CountedDisk()
     train(tmp_path / "counted", 3 * EVERY, lambda line: None, counted, asynchronous)
     per_save = counted.calls // 3
     assert per_save > 20
-    for call in range(2 * per_save + 1, 3 * per_save + 1):
+    for call in range(2 * per_save + 1, 3 * per_save + 1, apart):
         folder, account = tmp_path / str(call), Account(undisturbed)
 
         def life(tell: Tell, call: int = call, folder: Path = folder) -> None:
