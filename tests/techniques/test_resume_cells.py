@@ -76,6 +76,13 @@ def _cells() -> Iterator[Cell]:
     yield from (Cell("shuffled", packed, True, "fsdp2") for packed in both)
 
 
+def _is_usual(cell: Cell) -> bool:
+    """Each source, each way to lay out, each layout; the other products of them are for long."""
+    if cell.source in STREAMS:
+        return cell.packed == bool(STREAMS[cell.source])
+    return cell.packed and cell.ahead if cell.layout != "one" else cell.packed == cell.ahead
+
+
 CELLS = tuple(_cells())
 
 
@@ -193,12 +200,18 @@ def resumed(cell: Cell, world: World, folder: Path) -> dict[str, Any]:
 
 
 def on_two(world: World) -> dict[str, Any]:
-    """Every cell of two ranks; and what one rank makes of theirs, and they of one rank's."""
+    return cells_of_two(world, [cell for cell in TWO if _is_usual(cell)])
+
+
+def on_two_long(world: World) -> dict[str, Any]:
+    return cells_of_two(world, [cell for cell in TWO if not _is_usual(cell)])
+
+
+def cells_of_two(world: World, cells: Sequence[Cell]) -> dict[str, Any]:
+    """Cells of two ranks; and what one rank makes of theirs, and they of one rank's."""
     found, alone = {}, World()
     place = Path(environment.variable("HASTEN_RENDEZVOUS") or "").parent  # both ranks know it
-    for number, cell in enumerate(CELLS):
-        if cell.layout == "one":
-            continue
+    for number, cell in enumerate(cells):
         folder = place / f"cell-{number}"
         ours = resumed(cell, world, folder)
         if cell.source in SAMPLERS and cell.layout == "ddp":
@@ -224,9 +237,25 @@ EACH = Counter(dict.fromkeys(NAMES, EPOCHS))
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What both ranks found of every cell of theirs."""
-    return on_ranks(on_two, tmp_path_factory.mktemp("ranks"))
+def usual(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What both ranks found of their usual cells."""
+    return on_ranks(on_two, tmp_path_factory.mktemp("usual"))
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return on_ranks(on_two_long, tmp_path_factory.mktemp("others"))
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest, cell: Cell) -> list[Any]:
+    found: list[Any] = request.getfixturevalue("usual" if _is_usual(cell) else "others")
+    return found
+
+
+def parameters(cells: Sequence[Cell]) -> list[Any]:
+    long = pytest.mark.long
+    return [pytest.param(cell, marks=[long] * (not _is_usual(cell))) for cell in cells]
 
 
 def check_same_bits(found: dict[str, Any]) -> None:
@@ -240,7 +269,7 @@ def test_there_are_as_many_cells_as_promised() -> None:
     assert len(set(map(str, CELLS))) == len(CELLS) >= 24
 
 
-@pytest.mark.parametrize("cell", ONE, ids=str)
+@pytest.mark.parametrize("cell", parameters(ONE), ids=str)
 def test_one_rank_goes_on_with_the_same_bits(cell: Cell, tmp_path: Path) -> None:
     found = resumed(cell, World(), tmp_path)
     check_same_bits(found)
@@ -248,8 +277,7 @@ def test_one_rank_goes_on_with_the_same_bits(cell: Cell, tmp_path: Path) -> None
     assert Counter(found["begun"]["names"] + found["rest"]["names"]) == EACH
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cell", TWO, ids=str)
+@pytest.mark.parametrize("cell", parameters(TWO), ids=str)
 def test_two_ranks_go_on_with_the_same_bits(cell: Cell, ranks: list[Any]) -> None:
     for rank in ranks:
         check_same_bits(rank[str(cell)])
@@ -257,7 +285,7 @@ def test_two_ranks_go_on_with_the_same_bits(cell: Cell, ranks: list[Any]) -> Non
         assert Counter(names(ranks, cell, "begun") + names(ranks, cell, "rest")) == EACH
 
 
-@pytest.mark.parametrize("cell", MOVED, ids=str)
+@pytest.mark.parametrize("cell", parameters(MOVED), ids=str)
 def test_another_number_of_ranks_trains_each_record_once(cell: Cell, ranks: list[Any]) -> None:
     fewer = names(ranks, cell, "begun") + names(ranks[:1], cell, "to one")
     assert Counter(fewer) == EACH
