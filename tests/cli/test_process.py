@@ -11,13 +11,15 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import yaml
 
+from hasten.__main__ import main
 from hasten.machine.signals import HASTE, StopSignal, raise_in_command
 from sample_data import small, small_recipe
 
@@ -45,6 +47,25 @@ def started(path: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
         text=True,
         env={**os.environ, **variables},
     )
+
+
+def become(*words: object, encoding: str = "utf-8") -> NoReturn:
+    """From here on this process, a fork, is a command's, with the descriptors that it has."""
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout, sys.stderr = (
+        open(number, "w", encoding=encoding, closefd=False)  # noqa: SIM115
+        for number in (1, 2)
+    )
+    sys.argv = ["hasten", *map(str, words)]
+    code: Any = 1
+    try:
+        main()
+    except SystemExit as leaving:
+        code = leaving.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
 
 
 def until(condition: object, seconds: float = 120) -> None:
@@ -226,7 +247,7 @@ def test_a_closed_terminal_ends_a_training_that_is_saved_and_nohup_keeps_it(
     pid, terminal = pty.fork()
     if pid == 0:
         signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
-        os.execv(sys.executable, [sys.executable, "-m", "hasten", "train", str(path)])
+        become("train", path)
     metrics = run / "metrics.jsonl"
     until(lambda: was_read(terminal) and metrics.exists() and metrics.read_text().count("\n") >= 2)
     os.close(terminal)
@@ -285,21 +306,22 @@ def test_an_output_without_room_is_a_sentence(words: list[str], unbuffered: str)
     assert (done.returncode, done.stderr) == (1, f"hasten: {sentence}\n")
 
 
-@pytest.mark.slow
 def test_a_terminal_of_ascii_alone_and_a_name_that_is_not_utf_8_are_printed(
     tmp_path: Path,
 ) -> None:
-    folder = tmp_path / "r\udcff\u00fcn"
+    folder, texts = tmp_path / "r\udcff\u00fcn", [tmp_path / "out", tmp_path / "err"]
     folder.mkdir()
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
-    done = subprocess.run(
-        [sys.executable, "-m", "hasten", "report", str(folder), str(folder)],
-        capture_output=True,
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert b"r[U+DCFF]\\xfcn" in done.stdout
-    assert b"Traceback" not in done.stderr
+    pid = os.fork()
+    if pid == 0:
+        for number, text in enumerate(texts, 1):
+            os.dup2(os.open(text, os.O_WRONLY | os.O_CREAT), number)
+        become("report", folder, folder, encoding="ascii")
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    out, err = (text.read_bytes() for text in texts)
+    assert code == 0, err
+    assert b"r[U+DCFF]\\xfcn" in out
+    assert b"Traceback" not in err
 
 
 def test_a_name_with_line_ends_and_orders_to_a_terminal_is_one_line(hasten: Hasten) -> None:
