@@ -98,8 +98,13 @@ CASES: dict[str, Case] = {
 
 # between copies of stages, which two ranks don't have
 COMMUNICATIONS = ("half a communication", "bytes over the network")
-ON_TWO = tuple(case for case in CASES if case not in COMMUNICATIONS)
-TWO_PIPELINES = ("tied, accumulated", "experts, balanced", "recomputed", *COMMUNICATIONS)
+# Each is made of two others; tests/parts/distributed/test_pipeline.py has every schedule on ranks.
+LONG = (
+    *("plain", "experts", "experts, interleaved", "experts, a loss on sequences"),
+    "autocast",
+)
+ON_TWO = tuple(case for case in CASES if case not in (*COMMUNICATIONS, *LONG))
+TWO_PIPELINES = ("tied, accumulated", "experts, balanced", *COMMUNICATIONS)
 # How far rounding to 8 bits of mantissa, or to 8 bits, takes losses and weights.
 ROUGH = {
     "bf16 masters": 1e-2,
@@ -164,9 +169,14 @@ def result(session: Session) -> dict[str, Any]:
 
 
 def train_on_two(world: World) -> dict[str, Any]:
-    """Every case as one pipeline."""
+    """The usual cases as one pipeline."""
     folder = shared_folder()
     return {**train_all(world, folder, ON_TWO), "folder": folder}
+
+
+def train_on_two_long(world: World) -> dict[str, Any]:
+    folder = shared_folder()
+    return {**train_all(world, folder, LONG), "folder": folder}
 
 
 def train_on_four(world: World) -> dict[str, Any]:
@@ -216,15 +226,26 @@ def loaded(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Every case in one process."""
+    """The usual cases in one process."""
     folder = tmp_path_factory.mktemp("one")
-    return with_weights(train_all(World(), str(folder)), folder)
+    return with_weights(train_all(World(), str(folder), (*ON_TWO, *COMMUNICATIONS)), folder)
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The same on two ranks."""
     return trained(train_on_two, tmp_path_factory.mktemp("two"), 2)
+
+
+@pytest.fixture(scope="module")
+def one_long(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("one_long")
+    return with_weights(train_all(World(), str(folder), LONG), folder)
+
+
+@pytest.fixture(scope="module")
+def two_long(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return trained(train_on_two_long, tmp_path_factory.mktemp("two_long"), 2)
 
 
 @pytest.fixture(scope="module")
@@ -245,15 +266,19 @@ def with_weights(found: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 SEEN_ON_EVERY_RANK = ("activation_checkpointing", "balanced_routing", "half", "quantised")
-ALL = [("two", case) for case in ON_TWO] + [("four", case) for case in TWO_PIPELINES]
+ALL = [
+    *(("one", "two", case) for case in ON_TWO),
+    *(("one", "four", case) for case in TWO_PIPELINES),
+    *(pytest.param("one_long", "two_long", case, marks=pytest.mark.long) for case in LONG),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "case"), ALL)
+@pytest.mark.parametrize(("reference", "world", "case"), ALL)
 def test_losses_norms_and_weights_are_those_of_one_process(
-    one: dict[str, Any], request: pytest.FixtureRequest, world: str, case: str
+    request: pytest.FixtureRequest, reference: str, world: str, case: str
 ) -> None:
-    alone, ranks = one[case], request.getfixturevalue(world)
+    alone, ranks = request.getfixturevalue(reference)[case], request.getfixturevalue(world)
     near = ROUGH.get(case, 1e-6 if "expert" in case else 1e-12)
     for rank in ranks:
         assert rank[case]["losses"] == pytest.approx(alone["losses"], rel=near)
@@ -268,11 +293,11 @@ def test_losses_norms_and_weights_are_those_of_one_process(
         torch.testing.assert_close(weights[name], there, rtol=near, atol=near)
 
 
-@pytest.mark.parametrize(("world", "case"), ALL)
+@pytest.mark.parametrize(("reference", "world", "case"), ALL)
 def test_the_first_rank_has_the_whole_model_where_it_is_gathered_and_only_there(
-    one: dict[str, Any], request: pytest.FixtureRequest, world: str, case: str
+    request: pytest.FixtureRequest, reference: str, world: str, case: str
 ) -> None:
-    alone, ranks = one[case], request.getfixturevalue(world)
+    alone, ranks = request.getfixturevalue(reference)[case], request.getfixturevalue(world)
     near = 5 * ROUGH[case] if case in ROUGH else 1e-5
     assert ranks[0][case]["logits"] == pytest.approx(alone["logits"], rel=near, abs=near)
     assert ranks[0][case]["metrics"] == pytest.approx(alone["metrics"], rel=1e-2)
