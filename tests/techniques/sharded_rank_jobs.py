@@ -144,6 +144,7 @@ def sharded(world: World) -> dict[str, Any]:
             Case(FSDP2(), others).session(world)
         except InputError as error:
             found[name] = str(error)
+    found["dropped"] = dropping(world)
     return found
 
 

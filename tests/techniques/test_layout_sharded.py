@@ -22,7 +22,6 @@ from techniques.sharded_rank_jobs import (
     Case,
     by_hand,
     check_same,
-    dropping,
     held_bytes,
     outcome,
     sharded,
@@ -106,18 +105,13 @@ def test_one_rank_needs_no_pieces() -> None:
     assert FSDP2().forecast(session.setup.context).comm_bytes == 1.0
 
 
-@pytest.fixture(scope="module")
-def dropped(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(dropping, tmp_path_factory.mktemp("dropped"))
-
-
 @pytest.mark.parametrize("name", DROPPING)
-def test_dropout_falls_where_each_rank_s_seed_says(dropped: list[Any], name: str) -> None:
+def test_dropout_falls_where_each_rank_s_seed_says(ranks: list[Any], name: str) -> None:
     loss, norm = by_hand(DROPPING[name], 2)
-    for rank in dropped:
-        assert rank[name]["loss"] == pytest.approx(loss, rel=1e-12)
-        assert rank[name]["norm"] == pytest.approx(norm, rel=1e-12)
-        assert rank[name]["again"] == rank[name]["loss"]
+    for found in (rank["dropped"][name] for rank in ranks):
+        assert found["loss"] == pytest.approx(loss, rel=1e-12)
+        assert found["norm"] == pytest.approx(norm, rel=1e-12)
+        assert found["again"] == found["loss"]
     alike, _ = by_hand(DROPPING[name], 1)  # the same examples, other masks
     assert loss != pytest.approx(alike, rel=1e-9)
 
