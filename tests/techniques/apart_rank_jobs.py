@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -91,10 +92,23 @@ COMPANY: dict[str, tuple[str, tuple[Technique, ...]]] = {
 }
 
 
+# Weights in bf16 are in masters; adapters are tensors as others are.
+LONG_COMPANY = ("autocast", "lora")
+
+
 def accompanied(world: World) -> dict[str, Any]:
+    return _accompanied(world, [name for name in COMPANY if name not in LONG_COMPANY])
+
+
+def accompanied_long(world: World) -> dict[str, Any]:
+    return _accompanied(world, LONG_COMPANY)
+
+
+def _accompanied(world: World, names: Iterable[str]) -> dict[str, Any]:
     """A stream and DiLoCo beside other techniques: same bits on all ranks once synchronized."""
     found = {}
-    for name, (architecture, others) in COMPANY.items():
+    for name in names:
+        architecture, others = COMPANY[name]
         for communication in (APART, LocalSteps(every=2, outer="nesterov")):
             made = job(architecture, stop=Stop(epochs=4))
             session = session_on(world, made, communication, *others, architecture=architecture)
@@ -196,3 +210,9 @@ def refused(world: World) -> list[str]:
         except ValueError as error:
             said.append(str(error))
     return said
+
+
+def everything(world: World) -> dict[str, Any]:
+    """All jobs but the long one: a start takes longer than most of them."""
+    jobs = (averaged, accompanied, one_bad_step, stopped_by_one, resumed, refused)
+    return {each.__name__: each(world) for each in jobs}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,26 +9,28 @@ import pytest
 from hasten.machine.environment import World
 from hasten.techniques.communication.local import LocalSteps, Stream
 from ranks import on_ranks
-from techniques.apart_rank_jobs import (
-    COMPANY,
-    accompanied,
-    averaged,
-    one_bad_step,
-    refused,
-    resumed,
-    stopped_by_one,
-)
+from techniques.apart_rank_jobs import COMPANY, LONG_COMPANY, accompanied_long, everything
 from tiny import job_context, language_job
 
 
 @pytest.fixture(scope="module")
-def as_ddp(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(averaged, tmp_path_factory.mktemp("ddp"))
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return on_ranks(everything, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture
+def as_ddp(found: list[Any]) -> list[Any]:
+    return [rank["averaged"] for rank in found]
+
+
+@pytest.fixture
+def company(found: list[Any]) -> list[Any]:
+    return [rank["accompanied"] for rank in found]
 
 
 @pytest.fixture(scope="module")
-def company(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(accompanied, tmp_path_factory.mktemp("company"))
+def company_long(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return on_ranks(accompanied_long, tmp_path_factory.mktemp("long"))
 
 
 @pytest.mark.parametrize("name", ["every step", "accumulated", "adaptive"])
@@ -64,11 +65,16 @@ def test_gradients_are_not_replicated_and_the_probes_say_so(as_ddp: list[Any]) -
 
 
 @pytest.mark.parametrize("communication", ["stream", "local_steps"])
-@pytest.mark.parametrize("name", COMPANY)
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [("company", name) for name in COMPANY if name not in LONG_COMPANY]
+    + [pytest.param("company_long", name, marks=pytest.mark.long) for name in LONG_COMPANY],
+)
 def test_ranks_end_with_the_same_bits_beside_other_techniques(
-    company: list[Any], name: str, communication: str
+    request: pytest.FixtureRequest, ranks: str, name: str, communication: str
 ) -> None:
-    one, other = (rank[f"{name}, {communication}"] for rank in company)
+    both = request.getfixturevalue(ranks)
+    one, other = (rank[f"{name}, {communication}"] for rank in both)
     assert one["apart"] != other["apart"] or communication == "local_steps"
     assert one["synchronized"] == other["synchronized"]
     assert one["state"] == other["state"]
@@ -82,10 +88,10 @@ def test_it_learns(company: list[Any]) -> None:
         assert found["losses"][-1] < found["losses"][0]
 
 
-def test_what_does_not_go_together_is_refused_in_words(tmp_path: Path) -> None:
-    for said in on_ranks(refused, tmp_path):
-        assert "max_tokens" in said[0]
-        assert "weight_average" in said[1]
+def test_what_does_not_go_together_is_refused_in_words(found: list[Any]) -> None:
+    for rank in found:
+        assert "max_tokens" in rank["refused"][0]
+        assert "weight_average" in rank["refused"][1]
 
 
 @pytest.mark.parametrize(
@@ -113,23 +119,22 @@ def test_the_forecast_is_of_bytes_on_the_wire_and_of_the_anchor() -> None:
     assert Stream().forecast(context).resident_bytes == 4 * context.model.parameters
 
 
-def test_a_rank_whose_gradient_is_no_number_gives_its_step_up_alone(tmp_path: Path) -> None:
-    one, other = on_ranks(one_bad_step, tmp_path)
+def test_a_rank_whose_gradient_is_no_number_gives_its_step_up_alone(found: list[Any]) -> None:
+    one, other = (rank["one_bad_step"] for rank in found)
     for communication in ("stream", "local_steps"):
         assert not any(one[communication]["skipped"])
         assert [i for i, s in enumerate(other[communication]["skipped"]) if s] == [1]
         assert one[communication]["weights"] == other[communication]["weights"]
 
 
-def test_a_stop_that_one_rank_asks_for_comes_after_the_same_step_on_all(tmp_path: Path) -> None:
-    found = on_ranks(stopped_by_one, tmp_path)
-    assert found == [{"stream": 4, "local_steps": 4}] * 2
+def test_a_stop_that_one_rank_asks_for_comes_after_the_same_step_on_all(found: list[Any]) -> None:
+    assert [rank["stopped_by_one"] for rank in found] == [{"stream": 4, "local_steps": 4}] * 2
 
 
-def test_a_resumed_run_has_the_bits_of_the_whole_one_on_every_rank(tmp_path: Path) -> None:
-    for rank in on_ranks(resumed, tmp_path):
-        for name, found in rank.items():
-            assert found["losses"][0] == found["losses"][1]
-            assert found["weights"][0] == found["weights"][1]
-            assert found["ranks"] == ["1"]
-            assert f"plan: {name} was on" in found["other"]
+def test_a_resumed_run_has_the_bits_of_the_whole_one_on_every_rank(found: list[Any]) -> None:
+    for rank in found:
+        for name, case in rank["resumed"].items():
+            assert case["losses"][0] == case["losses"][1]
+            assert case["weights"][0] == case["weights"][1]
+            assert case["ranks"] == ["1"]
+            assert f"plan: {name} was on" in case["other"]
