@@ -36,7 +36,7 @@ INT8 = Quantised(minimum=0, check_every=1)
 
 
 def session(
-    world: World, *techniques: Technique, architecture: str = "llama", steps: int = 8
+    world: World, *techniques: Technique, architecture: str = "llama", steps: int = 6
 ) -> Session:
     job = language_job(lambda: tiny_model(architecture), data=examples(16), steps=steps)
     context = job_context(job, architecture, world)
@@ -98,7 +98,7 @@ def between_hosts(world: World) -> dict[str, Any]:
         PowerSGD(rank=4, minimum=0, check_every=1, scope="hosts", dense_share=0.0),
     ):
         whole = seen(session(world, communication), communication)
-        first = session(world, communication, steps=5)
+        first = session(world, communication, steps=4)
         run(first)
         boxes: list[Any] = [state_of(first)]
         dist.broadcast_object_list(boxes)
@@ -191,7 +191,7 @@ def test_between_hosts_a_run_learns_resumes_and_keeps_replicas_alike(tmp_path: P
             assert rank["losses"][-1] < rank["losses"][0]
             assert rank["own memory"]
             assert (rank["owned"] > 0) == (rank in (found[0], found[2]))
-            assert rank["rest"] == pytest.approx(rank["losses"][5:], rel=0.02)
+            assert rank["rest"] == pytest.approx(rank["losses"][4:], rel=0.02)
             assert "the memory of 3 ranks was left behind" in rank["other ranks"]
 
 

@@ -130,7 +130,7 @@ def sessions(world: World) -> dict[str, Any]:
     """Losses of a run, what the technique saw, and a checksum of the weights, by plan."""
     found: dict[str, Any] = {}
     for name, techniques in PLANS.items():
-        session = _session(world, *techniques)
+        session = _session(world, *techniques, steps=4)
         losses = [m.loss for m in training(session)]
         proofs = [
             t.check_effect(session) for t in session.setup.plan if t.slot.name == "COMMUNICATION"
