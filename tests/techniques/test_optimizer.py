@@ -40,7 +40,13 @@ BESIDE: dict[str, tuple[Technique, ...]] = {
 }
 
 
-@pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)
+@pytest.mark.parametrize(
+    "beside",
+    [
+        pytest.param(plan, id=name, marks=[pytest.mark.long] * (name in ("masters", "lora")))
+        for name, plan in BESIDE.items()  # those are in the last one, both
+    ],
+)
 @each
 def test_a_resumed_run_keeps_its_bits(
     technique: Technique, beside: tuple[Technique, ...], tmp_path: Path
