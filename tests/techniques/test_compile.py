@@ -49,7 +49,11 @@ def test_a_long_run_is_expected_to_take_long() -> None:
 
 @pytest.mark.parametrize(
     "others",
-    [(*PACKED, ActivationCheckpointing(), Autocast()), (LoRA(),), (BF16MasterWeights(),)],
+    [
+        (*PACKED, ActivationCheckpointing(), Autocast()),
+        pytest.param((LoRA(),), marks=pytest.mark.long),  # its layers are modules as others are
+        (BF16MasterWeights(),),
+    ],
     ids=lambda others: ", ".join(map(str, others)),
 )
 def test_it_trains_alike_beside_other_techniques(others: tuple[Technique, ...]) -> None:

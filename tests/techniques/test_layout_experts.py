@@ -48,19 +48,16 @@ def test_a_run_on_two_ranks_is_that_of_one_process(found: list[Any]) -> None:
     check(found)
 
 
+@pytest.mark.long  # groups of two here, and four ranks beside shards in test_layout_hybrid
 def test_a_run_on_four_ranks_is_that_of_one_process(tmp_path: Path) -> None:
     ranks = on_ranks(on_four, tmp_path, 4)
     assert {name.rpartition(" ")[2] for name in ranks[0]} == {"2", "4"}
     check(ranks)
 
 
-@pytest.mark.slow
+@pytest.mark.long  # compiled blocks of ranks: test_layout_tensor
 @pytest.mark.parametrize(
-    "job",
-    [
-        pytest.param(compiled, id="experts"),
-        pytest.param(all_compiled, id="all parts", marks=pytest.mark.long),
-    ],
+    "job", [pytest.param(compiled, id="experts"), pytest.param(all_compiled, id="all parts")]
 )
 def test_it_runs_in_compiled_blocks(job: Any, tmp_path: Path) -> None:
     check(on_ranks(job, tmp_path))

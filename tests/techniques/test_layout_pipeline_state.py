@@ -62,8 +62,8 @@ ON_FOUR: dict[str, Case] = {
         Hybrid(shard=4, ep=2),
     ),
 }
-# Each layout has a test of its own without stages.
-LONG = ("shards", "cut layers", "experts beside shards")
+# Masters of stages train in test_layout_pipeline.
+LONG_ON_TWO = ("tied, masters",)
 WIRED: Case = ("llama", True, (Quantised(minimum=1, check_every=1),), Pipeline(stages=2))
 
 
@@ -147,18 +147,18 @@ def _left_out(session: Session) -> dict[str, torch.Tensor]:
 
 def on_two(world: World) -> dict[str, Any]:
     torch.manual_seed(0)
-    found = resumed(world, makers(CASES, CASES), world, FSDP2())
-    return {"resumed": found, "refused": refused(world)}
+    usual = makers([name for name in CASES if name not in LONG_ON_TWO], CASES)
+    return {"resumed": resumed(world, usual, world, FSDP2()), "refused": refused(world)}
+
+
+def on_two_long(world: World) -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {"resumed": resumed(world, makers(LONG_ON_TWO, CASES), world, FSDP2())}
 
 
 def on_four(world: World) -> dict[str, Any]:
-    usual = makers([name for name in ON_FOUR if name not in LONG], ON_FOUR)
-    found = resumed(world, usual, world, FSDP2(replicas=2))
+    found = resumed(world, makers(ON_FOUR, ON_FOUR), world, FSDP2(replicas=2))
     return {"resumed": found, "wired": wired(world)}
-
-
-def on_four_long(world: World) -> dict[str, Any]:
-    return {"resumed": resumed(world, makers(LONG, ON_FOUR), world, FSDP2(replicas=2))}
 
 
 WITHIN = 2e-5  # float32, a step of AdamW after three
@@ -171,13 +171,13 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(on_four, tmp_path_factory.mktemp("four"), 4)
+def two_long(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return on_ranks(on_two_long, tmp_path_factory.mktemp("two_long"))
 
 
 @pytest.fixture(scope="module")
-def four_long(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(on_four_long, tmp_path_factory.mktemp("long"), 4)
+def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return on_ranks(on_four, tmp_path_factory.mktemp("four"), 4)
 
 
 def check(resumed: dict[str, Any], name: str, way: str) -> None:
@@ -188,38 +188,43 @@ def check(resumed: dict[str, Any], name: str, way: str) -> None:
     assert case["biases"]
 
 
+EACH_ON_TWO = pytest.mark.parametrize(
+    ("ranks", "name"),
+    [("two", name) for name in CASES if name not in LONG_ON_TWO]
+    + [pytest.param("two_long", name, marks=pytest.mark.long) for name in LONG_ON_TWO],
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_a_pipeline_goes_on_as_if_it_had_never_stopped(two: list[Any], name: str) -> None:
-    case = two[0]["resumed"][f"{name}: ranks to ranks"]
+@EACH_ON_TWO
+def test_a_pipeline_goes_on_as_if_it_had_never_stopped(
+    request: pytest.FixtureRequest, ranks: str, name: str
+) -> None:
+    case = request.getfixturevalue(ranks)[0]["resumed"][f"{name}: ranks to ranks"]
     assert case == {"steps": ALL - FIRST, "weights": 0.0, "losses": 0.0, "biases": True}
 
 
 @pytest.mark.parametrize("way", ["one to ranks", "ranks to one"])
-@pytest.mark.parametrize("name", CASES)
-def test_its_checkpoint_is_one_of_a_single_process(two: list[Any], name: str, way: str) -> None:
-    check(two[0]["resumed"], name, way)
+@EACH_ON_TWO
+def test_its_checkpoint_is_one_of_a_single_process(
+    request: pytest.FixtureRequest, ranks: str, name: str, way: str
+) -> None:
+    check(request.getfixturevalue(ranks)[0]["resumed"], name, way)
 
 
 def test_another_layout_goes_on_from_it(two: list[Any]) -> None:
     check(two[0]["resumed"], "tied", "ranks to another layout")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "name"),
-    [("four", name) for name in ON_FOUR if name not in LONG]
-    + [pytest.param("four_long", name, marks=pytest.mark.long) for name in LONG],
-)
-def test_copies_and_pieces_of_stages_do_the_same(
-    request: pytest.FixtureRequest, ranks: str, name: str
-) -> None:
-    four = request.getfixturevalue(ranks)
+@pytest.mark.long  # each layout has a test of its own, without stages
+@pytest.mark.parametrize("name", ON_FOUR)
+def test_copies_and_pieces_of_stages_do_the_same(four: list[Any], name: str) -> None:
     ways = ["one to ranks", "ranks to one", "ranks to ranks"]
     for way in ways + ["ranks to another layout"] * ("experts" not in name):
         check(four[0]["resumed"], name, way)
 
 
+@pytest.mark.long  # so it is in test_communication_sharded
 def test_what_the_wire_left_out_is_remembered_after_a_resume(four: list[Any]) -> None:
     for rank in four:
         assert rank["wired"]["alike"]

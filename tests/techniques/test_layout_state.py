@@ -43,6 +43,7 @@ CASES: dict[str, Case] = {
     "fsdp2, tied": ("tied", (), FSDP2()),
     "tensor parallel": ("llama", (), TensorParallel(size=2)),
 }
+LONG = ("fsdp2",)  # two others have it
 ON_FOUR: dict[str, Case] = {
     "fsdp2 in copies": ("llama", (), FSDP2(replicas=2)),
     "shards of pieces": ("llama", (), Hybrid(shard=2, tp=2)),
@@ -96,8 +97,13 @@ def refused(world: World) -> list[str]:
 
 
 def on_two(world: World) -> dict[str, Any]:
-    makers = {name: maker(case) for name, case in CASES.items()}
+    makers = {name: maker(case) for name, case in CASES.items() if name not in LONG}
     return {"resumed": resumed(world, makers, straight_on=World()), "refused": refused(world)}
+
+
+def on_two_long(world: World) -> dict[str, Any]:
+    makers = {name: maker(CASES[name]) for name in LONG}
+    return {"resumed": resumed(world, makers, straight_on=World())}
 
 
 def copies(world: World) -> dict[str, Any]:
@@ -131,16 +137,17 @@ def check(resumed: dict[str, Any], names: Any) -> None:
 @pytest.mark.slow
 def test_a_run_goes_on_with_pieces_and_without(found: list[Any]) -> None:
     """A vocabulary of 97 on two ranks: pieces aren't of equal size."""
-    check(found[0]["resumed"], CASES)
+    check(found[0]["resumed"], [name for name in CASES if name not in LONG])
 
 
-@pytest.mark.slow
+@pytest.mark.long
+def test_a_run_goes_on_with_plain_pieces(tmp_path: Path) -> None:
+    check(on_ranks(on_two_long, tmp_path)[0]["resumed"], LONG)
+
+
+@pytest.mark.long  # pieces are above, and copies that resume in test_communication_sharded
 @pytest.mark.parametrize(
-    ("job", "name"),
-    [
-        (copies, "fsdp2 in copies"),
-        pytest.param(pieces, "shards of pieces", marks=pytest.mark.long),  # made of two others
-    ],
+    ("job", "name"), [(copies, "fsdp2 in copies"), (pieces, "shards of pieces")]
 )
 def test_a_run_goes_on_in_copies_of_pieces_and_pieces_of_pieces(
     job: Any, name: str, tmp_path: Path
