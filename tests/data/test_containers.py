@@ -86,7 +86,7 @@ TEXTS = st.text(
     st.characters(exclude_categories=["Cs"], exclude_characters="\0\ufeff"), min_size=1
 ).filter(str.strip)
 every = pytest.mark.parametrize("name", WRITERS)
-calm = settings(max_examples=25)
+calm = settings(max_examples=12)
 
 
 def put(folder: Path, name: str, data: bytes) -> Path:
@@ -133,7 +133,7 @@ def test_a_damaged_file_is_read_or_refused_in_words(
     assert all(row.reason and row.line >= 1 for row in reading.rejected)
 
 
-@pytest.mark.parametrize("share", [0.5, 0.98])
+@pytest.mark.parametrize("share", [pytest.param(0.5, marks=pytest.mark.long), 0.98])
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv"])
 @pytest.mark.parametrize("pack", [gzip.compress, zstd])
 def test_a_cut_stream_is_refused_with_its_place_whatever_may_be_rejected(
@@ -378,18 +378,19 @@ SHAPED: list[dict[str, Any]] = [
 ]
 
 
-def test_a_hundred_thousand_fuzzed_lines_are_each_a_record_or_a_reason() -> None:
+@pytest.mark.parametrize("count", [15_000, pytest.param(100_000, marks=pytest.mark.long)])
+def test_fuzzed_lines_are_each_a_record_or_a_reason(count: int) -> None:
     draw = random.Random(0)
     goods = [json.dumps(example).encode() for example in SHAPED]
     data = bytearray()
-    for number in range(100_000):
+    for number in range(count):
         line = bytearray(goods[number % len(goods)])
         for _ in range(draw.randrange(3)):
             line[draw.randrange(len(line))] = draw.choice(b'{}[]":,\\ux0-9eE.\xff\xf0\x00 NI')
         data += line[: draw.randrange(1, len(line) + 1)] if draw.random() < 0.2 else line
         data += draw.choice((b"\n", b"\r\n"))
     found = list(scan_lines(io.BytesIO(bytes(data))))
-    assert [example.line for example in found] == list(range(1, 100_001))
+    assert [example.line for example in found] == list(range(1, count + 1))
     usable = dict.fromkeys(map(shape_of, SHAPED), 0)
     for example, line in zip(found, bytes(data).split(b"\n"), strict=False):
         if example.reason is None:
@@ -404,8 +405,8 @@ def test_a_hundred_thousand_fuzzed_lines_are_each_a_record_or_a_reason() -> None
                 usable[shape] += 1
             assert reason
     assert len(usable) == len(SHAPED)
-    assert min(usable.values()) > 3000
-    assert 20_000 < sum(example.reason is None for example in found) < 80_000
+    assert min(usable.values()) > 0.03 * count
+    assert 0.2 < sum(example.reason is None for example in found) / count < 0.8
 
 
 def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:

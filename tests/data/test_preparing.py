@@ -28,16 +28,19 @@ from hasten.errors import InputError
 from offspring import children
 
 
-@pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparing, "_CHUNK_RECORDS", CHUNK)
-    monkeypatch.setattr(preparing, "_WORTH_A_WORKER", 1)
+@pytest.fixture(autouse=True, scope="module")
+def _small_chunks() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preparing, "_CHUNK_RECORDS", CHUNK)
+        patch.setattr(preparing, "_WORTH_A_WORKER", 1)
+        yield
 
 
-@pytest.fixture
-def undisturbed(tokenizer: Any, tmp_path: Path) -> bytes:
+@pytest.fixture(scope="module")
+def undisturbed(_trained: Any, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """What a preparation gives that nothing happens to."""
-    return tokenize(dialogues(COUNT), tokenizer, tmp_path / "plain", 64).path.read_bytes()
+    folder = tmp_path_factory.mktemp("plain")
+    return tokenize(dialogues(COUNT), _trained, folder, 64).path.read_bytes()
 
 
 @pytest.fixture
@@ -104,7 +107,7 @@ def kill_all(processes: list[psutil.Process], killed: list[int]) -> None:
         killed.append(process.pid)
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_any_number_of_workers_writes_the_same_bytes(
     tokenizer: Any, undisturbed: bytes, tmp_path: Path, workers: int
 ) -> None:

@@ -200,7 +200,7 @@ def dialogues(draw: Any, thoughts: bool, calls: bool = False) -> list[dict[str, 
 
 
 @pytest.mark.parametrize("name", MARKED)
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_the_mask_is_that_of_the_marks_in_the_template(name: str, data: st.DataObject) -> None:
     turns = data.draw(dialogues(thoughts=name == "empty thought", calls="calls" in name))
@@ -238,7 +238,7 @@ def searched(text: str, turns: list[dict[str, str]], ends: tuple[str, ...]) -> l
 
 
 @pytest.mark.parametrize("name", PROMPT_FORMATS)
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(data=st.data())
 def test_every_format_trains_each_answer_and_nothing_else(name: str, data: st.DataObject) -> None:
     turns = data.draw(dialogues(thoughts=True))
