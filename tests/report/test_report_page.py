@@ -115,7 +115,7 @@ def test_an_inner_part_that_is_missing_is_not_a_zero() -> None:
     assert not re.search(r"\b0 ms\b", said.partition("Where a step's time goes")[2][:600])
 
 
-@pytest.mark.parametrize(("variants", "rounds"), [(40, 50), (200, 8), (3, 20_000)])
+@pytest.mark.parametrize(("variants", "rounds"), [(40, 50), (200, 8), (3, 5_000)])
 def test_large_experiments_stay_light(variants: int, rounds: int) -> None:
     html = html_of(large_report(variants, rounds))
     assert len(html.encode()) < 500_000
