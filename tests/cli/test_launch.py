@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hasten.launch.targets import Launch
+from hasten.launch.targets.rehearsal import Rehearsed
 from hasten.recipe.schema import load_recipe
 
 Hasten = Callable[..., tuple[int, str, str]]
@@ -136,7 +138,29 @@ def test_somebody_s_files_stay(hasten: Hasten, recipe: Path) -> None:
     assert [p.name for p in Path("out").iterdir()] == ["node.sh"]
 
 
-@pytest.mark.slow
+def test_a_rehearsal_is_of_a_tiny_model_of_the_family_and_says_what_its_run_did(
+    hasten: Hasten, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches: list[Launch] = []
+
+    def rehearse(launch: Launch, *given: object, **more: object) -> Rehearsed:
+        launches.append(launch)
+        return Rehearsed("user", (), (700, 900), {"stopped": "done", "steps": 3, "tokens": 1234})
+
+    monkeypatch.setattr("hasten.launch.targets.rehearsal.rehearse", rehearse)
+    words = ("--nodes", 2, "--gpus-per-node", 1, "--rehearse", "--output", "out")
+    code, out, err = hasten("launch", recipe, *words)
+    assert (code, err) == (0, "")
+    assert "rehearsal: deepseek-llm-tiny for deepseek-llm-7b, 2 ranks" in out
+    assert out.splitlines()[-3:] == [
+        *("done: 3 steps, 1,234 tokens", "host 0: 700 bytes sent", "host 1: 900 bytes sent")
+    ]
+    tiny = yaml.safe_load(launches[0].recipe)
+    assert (tiny["model"], tiny["max_steps"]) == ("deepseek-llm-tiny", 3)
+    assert tiny["plan"][:2] == ["packed", "document_attention"]
+
+
+@pytest.mark.long  # test_launch_scripts runs them with a stand-in for Python
 @pytest.mark.timeout(900)
 def test_a_rehearsal_runs_the_scripts_to_the_end(hasten: Hasten, recipe: Path) -> None:
     words = ("--nodes", 1, "--gpus-per-node", 1, "--rehearse", "--output", "out")

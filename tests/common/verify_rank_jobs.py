@@ -95,8 +95,10 @@ def _words_after_a_flip(world: World, rank: int) -> str:
 
 def waits_for_one_that_hangs(world: World) -> dict[str, Any]:
     """Rank 1 sleeps until rank 0 has said what it has to say, and how soon (its limit is 1 s)."""
+    from hasten.launch import ranks
     from hasten.launch.ranks import LinkError, naming_ranks
 
+    ranks.ANSWER_SECONDS = 1.0
     group = dist.new_group()  # to meet may take longer
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=1), group)
     told = Path(os.environ["HASTEN_RENDEZVOUS"]).with_name("told")

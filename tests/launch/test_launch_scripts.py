@@ -19,6 +19,7 @@ from hasten.errors import InputError
 from hasten.launch.cluster import CloudConfig
 from hasten.launch.targets import Launch, files, write
 from hasten.launch.targets.job import MARK, exports, name_of, variables
+from hasten.launch.targets.rehearsal import rehearse
 
 PYTHON = """#!/usr/bin/env bash
 # python: an agent (torch.distributed.run) starts one rank as torchrun would; a rank trains
@@ -233,6 +234,24 @@ def test_start_runs_the_node_s_script_on_every_host_and_gives_the_worst_code(
     assert (folder / "one.log").exists()
     assert (folder / "two.log").exists()
     assert "--rdzv-endpoint=one:29500" in called(python, "torch.distributed.run")
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_rehearsal_runs_the_node_s_script_on_each_host_of_a_lab(
+    tmp_path: Path, code: int
+) -> None:
+    output = tmp_path / "run"
+    saves = f"mkdir -p '{output}' && echo '{{\"steps\": 3}}' >'{output}/summary.json'\nexit"
+    python = program(tmp_path / "python", PYTHON.replace('exit "$(cat', f'{saves} "$(cat'))
+    (tmp_path / "ends").write_text(str(code))
+    launch = launched(python=str(python), workdir=str(tmp_path))
+    found = rehearse(launch, tmp_path / "scripts", output)
+    assert [result.code for result in found.results] == [code, code]
+    assert found.summary == {"steps": 3}
+    assert found.worked == (code == 0)
+    assert called(python, "hasten")[1:] == [
+        *("-m", "hasten", "train", str(tmp_path / "scripts" / "recipe.yaml"))
+    ]
 
 
 def test_every_variable_has_its_reason_above_it() -> None:
