@@ -221,7 +221,7 @@ def test_an_adapter_alone_is_exported_without_paths_of_the_machine(
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+@pytest.mark.parametrize("kind", [pytest.param("f16", marks=pytest.mark.long), "q8_0"])
 def test_a_gguf_file_has_the_logits_of_the_trained_model(
     kind: str, lora_run: Path, tmp_path: Path
 ) -> None:

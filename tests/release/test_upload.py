@@ -148,6 +148,7 @@ def test_what_the_hub_refuses_is_one_sentence_and_the_folder_stays(hub: Hub, fol
     assert (folder / "model.safetensors").is_file()
 
 
+@pytest.mark.long  # what it refuses is refused below in this process
 @pytest.mark.cold
 def test_a_fresh_process_checks_the_name_and_the_token(tmp_path: Path) -> None:
     """The library's modules are loaded on first use: in other tests they are all there."""
