@@ -49,14 +49,14 @@ def test_no_line_is_wider_than_the_terminal_or_100_characters(
 ) -> None:
     for columns in (100, 80):
         monkeypatch.setenv("COLUMNS", str(columns))
-        said = run(MODEL, *HERE, "--top", "3", "--gpus")
+        said = run("deepseek-llm-1b", "--gpu", "h100", "--gpus-per-node", "4", "--gpus")
         assert max(map(len, said.splitlines())) <= columns
         assert "MFU" in said
 
 
 def test_a_layout_for_lora_names_no_target_that_refuses_it() -> None:
     """Megatron-LM's files are for training all weights."""
-    said = run("deepseek-v3", "--cluster", "dgx_h100", "--nodes", "32", "--task", "lora")
+    said = run("deepseek-v2-lite", "--cluster", "dgx_h100", "--nodes", "1", "--task", "lora")
     assert "--target megatron" not in said
     assert "no files of other software for LoRA" in " ".join(said.split())
 

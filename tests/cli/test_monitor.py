@@ -76,7 +76,7 @@ def test_every_alert_reaches_the_command_of_a_monitor_that_runs(tmp_path: Path) 
     quick = [step_line(step, step_seconds=0.01) for step in (2, 3, 4)]
     append(run / "metrics.jsonl", *quick)  # or 20 steps would take longer than --stall-seconds
     command, out = teller(tmp_path)
-    limits = ["--alert", command, "--stall-seconds", "4", "--disk-gb", "2", "--slow-rank", "1.5"]
+    limits = ["--alert", command, "--stall-seconds", "2", "--disk-gb", "2", "--slow-rank", "1.5"]
     words = [sys.executable, "-m", "hasten", "monitor", str(run), "--port", "0", "--token", TOKEN]
     with subprocess.Popen(
         [*words, *limits], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -242,7 +242,7 @@ def test_a_closed_terminal_ends_a_training_that_is_saved_and_nohup_keeps_it(
     tmp_path: Path, full_run: Path, nohup: bool
 ) -> None:
     path, run = tmp_path / "recipe.yaml", tmp_path / "run"
-    steps, model = 40 if nohup else 5000, str(full_run / "model")
+    steps, model = 15 if nohup else 5000, str(full_run / "model")
     path.write_text(yaml.safe_dump(small(tmp_path, max_steps=steps, model=model)))
     pid, terminal = pty.fork()
     if pid == 0:
