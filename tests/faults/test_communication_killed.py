@@ -40,7 +40,7 @@ def rank_of(process: subprocess.Popen[str], rank: int) -> psutil.Process:
     return min(found, key=lambda child: child.create_time())
 
 
-@pytest.mark.slow
+@pytest.mark.long  # kills: test_ranks_under_faults; what was remembered: test_communication_sharded
 @pytest.mark.timeout(900)  # two ranks start twice, on a busy machine
 def test_a_killed_rank_costs_no_step_and_replicas_stay_alike(tmp_path: Path) -> None:
     recipe, run = tmp_path / "recipe.yaml", tmp_path / "run"

@@ -21,7 +21,7 @@ from labs import missing
 pytestmark = [pytest.mark.waits, pytest.mark.timeout(900)]
 SCRIPT = Path(__file__).with_name("link_soak.py")
 # Seconds of the cut, link_seconds, restarts. The first is shorter than ranks wait, the second isn't
-CASES = {"waited": ("3", "30", "2"), "restarted": ("12", "8", "5"), "for good": ("inf", "8", "1")}
+CASES = {"waited": ("3", "30", "2"), "restarted": ("7", "4", "6"), "for good": ("inf", "4", "1")}
 
 Case = tuple[dict[str, Any], Path, str]
 
@@ -77,7 +77,7 @@ def test_a_cut_that_is_longer_than_ranks_wait_costs_restarts_and_no_step(
 ) -> None:
     found, folder, _ = cases["restarted"]
     assert found["code"] == 0
-    assert 1 <= len(lines(folder / "restarts.jsonl")) <= 5
+    assert 1 <= len(lines(folder / "restarts.jsonl")) <= 6
     assert trained_as_without_a_cut(folder)
 
 

@@ -56,7 +56,7 @@ from hasten.report.runs import read_runs
 from hasten.techniques import CATALOGUE
 from watched import TOKEN, get, serving, write_run
 
-EXAMPLES = int(os.environ.get("HASTEN_FUZZ", "15"))
+EXAMPLES = int(os.environ.get("HASTEN_FUZZ", "8"))
 ROWS = [{"question": f"{n}?", "answer": "é\u2028" * n} for n in range(5)]
 PIECES = (
     *(b"", b"\0", b"\xff", b"\xef\xbb\xbf", b'"', b"{", b"}", b"[" * 2000, b"]", b"\\ud800", b"\n"),
