@@ -328,6 +328,15 @@ CASES: dict[str, Case] = {
 }
 
 
+# Each has the same code of ours as another: an optimizer, a schedule or an order of the host's own.
+LONG = {
+    *("qwen2", "deepseek_v2", "language modeling", "two passes", "sequential", "not clipped"),
+    *("sgd", "adagrad", "rmsprop", "adamw_torch_fused", "cosine", "cosine to a least rate"),
+    *("constant", "weight decay", "dropped last", "an epoch", "another seed of the data"),
+    *("tokens and padding counted", "plateau", "float64", "copies"),
+}
+
+
 @dataclass
 class Outcome:
     """What a training left behind."""
@@ -410,7 +419,13 @@ def assert_same_training(plain: Outcome, found: Outcome, tolerance: float) -> No
     assert np.allclose(logits, wanted_logits, rtol=100 * tolerance, atol=100 * tolerance)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.long] * (name in LONG))
+        for name, case in CASES.items()
+    ],
+)
 def test_a_trainer_trains_the_same_with_techniques(case: Case, tmp_path: Path) -> None:
     plain = trained(case, tmp_path / "plain", speed_up=False)
     found = trained(case, tmp_path / "found", speed_up=True)
@@ -422,6 +437,7 @@ def test_a_trainer_trains_the_same_with_techniques(case: Case, tmp_path: Path) -
 
 def test_the_page_has_the_number_of_set_ups() -> None:
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "trainers.md").read_text()
+    assert CASES.keys() > LONG
     together = sum(case.acts == PACKING for case in CASES.values())
     assert together >= 30
     assert f"{len(CASES)} set-ups of the Trainer" in page
