@@ -135,7 +135,7 @@ def test_a_refused_recipe_is_not_left_behind(tmp_path: Path) -> None:
     assert not recipe.exists()
 
 
-@pytest.mark.parametrize("name", ["LLaMA-Factory", "axolotl"])
+@pytest.mark.parametrize("name", ["LLaMA-Factory", pytest.param("axolotl", marks=pytest.mark.long)])
 def test_the_imported_recipe_trains(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

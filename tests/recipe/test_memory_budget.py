@@ -67,6 +67,7 @@ def test_shards_take_half_on_two_ranks(ranks: list[Any]) -> None:
     assert ranks[0]["fsdp2"]["bytes"] < 0.55 * ranks[0]["ddp"]["bytes"]
 
 
+@pytest.mark.long  # so it is on two; what four ranks hold is counted in test_layout_sharded, too
 def test_on_four_ranks_pieces_take_what_was_said(tmp_path: Path) -> None:
     for rank in on_ranks(on_four, tmp_path, 4):
         for layout in ("fsdp2", "copies", "ddp"):

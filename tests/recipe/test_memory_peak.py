@@ -154,20 +154,11 @@ CONFIG: dict[str, Any] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long  # the tensors of such plans are compared above, one by one
 @pytest.mark.cold
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("fused", "recomputed"),
-        pytest.param(("plain", "bf16", "labels"), marks=pytest.mark.long),  # parts of those
-    ],
-    ids=", ".join,
-)
-def test_a_simulated_gpu_takes_what_was_forecast(names: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_simulated_gpu_takes_what_was_forecast(tmp_path: Path) -> None:
     recipes = {}
-    for name in names:
-        plan, batch = GPU_PLANS[name]
+    for name, (plan, batch) in GPU_PLANS.items():
         recipes[name] = simulated_recipe(
             tmp_path / name, CONFIG, plan=plan, global_batch_size=batch, cutoff_len=512
         )
@@ -199,17 +190,13 @@ print(done.stdout, done.stderr, "PEAK", resource.getrusage(resource.RUSAGE_CHILD
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long  # the tensors of each plan are compared above, one by one
 @pytest.mark.cold
 @pytest.mark.parametrize(
     "keys",
     [
-        # The process itself, which the others have, too.
-        pytest.param(
-            {"global_batch_size": 2, "cutoff_len": 64, "plan": []}, marks=pytest.mark.long
-        ),
-        # The tensors of each plan are compared one by one above.
-        pytest.param({"global_batch_size": 16, "plan": []}, marks=pytest.mark.long),
+        {"global_batch_size": 2, "cutoff_len": 64, "plan": []},
+        {"global_batch_size": 16, "plan": []},
         {"global_batch_size": 16, "plan": ["packed", "document_attention", "labelled_token_loss"]},
     ],
     ids=["nearly nothing", "whole logits", "labels alone"],
