@@ -175,7 +175,7 @@ def test_a_run_leaves_what_the_docs_promise(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("published_presets")  # a narrow model is undecided between two tokens
-@pytest.mark.parametrize("finetuning", ["full", "lora"])
+@pytest.mark.parametrize("finetuning", ["full", pytest.param("lora", marks=pytest.mark.long)])
 def test_each_evaluation_writes_the_model_s_greedy_answers_and_changes_no_step(
     tmp_path: Path, finetuning: str
 ) -> None:
@@ -302,11 +302,10 @@ def test_a_later_attempt_does_not_take_a_worse_model_for_the_best(
     assert [e["step"] for e in lines(tmp_path / "run" / "evaluations.jsonl")][-1] == 6
 
 
-@pytest.mark.slow
 def test_the_schedule_ends_with_the_data_whatever_the_order_makes_of_it(tmp_path: Path) -> None:
     order = [{"packed_epoch": {"row_tokens": 96}}, "packed"]
     values = small(tmp_path, max_steps=None, epochs=2, lr_schedule="linear", plan=order)
-    values |= {"global_batch_size": None, "global_batch_tokens": 400}
+    values |= {"global_batch_size": None, "global_batch_tokens": 400, "max_examples": 40}
     summary, session = run(values)
     rates = [line["learning_rate"] for line in lines(tmp_path / "run" / "metrics.jsonl")]
     assert session.setup.job.schedule.total_steps == summary["steps"]
