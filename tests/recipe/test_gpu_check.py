@@ -53,8 +53,14 @@ def _nothing_refused() -> Any:
     registry.allow_all()
 
 
+# The interpreter takes seconds for these; tests/parts compare them with float64, too.
+DEAR = ("rotate", "float8_rounding", "codec", "adamw_compact_moments")
+
+
 @needs_triton
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in DEAR)) for name in KERNELS]
+)
 def test_a_kernel_agrees_with_float64(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     round_as_a_gpu(monkeypatch)
     found = checked(KERNELS[name], SMALL, "cpu")
