@@ -85,7 +85,7 @@ def test_bench_shows_what_kernels_gain_and_what_is_wrong_and_measures_again_when
     assert "or 0 without --output for kernels only" in err
 
 
-@pytest.mark.slow
+@pytest.mark.long  # an MFU of a ceiling is above, and what `hasten speedup` writes in test_compared
 def test_speedup_measures_once_and_every_variant_has_its_mfu_and_its_own_metric(
     tmp_path: Path, hasten: Hasten
 ) -> None:

@@ -106,7 +106,7 @@ def test_the_page_fits_its_width_and_is_legible(width: int, dark: bool, tmp_path
     assert found["scroll"] <= width
 
 
-@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize("width", [360, pytest.param(1280, marks=pytest.mark.long)])
 def test_names_of_any_length_fit_the_page(width: int, tmp_path: Path) -> None:
     report = full_report()
     for number, variant in enumerate(report["variants"][1:-1]):

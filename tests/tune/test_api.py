@@ -39,8 +39,7 @@ tune(Path(sys.argv[1]), 600, options, audience=StandsStill())
 """
 
 
-@pytest.mark.slow
-@pytest.mark.waits
+@pytest.mark.long  # a study that was killed goes on in test_study
 def test_a_process_that_is_killed_leaves_its_trials_and_the_best_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
