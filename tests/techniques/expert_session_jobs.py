@@ -57,7 +57,6 @@ ACCUMULATED = GradientAccumulation(micro_batch_size=1)
 CASES: dict[str, Case] = {
     "v3, float64": Case("deepseek_v3", (ACCUMULATED,), torch.float64, 1e-9),
     "v2, float64": Case("deepseek_v2", (ACCUMULATED,), torch.float64, 1e-9),
-    "v3": Case("deepseek_v3"),
     "balanced, packed, fused": Case(
         "deepseek_v3",
         (

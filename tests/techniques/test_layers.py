@@ -83,7 +83,7 @@ def test_an_architecture_that_is_not_proven_is_an_obstacle(architecture: str) ->
     assert f"not proven for the architecture {architecture}" in reason
 
 
-@pytest.mark.slow
+@pytest.mark.long  # fused layers of ranks: test_layout_tensor; ranks that pack: launch/test_ranks
 def test_two_ranks_train_like_one_process(tmp_path: Path) -> None:
     alone = train_fused(World())
     for found in on_ranks(train_fused, tmp_path):

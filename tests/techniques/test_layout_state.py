@@ -43,7 +43,7 @@ CASES: dict[str, Case] = {
     "fsdp2, tied": ("tied", (), FSDP2()),
     "tensor parallel": ("llama", (), TensorParallel(size=2)),
 }
-LONG = ("fsdp2",)  # two others have it
+LONG = ("fsdp2", "fsdp2, tied")  # the others have it; tied pieces train in test_layout_sharded
 ON_FOUR: dict[str, Case] = {
     "fsdp2 in copies": ("llama", (), FSDP2(replicas=2)),
     "shards of pieces": ("llama", (), Hybrid(shard=2, tp=2)),

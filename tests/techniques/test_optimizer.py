@@ -99,7 +99,11 @@ def test_one_pass_on_a_gpu_takes_triton(device: str, monkeypatch: pytest.MonkeyP
         adamw._why_no_triton.cache_clear()
 
 
-@pytest.mark.parametrize("technique", [CompactAdamW("int8"), FusedAdamW()], ids=str)
+@pytest.mark.parametrize(
+    "technique",
+    [pytest.param(CompactAdamW("int8"), marks=pytest.mark.long), FusedAdamW()],
+    ids=str,
+)
 def test_a_whole_job_trains_by_the_gpu_s_kernel(
     technique: Technique, monkeypatch: pytest.MonkeyPatch
 ) -> None:

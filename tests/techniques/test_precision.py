@@ -91,7 +91,13 @@ def poisoned(session: Any, steps: range, loss: bool = False) -> Any:
     return session
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (name in ("qwen2", "deepseek_v2")))
+        for name in ARCHITECTURES
+    ],
+)
 def test_fp16_with_its_scale_learns_as_float32_does(architecture: str) -> None:
     job = language_job(lambda: tiny_model(architecture), steps=8)
     plain = [m.loss for m in run(session_of(job, architecture=architecture))]
