@@ -155,12 +155,18 @@ def joined(trainer: Any) -> list[str]:
     return [t.name() for t in found._techniques]
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The weights of a training without techniques."""
+    trainer = trainer_of(tmp_path_factory.mktemp("plain"))
+    trainer.train()
+    return weights(trainer)
+
+
 @pytest.mark.parametrize("fault", [f for f in FAULTS if f != "rank 1"])
 def test_a_planted_fault_is_taken_away_and_named(
-    fault: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    fault: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, plain: dict[str, torch.Tensor]
 ) -> None:
-    plain = trainer_of(tmp_path)
-    plain.train()
     trainer = trainer_of(tmp_path)
     others = [Packed()] if fault == "documents" else []
     hasten.speed_up(trainer, plan=[*others, Planted(fault)])
@@ -169,7 +175,7 @@ def test_a_planted_fault_is_taken_away_and_named(
     (line,) = [r.message for r in caplog.records if "taken out" in r.message]
     assert line.startswith("speed_up: planted was taken out: ")
     for name, weight in weights(trainer).items():
-        torch.testing.assert_close(weight, weights(plain)[name], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(weight, plain[name], rtol=1e-3, atol=1e-4)
 
 
 def test_documents_that_would_share_a_row_only_later_are_told_apart_too(tmp_path: Path) -> None:
