@@ -333,7 +333,8 @@ LONG = {
     *("qwen2", "deepseek_v2", "language modeling", "two passes", "sequential", "not clipped"),
     *("sgd", "adagrad", "rmsprop", "adamw_torch_fused", "cosine", "cosine to a least rate"),
     *("constant", "weight decay", "dropped last", "an epoch", "another seed of the data"),
-    *("tokens and padding counted", "plateau", "float64", "copies"),
+    *("tokens and padding counted", "plateau", "float64", "copies", "adafactor"),
+    *("padding to a multiple", "built by the trainer"),
 }
 
 

@@ -137,7 +137,9 @@ def test_generation_stops_where_training_taught_it(exported: tuple[Path, str]) -
     assert ids.count(tokenizer.bos_token_id) <= 1
 
 
-@pytest.mark.parametrize("weights", ["average", "best", "checkpoint"])
+@pytest.mark.parametrize(
+    "weights", ["average", pytest.param("best", marks=pytest.mark.long), "checkpoint"]
+)
 def test_other_weights_of_a_run_are_exported(full_run: Path, weights: str, tmp_path: Path) -> None:
     result = call(full_run, "-o", tmp_path / "out", "--weights", weights, "--json")
     assert result.exit_code == 0, result.output

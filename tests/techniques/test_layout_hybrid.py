@@ -58,7 +58,7 @@ CASES: dict[str, Case] = {
 LONG = (
     *("stages of shards", "stages of shards, experts"),
     *("stages of cut layers", "stages of cut layers, tied"),
-    "experts beside shards, whole gradients",
+    *("stages of cut layers, experts", "experts beside shards, whole gradients"),
 )
 USUAL = [name for name in CASES if name not in LONG]
 REFUSED: dict[str, tuple[Hybrid, tuple[Technique, ...]]] = {

@@ -41,7 +41,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 ALL = [(preset, finetuning) for preset in PRESETS for finetuning in ("full", "lora")]
-SAMPLE = (*ALL[::3], ALL[4])  # each architecture, each way
+SAMPLE = ALL[::3]  # each way; v2 trains in tests/release
 
 
 @pytest.mark.parametrize(
