@@ -57,7 +57,7 @@ CASES: dict[str, Case] = {
 # Each is made of two others.
 LONG = (
     *("stages of shards", "stages of shards, experts"),
-    *("stages of cut layers", "stages of cut layers, tied"),
+    "stages of cut layers, tied",
     *("stages of cut layers, experts", "experts beside shards, whole gradients"),
 )
 USUAL = [name for name in CASES if name not in LONG]

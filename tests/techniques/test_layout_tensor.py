@@ -106,9 +106,9 @@ CASES: dict[str, Case] = {
     "compiled attention": Case(TensorParallel(), (ONE, COMPILED)),
     "compiled latents": Case(TensorParallel(), (ONE, COMPILED), "deepseek_v3"),
 }
-# Each is made of two others, or differs from one in a head or a norm.
+# Each is made of two others, or differs from one in a head.
 LONG = (
-    *("whole head", "norms of heads"),
+    "whole head",
     *("latents, whole sequence", "adapters, whole sequence", "adapters of latents"),
     *("fused latents", "fused, whole sequence"),
     *("compiled attention", "compiled latents"),

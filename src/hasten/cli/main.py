@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import traceback
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -32,7 +31,7 @@ from hasten.cli.init import init
 from hasten.cli.keys import keys
 from hasten.cli.launch import launch
 from hasten.cli.monitor import monitor
-from hasten.cli.output import dropped_output, prepare_streams, say, unwritable
+from hasten.cli.output import dropped_output, prepare_streams, say, unwritable, was_printing
 from hasten.cli.profile import profile
 from hasten.cli.report import report
 from hasten.cli.serve import serve
@@ -140,10 +139,7 @@ def run(take_signals: Callable[[], None] = lambda: None) -> None:
         _say(error)
         sys.exit(error.code)
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        printing = typer.echo.__code__  # of help texts
-        places = {(frame.filename, frame.name) for frame in frames}
-        if isinstance(error, OSError) and (printing.co_filename, printing.co_name) in places:
+        if isinstance(error, OSError) and was_printing(error):
             _say(unwritable(error.strerror or str(error)))
             sys.exit(1)
         if not _reported_by_supervisor(error):

@@ -6,8 +6,11 @@ import errno
 import io
 import os
 import sys
+import traceback
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, TextIO
+
+import typer
 
 from hasten.errors import StoppedError
 from hasten.formatting import shown
@@ -90,6 +93,13 @@ def show_table(
 def unwritable(reason: str) -> StoppedError:
     """The error that ends a command if the output can't be written."""
     return StoppedError(f"the output can't be written: {reason}; name another place")
+
+
+def was_printing(error: Exception) -> bool:
+    """True where the error arose while typer printed a text of help."""
+    code = typer.echo.__code__
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code is code for frame, _ in frames)
 
 
 def dropped_output(stream: TextIO | None) -> str:
