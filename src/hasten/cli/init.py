@@ -10,7 +10,6 @@ import typer
 from hasten.cli.arguments import output_option
 from hasten.cli.output import say
 from hasten.errors import InputError
-from hasten.machine.files import write_result
 
 
 def init(
@@ -26,6 +25,11 @@ def init(
         raise InputError(f"{recipe} exists; name another file with --output")
     with Display() as display:
         text = suggest(model, dataset, f"runs/{recipe.stem}", display.tell)
-    write_result(recipe, text)
+    try:
+        recipe.parent.mkdir(parents=True, exist_ok=True)
+        with recipe.open("x") as file:  # made meanwhile: it stays
+            file.write(text)
+    except OSError as error:
+        raise InputError(f"{recipe} can't be written: {error.strerror or error}") from error
     say(text, end="")
     say(f"\nwritten: {recipe}\nnext: hasten check {recipe}")
