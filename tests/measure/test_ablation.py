@@ -194,7 +194,7 @@ def test_what_is_not_in_the_plan_cannot_be_measured() -> None:
     with pytest.raises(InputError, match=r"'paked' is not in the plan \(did you mean 'packed'"):
         plans_of(PLAN, "all", ["paked"])
     with pytest.raises(InputError, match="nothing to compare"):
-        plans_of(Plan(), "plan")
+        plans_of(Plan(), "full")
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def test_changed_sources_make_another_experiment(
     assert len(log(tmp_path)) == 2 * before
 
 
-@pytest.mark.parametrize("order", ["positions", "gain"])
+@pytest.mark.parametrize("order", ["slots", "gain"])
 def test_gradual_optimisation_keeps_what_pays(recipe: Recipe, order: Any) -> None:
     climbed = greedy_recipe(recipe, order=order, design=DESIGN)
     assert climbed.plan == Plan([Packed(), LabelledTokenLoss()])
