@@ -61,7 +61,7 @@ def main() -> int:
 
 def side_by_side() -> list[str]:
     cores = len(os.sched_getaffinity(0))
-    # Two more than cores: they begin with the files that wait (mark waits), and all start processes.
+    # Two more than cores: they begin with the files that wait (mark waits).
     return ["--processes", str(min(cores, MOST_WORKERS) + 2)] if cores > 1 else []
 
 
