@@ -61,8 +61,8 @@ def main() -> int:
 
 def side_by_side() -> list[str]:
     cores = len(os.sched_getaffinity(0))
-    # Two more than cores: they begin with the files that wait (mark waits).
-    return ["--processes", str(min(cores, MOST_WORKERS) + 2)] if cores > 1 else []
+    # One more than cores: it begins with the files that wait (mark waits).
+    return ["--processes", str(min(cores, MOST_WORKERS) + 1)] if cores > 1 else []
 
 
 def with_mark(name: str) -> list[str]:
