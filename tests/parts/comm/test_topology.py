@@ -84,6 +84,11 @@ def test_rails_hold_every_rank_once_and_one_of_each_host(shape: tuple[int, int])
         assert [topology.host_of(rank) for rank in rail] == list(range(hosts))
 
 
+def test_a_ring_leaves_its_last_host_too() -> None:
+    topology = Topology(((0,), (1, 2), (3,)), FAST, SLOW, "")
+    assert topology.crossings((0, 1, 3, 2)) == 2  # from rank 1, and from rank 2 back to rank 0
+
+
 def test_the_figures_of_two_hosts_of_two_ranks() -> None:
     good, bad = Topology(grid(2, 2), FAST, SLOW, ""), Topology(grid(2, 2, True), FAST, SLOW, "")
     size = 4 * MANY
