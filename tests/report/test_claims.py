@@ -162,6 +162,8 @@ def test_only_what_pays_is_kept() -> None:
     assert [rung.accepted for rung in found.rungs] == [True, False, True]
     assert "slower" in str(found)
     assert "times the plan so far [98.3 %]" in str(found)  # three decisions share 5 %
+    first = pair(Plan(), Plan(TECHNIQUES[:1]), table["packed"])
+    assert found.rungs[0] == decide(TECHNIQUES[0], *first, doubt=0.05 / 3)
     assert str(found).endswith("kept: packed + fused_adamw")
 
 

@@ -72,6 +72,9 @@ def test_a_resumed_epoch_goes_on_where_it_stopped(lengths: list[int], data: Any)
     assert before + list(again) == whole
     again.set_epoch(3)
     assert list(again) == whole  # the next pass begins at the beginning
+    again.load_state_dict(sampler.state_dict(batches_done=stop))
+    again.set_epoch(4)
+    assert len([i for batch in again for i in batch]) == len(lengths)  # as another epoch does
 
 
 def test_the_position_counts_the_batches_that_were_handed_out() -> None:
