@@ -105,6 +105,9 @@ def test_records_of_equal_length_are_taken_in_the_order_given() -> None:
     plan = plan_rows(lengths, 10)
     assert plan.fill(lengths) == [[0, 1], [2, 3]]
     assert plan.fill(lengths, np.array([3, 1, 0, 2])) == [[3, 1], [0, 2]]
+    lengths = [2, 9, 5, 8, 1, 5]
+    rows = plan_rows(lengths, 10).fill(lengths, np.array([5, 4, 3, 2, 1, 0]))
+    assert sorted(rows) == [[1, 4], [3, 0], [5, 2]]
 
 
 def test_nothing_packs_into_nothing() -> None:
