@@ -344,3 +344,14 @@ def test_impossible_settings_are_refused_in_words() -> None:
         Drift([])
     with pytest.raises(ValueError, match="contiguous"):
         Drift([torch.zeros(4, 5).t()])
+
+
+@pytest.mark.parametrize("made", [LocalSteps, Stream])
+def test_the_weights_at_a_resume_are_what_all_have_in_common(made: Any) -> None:
+    weights = [torch.zeros(100, 30)]
+    part = made(weights)
+    part.after_step(7.0)
+    weights[0].fill_(2.0)  # from a checkpoint
+    part.load_state_dict(part.state_dict())
+    assert torch.equal(part.drift.anchor, torch.full((3000,), 2.0))
+    assert not any(part.drift.tokens)
