@@ -108,6 +108,16 @@ def test_a_size_that_was_too_large_is_not_tried_again() -> None:
     assert tried[-1] > 95 / 1.05
 
 
+def test_a_size_of_smaller_batches_is_not_good_once_such_a_load_is_too_large() -> None:
+    used = 100.0
+    room = Headroom(120, 1000, 1.2, THRESHOLD, lambda: (used, LIMIT))
+    room.observe(96)
+    assert room.good == 120
+    used = 900.0
+    room.observe(110)
+    assert room.size < 110
+
+
 def test_a_batch_that_was_not_full_says_nothing() -> None:
     room = Headroom(100, 1000, 1.2, THRESHOLD, lambda: (1, LIMIT))
     room.observe(70)
