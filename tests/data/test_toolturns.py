@@ -193,6 +193,15 @@ def test_a_template_that_ignores_tools_rejects_the_record_with_the_reason(
         raise ValueError(encoded.reason)
 
 
+def test_a_template_that_shows_one_tool_of_two_rejects_the_record(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    other = {"type": "function", "function": {**TOOLS[0]["function"], "name": "tides"}}
+    tokenizer.chat_template = HERMES.replace("for tool in tools", "for tool in tools[:1]")
+    found = conversation(tmp_path, {**RECORD, "tools": [*TOOLS, other]})
+    assert "ignores the example's tools" in (encode(tokenizer, found, 10_000).reason or "")
+
+
 def test_sharegpt_turns_of_tools_are_the_same_dialogue(tmp_path: Path) -> None:
     calls = [one["function"] for one in TURNS[2]["tool_calls"]]
     turns = [

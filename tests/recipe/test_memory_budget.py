@@ -158,8 +158,12 @@ def test_other_errors_stay_what_they_are() -> None:
         raise RuntimeError("shapes differ")
 
 
-def test_a_tiny_run_says_so(tmp_path: Path) -> None:
-    assert memory_check.room_of(job_context(language_job())) > 1e8
+def test_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = job_context(language_job())
+    room = memory_check.room_of(context)
+    assert room > 1e8
+    monkeypatch.setattr(memory_check, "ranks_here", lambda world: 4)
+    assert memory_check.room_of(context) == room / 4
 
 
 @given(st.integers(0, 10**12), st.floats(-10, 10), st.floats(0, 1), st.integers(1, 64))
