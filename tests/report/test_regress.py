@@ -148,7 +148,10 @@ def spoilt(**changed: Any) -> str:
         spoilt(plans={"a": 1}),
         spoilt(measured={}),
         spoilt(measured={"baseline": 1, "all": 2}),
-        spoilt(measured={"baseline": {"rounds": [-1], "beside": [], "idle": []}, "all": {}}),
+        spoilt(
+            measured={"baseline": {"rounds": [-1], "baseline_rounds": [], "idle": []}, "all": {}}
+        ),
+        spoilt(measured={"baseline": {"rounds": [1], "other": [1]}, "all": {"rounds": [1]}}),
         spoilt(data=[1]),
     ],
 )
@@ -198,4 +201,4 @@ def test_a_stamp_is_of_content_not_of_name_or_time(tmp_path: Path) -> None:
 
 
 def test_measurements_know_their_ratios() -> None:
-    assert BundledMeasurement(rounds=(2, 3), beside=(1, 2)).ratios == [2.0, 1.5]
+    assert BundledMeasurement(rounds=(2, 3), baseline_rounds=(1, 2)).ratios == [2.0, 1.5]

@@ -41,17 +41,17 @@ LARGEST = 64 << 20  # bytes of the file
 class BundledMeasurement(BaseModel):
     """One variant's tokens per second in each round, and the baseline's in the same rounds."""
 
-    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False, extra="forbid")
 
     rounds: tuple[PositiveFloat, ...] = ()
-    beside: tuple[PositiveFloat, ...] = ()
+    baseline_rounds: tuple[PositiveFloat, ...] = ()
     idle: tuple[str, ...] = ()  # techniques that did not act
     failed: str | None = None
 
     @property
     def ratios(self) -> list[float]:
         """Against the baseline, round by round."""
-        return [a / b for a, b in zip(self.rounds, self.beside, strict=False)]
+        return [a / b for a, b in zip(self.rounds, self.baseline_rounds, strict=False)]
 
 
 class Bundle(BaseModel):
@@ -98,7 +98,7 @@ def measurements(variants: Iterable[Variant]) -> dict[str, BundledMeasurement]:
     return {
         variant.name: BundledMeasurement(
             rounds=tuple(variant.rounds),
-            beside=tuple(
+            baseline_rounds=tuple(
                 () if base.failed else variant.baseline_rounds or base.rounds[: len(variant.rounds)]
             ),
             idle=tuple(str(a["technique"]) for a in variant.effective if a["effective"] is False),
@@ -256,4 +256,4 @@ def _span(measured: BundledMeasurement) -> Interval | None:
     if measured.failed is not None or not measured.ratios:
         return None
     count = len(measured.ratios)
-    return paired_ratio(measured.beside[:count], measured.rounds[:count])
+    return paired_ratio(measured.baseline_rounds[:count], measured.rounds[:count])

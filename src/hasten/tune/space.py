@@ -156,7 +156,7 @@ class Space:
 
 
 def changes_text(changes: Mapping[str, Any]) -> str:
-    """Settings in words: ``name=value, name=value``."""
+    """Settings as a text: ``name=value, name=value``."""
     return ", ".join(f"{name}={value}" for name, value in changes.items())
 
 

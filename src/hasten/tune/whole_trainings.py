@@ -42,7 +42,7 @@ class RecipeTrainings:
 
     def __init__(self, subject: ExperimentSubject, only: Sequence[str] = ()) -> None:
         recipe = subject.recipe
-        self.given = subject
+        self.subject = subject
         self._data = prepare_data(recipe, Path(recipe.output) / "data")
         if not len(self._data.eval_data):
             raise InputError("eval_data: the study compares eval losses; hold some examples out")
@@ -60,7 +60,7 @@ class RecipeTrainings:
 
     def key(self) -> dict[str, Any]:
         """Everything that decides the losses."""
-        subject = self.given
+        subject = self.subject
         return {
             "study": "learning",
             "recipe": subject.recipe.model_dump(mode="json", exclude={"price", "output"}),
@@ -72,7 +72,7 @@ class RecipeTrainings:
 
     def recipe_at(self, point: Point) -> Recipe:
         """The recipe with a point's values, for as many tokens as before."""
-        recipe, chosen = self.given.recipe, self.space.settings(point)
+        recipe, chosen = self.subject.recipe, self.space.settings(point)
         changed: dict[str, Any] = {RATE: chosen.get(RATE, recipe.learning_rate)}
         batch = chosen.get(self._batch)
         if batch is not None and batch != self._own:
@@ -87,7 +87,7 @@ class RecipeTrainings:
 
     def opened(self, folder: Path) -> AbstractContextManager[None]:
         """For as long as trainings are begun; their files are in ``folder``."""
-        return self._workers.opened(folder, self.given.plan)
+        return self._workers.opened(folder, self.subject.plan)
 
     def begin(self, point: Point, seed: int) -> TrainingProcess:
         """The training of a point, begun."""
@@ -96,17 +96,17 @@ class RecipeTrainings:
         steps = self._steps_of(changed)
         # It ends by steps, where its looks end: a number of tokens ends within a step.
         ends = {"seed": seed, "max_steps": steps, "epochs": None, "max_tokens": None}
-        worker = self._workers.start(self.given.plan, {**values, **ends})
+        worker = self._workers.start(self.subject.plan, {**values, **ends})
         return TrainingProcess(
             worker, [round(steps * n / self.looks) for n in range(self.looks + 1)]
         )
 
     def _steps_of(self, recipe: Recipe) -> int:
-        subject = self.given
+        subject = self.subject
         return job_of(recipe, self._data, subject.context, subject.plan).schedule.total_steps
 
     def _space(self, steps: int, only: Sequence[str]) -> Space:
-        recipe, start_batch = self.given.recipe, self._own or 1
+        recipe, start_batch = self.subject.recipe, self._own or 1
         warm = share_of(recipe.warmup_steps, steps)
         share = warm / steps
         rates = {float(f"{recipe.learning_rate * t:.3g}") for t in TIMES if t != 1}
