@@ -210,6 +210,22 @@ def test_a_step_that_moved_nothing_moves_no_bias() -> None:
     assert not biases(session).any()
 
 
+def test_tokens_of_a_step_that_moved_nothing_count_in_no_later_one() -> None:
+    counted = BalancedRouting(speed=0.0, sequence_loss=0.0)
+    whole, session = v3(counted, steps=2, lr=0.0), v3(counted, steps=2, lr=0.0)
+    norm = session.engine.norm
+
+    def norm_of_no_number(loss_sum: Tensor) -> StepNumbers:
+        session.engine.norm = norm  # type: ignore[method-assign]
+        return StepNumbers(float("nan"), 1.0, False)
+
+    session.engine.norm = norm_of_no_number  # type: ignore[method-assign]
+    skipped, second = run(session)
+    first, expected = run(whole)
+    assert skipped.skipped and not second.skipped
+    assert second.expert_load_ratio == expected.expert_load_ratio != first.expert_load_ratio
+
+
 def test_metrics_name_the_load_only_where_it_is_counted() -> None:
     assert run(v3(steps=1))[0].expert_load_ratio is None
     assert run(v3(FAST, steps=1))[0].to_dict()["expert_load_ratio"] >= 1.0
