@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import accumulate
 from typing import Any
 from xml.etree import ElementTree
 
@@ -68,6 +69,20 @@ def test_the_order_is_as_idle_as_the_closed_form(
     lost = idle_seconds(planned, ranks, 1, 1, 1, stages_per_rank(schedule))
     found = bubble_share(timetable(schedule, ranks, count))
     assert found == pytest.approx(lost / (lost + 3 * count))
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(1, 3), (4, 2), (4, 8)])
+def test_1f1b_stores_a_micro_batch_for_each_stage_from_its_own_on_and_gpipe_all(
+    ranks: int, count: int
+) -> None:
+    """At most, on each rank, of those whose backward pass is yet to come (arXiv 2006.09503)."""
+
+    def most_stored(schedule: str) -> list[int]:
+        of_ranks = orders(schedule, ranks, count)
+        return [max(accumulate({"F": 1, "B": -1}[op[0]] for op in one)) for one in of_ranks]
+
+    assert most_stored("1f1b") == [min(ranks - rank, count) for rank in range(ranks)]
+    assert most_stored("gpipe") == [count] * ranks
 
 
 @pytest.mark.parametrize("schedule", SPLIT)

@@ -9,8 +9,12 @@ several micro-batches are summed in float32.
     masters = MasterWeights()
     masters.prepare(model)            # trainable and frozen weights become bf16, buffers stay
 
-    optimizer = AdamW(model.parameters()); masters.own(optimizer)
-    loss(model).backward(); masters.collect(); optimizer.step(); masters.publish()
+    optimizer = AdamW(model.parameters())
+    masters.attach_optimizer(optimizer)
+    loss(model).backward()
+    masters.accumulate_gradients()
+    optimizer.step()
+    masters.update_model_weights()
 """
 
 from __future__ import annotations
