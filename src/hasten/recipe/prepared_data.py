@@ -295,10 +295,7 @@ def _texts(conversations: Sequence[Conversation]) -> Iterable[str]:
 
 
 def _key(recipe: Recipe, folder: Path) -> str:
-    """Hash of the recipe's data settings, files' sizes and times, and library versions.
-
-    Contents aren't read: a changed file has another size or time, as for make.
-    """
+    """Hash of the recipe's data settings, the contents of its files, and library versions."""
     # Every value of the recipe that may be a file; of a listed data set the list and the file.
     paths = [source.path for source in recipe.datasets]
     paths += [recipe.chat_template]
