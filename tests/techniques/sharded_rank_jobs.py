@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from hasten.core.job import Job, Stop
-from hasten.core.loop import evaluate
+from hasten.core.loop import EvaluationSchedule, evaluate, fit
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
@@ -145,7 +145,25 @@ def sharded(world: World) -> dict[str, Any]:
         except InputError as error:
             found[name] = str(error)
     found["dropped"] = dropping(world)
+    found["chosen"] = {layout.name(): chosen(world, layout) for layout in (FSDP2(), DDP())}
     return found
+
+
+def chosen(world: World, layout: Technique) -> dict[str, Any]:
+    """Each rank measures other values, where it measures any; the first rank's fall at step 3."""
+    values = iter([[1.0, 2.0, 0.0], [5.0, 4.0, 3.0]][world.rank])
+    session = Case(layout).session(
+        world, stop=Stop(steps=3), metrics={"quality": lambda model: next(values)}
+    )
+    best: list[int] = []
+    watch = EvaluationSchedule(
+        every_steps=1,
+        best_by="quality",
+        lower_is_better=False,
+        on_best=lambda evaluation: best.append(evaluation.step),
+    )
+    evaluations = fit(session, watch).evaluations
+    return {"best": best, "metrics": [evaluation.metrics for evaluation in evaluations]}
 
 
 def held_bytes(world: World) -> dict[str, Any]:

@@ -54,17 +54,22 @@ class Evaluation:
 def evaluate(session: Session) -> Evaluation:
     """Loss per trained token of the eval examples, and every metric of the job.
 
-    Metrics are for ranks that can have the whole model: the first, and its replicas.
+    Metrics run on ranks that can have the whole model: the first, and its replicas. The numbers
+    of the first rank are those of every rank, because ranks save and stop together by them.
     """
     session.synchronize()
-    progress, job = session.progress, session.setup.job
-    metrics: dict[str, float] = {}
+    progress, job, layout = session.progress, session.setup.job, session.setup.layout
+    numbers = [0.0] * len(job.metrics)
     with evaluation_mode(session.loss_module):
         loss = eval_loss(session)
         if job.metrics:
-            with session.setup.layout.gather(session.model) as gathered:
+            with layout.gather(session.model) as gathered:
                 if gathered:
-                    metrics = {n: float(metric(session.model)) for n, metric in job.metrics.items()}
+                    numbers = [float(metric(session.model)) for metric in job.metrics.values()]
+            if not session.setup.context.world.is_main:
+                numbers = [0.0] * len(job.metrics)
+            numbers = layout.all_reduce_world(torch.tensor(numbers, dtype=torch.float64)).tolist()
+    metrics = dict(zip(job.metrics, numbers, strict=True))
     return Evaluation(progress.step, progress.tokens, loss, metrics)
 
 
