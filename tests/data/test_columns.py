@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -166,3 +167,11 @@ def test_a_weight_is_how_often_each_record_is_seen(
         counts = [found.count(example) for example in group]
         assert {*counts} <= {int(times), int(times) + 1}
         assert abs(sum(counts) - times * len(group)) <= 0.5 + 1e-9
+
+
+def test_the_seed_draws_a_part_and_each_source_its_own() -> None:
+    """Of 20 halves that are drawn independently, one in a million examples is in none."""
+    groups: list[Any] = [range(100), range(100, 200)]
+    halves: list[Any] = [list(weighted(groups, [0.5, 0.5], seed)) for seed in range(20)]
+    assert {*itertools.chain(*halves)} == {*range(200)}
+    assert halves[0][50:] != [number + 100 for number in halves[0][:50]]
