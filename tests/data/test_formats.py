@@ -208,6 +208,8 @@ def test_too_many_rejects_name_count_budget_places_and_way_out(tmp_path: Path) -
     assert "write max_rejected: 4 to train without them" in message
     assert len(read_examples([path], max_rejected=0.4).rejected) == 4
     assert len(read_examples([path], max_rejected=4).rejected) == 4
+    with pytest.raises(InputError, match="max_rejected=1 allows 1: "):  # a count, not all of them
+        read_examples([path], max_rejected=1)
 
 
 def test_a_missing_file_is_answered_with_near_names(tmp_path: Path) -> None:
