@@ -9,12 +9,12 @@ Files in ``output/``:
   - summary.json: the whole run in one object
   - model/ or adapter/: Hugging Face or PEFT form
   - model_average/ or adapter_average/: their running mean, if the plan has one
-  - best/: weights of the lowest eval loss, if the recipe evaluates on the way
+  - best/: weights of the best evaluation by ``best_metric``, if the recipe has ``eval_every``
   - data/: tokens, mapped by later runs
   - checkpoints/: if the plan writes them
   - quarantined.jsonl, spikes.jsonl, restarts.jsonl: faults, if there were any
   - rejected.jsonl: examples left out, and why
-  - adjustments.jsonl: settings tried while training, if the recipe has ``auto``
+  - adjustments.jsonl: settings tried while training, if the recipe has ``live_tuning``
   - run.json, machine.jsonl, ranks/: for observers
   - stop: written by an observer; the run saves and stops
   - tensorboard/, wandb/, mlflow/: if the recipe requires them
