@@ -342,7 +342,8 @@ class Job:
             the forward pass returns the loss's count, and gradients are scaled afterwards.
         adapter: part of the job itself (a run with LoRA has it in every variant).
         routing: builds the object that runs the forward passes; None: they run unchanged.
-        eval_data: examples for the eval loss; ``metrics`` are the user's own metrics.
+        eval_data: examples for the eval loss; ``metrics`` are the user's own metrics, of which the
+            first rank's values count on all ranks.
         terms: further settings that decide the training, as JSON. Checkpoints store them
             (:mod:`hasten.core.resume_check`).
     """
