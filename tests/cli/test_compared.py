@@ -193,7 +193,9 @@ def test_other_data_and_other_settings_are_refused(tmp_path: Path, hasten: Haste
         "plans": {"baseline": [], "plan": ["packed"]},
         "kinds": {},
         "design": {},
-        "measured": {n: {"rounds": [1], "baseline_rounds": [1], "idle": []} for n in ("baseline", "plan")},
+        "measured": {
+            n: {"rounds": [1], "baseline_rounds": [1], "idle": []} for n in ("baseline", "plan")
+        },
         "versions": {},
         "hardware": {},
         "data": [{"path": str(data), "bytes": 1, "sha256": "0"}],
