@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from hasten.core.technique import Technique
 from hasten.parts.nn.recompute import BlockRecompute
+from hasten.techniques import batch
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.attention import DocumentAttention
@@ -81,7 +83,10 @@ def test_memory_that_cannot_keep_everything_leaves_out_the_comparison(
     proof = ActivationCheckpointing().check_effect(session)
     assert proof.effective
     assert proof.evidence.endswith("passes of blocks again")
+    needs: list[float] = []  # of this rank, for the answer of all
+    monkeypatch.setattr(batch, "fits", lambda session, more: needs.append(more))
     assert ActivationCheckpointing().live_settings(session) == ()
+    assert needs == [math.inf]
 
 
 def test_the_probe_runs_no_more_examples_than_a_pass_of_the_training(

@@ -60,10 +60,10 @@ class ActivationCheckpointing(Technique):
         ):
             return ()
         sizes, positions = _measured(session, recompute), changing.largest_micro_batch(session)
-        if sizes is None:
-            return ()
-        stored, total, measured = sizes
-        more = 2 * (total - stored) * positions / measured if positions else math.inf
+        more = math.inf  # a rank that has measured nothing answers too: all of them meet below
+        if sizes is not None and positions:
+            stored, total, measured = sizes
+            more = 2 * (total - stored) * positions / measured
         if not changing.fits(session, more):
             return ()
 
