@@ -215,6 +215,15 @@ def test_a_loop_that_begins_anew_keeps_its_own_saves(tmp_path: Path) -> None:
     assert len([p for p in tmp_path.iterdir() if p.name.startswith(".aside-")]) == 3
 
 
+def test_a_rank_saves_when_the_first_one_does(tmp_path: Path) -> None:
+    """Or it would wait for the others in a save that they don't begin."""
+    first_rank = iter([1.0, 0.0, 1.0])
+    with SmartCheckpointer(
+        1, folder=tmp_path, agree=lambda numbers: [next(first_rank), 0.0]
+    ) as keeper:
+        assert [keeper.due(step) for step in (1, 2, 3)] == [True, False, True]
+
+
 def test_two_ranks_save_the_same_steps_and_each_gets_its_own_random_state_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
