@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
+from yaml.constructor import BaseConstructor
 from yaml.parser import ParserError
 from yaml.scanner import ScannerError
 
@@ -33,17 +35,14 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        keys = set()
-        for inner, _ in node.value:
-            key = self.construct_object(inner, deep=deep)
-            if not isinstance(key, Hashable):
-                continue  # refused below
-            if key in keys:
-                raise yaml.MarkedYAMLError(
-                    problem=f"key {key!r} stands twice", problem_mark=node.start_mark
-                )
-            keys.add(key)
-        return super().construct_mapping(node, deep=deep)
+        values = BaseConstructor.construct_mapping(self, node, deep=deep)  # takes no merge key <<
+        if len(values) < len(node.value):
+            keys = Counter(self.construct_object(key, deep=deep) for key, _ in node.value)
+            raise yaml.MarkedYAMLError(
+                problem=f"key {keys.most_common(1)[0][0]!r} stands twice",
+                problem_mark=node.start_mark,
+            )
+        return values
 
     def construct_number(self, node: Any) -> Any:
         """Without YAML 1.1's base 60 (1:30), which takes the square of its digits to compute."""

@@ -125,7 +125,7 @@ def matmul(x: Tensor, matrix: Tensor, out: Tensor | None = None) -> Tensor:
     With AMX this product is torch's, in one or two pieces of round size. The library behind
     ``torch.mm`` compiles a kernel for each shape and keeps it. So rows of ever new lengths
     would cost time and memory without end. The first piece has the row count rounded down
-    to its five leading bits. So between n and 2 n rows there are at most sixteen shapes.
+    to its three leading bits. So between n and 2 n rows there are at most four of them.
     The remaining rows are filled up to the next multiple of 64.
     """
     beta = 0 if out is None else 1
@@ -137,7 +137,7 @@ def matmul(x: Tensor, matrix: Tensor, out: Tensor | None = None) -> Tensor:
         products.add_product_(out, x, factor, False, turned)
         return out
     out = x.new_empty(x.shape[0], matrix.shape[1]) if out is None else out
-    step = max(1 << max(x.shape[0].bit_length() - 5, 0), ROUND)
+    step = max(1 << max(x.shape[0].bit_length() - 3, 0), ROUND)
     full_rows = x.shape[0] // step * step
     if full_rows:
         torch.addmm(out[:full_rows], x[:full_rows], matrix, beta=beta, out=out[:full_rows])
