@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.data.readers import ReadExamples, read_examples
+from hasten.data.readers import ReadExamples, Rejected, check_rejected, read_examples
 from hasten.data.turns import Message, message
 from hasten.errors import InputError
 
@@ -193,6 +193,13 @@ def test_turns_out_of_order_are_rejected(tmp_path: Path, turns: str, reason: str
 )
 def test_roles_of_other_formats_are_read(name: str, role: str) -> None:
     assert message({"role": name, "content": "x"}) == Message(role, "x")
+
+
+def test_a_share_of_rejects_is_not_rounded_by_its_binary_form() -> None:
+    rejected = [Rejected("a", 1, "bad")] * 29
+    check_rejected(rejected, 100, 0.29)  # 0.29 * 100 is 28.999999999999996
+    with pytest.raises(InputError, match="allows 28"):
+        check_rejected(rejected, 100, 0.289)
 
 
 def test_too_many_rejects_name_count_budget_places_and_way_out(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from data.preparation import dialogues
 from hasten.data import arrow_file
+from hasten.data import tokenize as preparation
 from hasten.data.chat_template import encode
 from hasten.data.conversation import Conversation
 from hasten.data.prompt_formats import PROMPT_FORMATS
@@ -173,18 +174,48 @@ def test_a_pickled_store_is_small_and_opens_the_same_file(tokenizer: Any, tmp_pa
 def test_a_split_is_a_partition_that_the_seed_decides(total: int, share: float, seed: int) -> None:
     if max(1, round(share * total)) >= total:
         return
-    train, eval_data = split(range(total), share, seed)
+    train, eval_data = split(np.arange(total), share, seed)
     assert sorted([*train, *eval_data]) == list(range(total))
     assert len(eval_data) == max(1, round(share * total))
-    assert all(map(np.array_equal, split(range(total), share, seed), (train, eval_data)))
+    assert all(map(np.array_equal, split(np.arange(total), share, seed), (train, eval_data)))
 
 
 def test_a_split_by_count_may_be_empty_but_leaves_something_to_train_on() -> None:
-    assert [len(side) for side in split(range(10), 3, 0)] == [7, 3]
-    assert [len(side) for side in split(range(10), 0, 0)] == [10, 0]
+    assert [len(side) for side in split(np.arange(10), 3, 0)] == [7, 3]
+    assert [len(side) for side in split(np.arange(10), 0, 0)] == [10, 0]
     for eval_data in (10, -1, float("nan")):
         with pytest.raises(InputError, match="eval_data"):
-            split(range(10), eval_data, 0)
+            split(np.arange(10), eval_data, 0)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 5), min_size=20, max_size=60),
+    share=st.floats(0.2, 0.8),
+    seed=st.integers(0, 2**32),
+)
+def test_a_text_is_held_out_with_all_its_pieces(sizes: list[int], share: float, seed: int) -> None:
+    texts = np.repeat(np.arange(len(sizes)), sizes)
+    train, eval_data = split(texts, share, seed)
+    assert sorted([*train, *eval_data]) == list(range(len(texts)))
+    assert not {*texts[train]} & {*texts[eval_data]}
+    asked = round(share * len(texts))
+    assert asked / 2 <= len(eval_data) <= asked
+
+
+def test_texts_that_are_too_long_to_be_held_out_are_split_by_pieces() -> None:
+    train, eval_data = split(np.repeat([0, 1], [1, 99]), 0.2, 0)
+    assert (len(train), len(eval_data)) == (80, 20)
+
+
+def test_pieces_of_one_text_are_known_across_chunks(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparation, "_CHUNK_RECORDS", 2)
+    texts = [Conversation((), "long word " * n, f"a:{n}") for n in (1, 40, 2, 30, 60)]
+    alone = [len(tokenize([one], tokenizer, tmp_path / one.location, 16)) for one in texts]
+    assert min(alone) == 1 < max(alone)
+    store = tokenize(texts, tokenizer, tmp_path, 16)
+    assert store.conversations.tolist() == np.repeat(np.arange(5), alone).tolist()
 
 
 def test_a_subset_of_a_subset_has_the_interface_of_the_store(

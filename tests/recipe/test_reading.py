@@ -296,3 +296,17 @@ def test_the_advice_counts_and_says_what_to_do(count: int, words: str) -> None:
     advice = overlap(Both(train, Examples(map(tokenized_example, eval_data)))).advice
     assert words in advice
     assert "eval_data a file of its own" in advice
+
+
+@pytest.mark.parametrize(("texts", "shared"), [(2, 2), (12, 0)])
+def test_texts_are_held_out_whole_or_the_eval_loss_is_said_to_flatter(
+    tmp_path: Path, texts: int, shared: int
+) -> None:
+    lines = [json.dumps({"text": f"{n} and more " * 20}) + "\n" for n in range(texts)]
+    (tmp_path / "texts.jsonl").write_text("".join(lines))
+    asked = recipe(tmp_path, dataset=str(tmp_path / "texts.jsonl"), cutoff_len=16)
+    data = prepare_data(asked, tmp_path / "data")
+    assert len(data.eval_data) == pytest.approx(len(data.train) / 3, rel=0.5)
+    found = overlap(data)
+    assert found.texts == shared
+    assert ("to hold out whole ones" in found.advice) == bool(shared)

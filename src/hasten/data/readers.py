@@ -113,7 +113,8 @@ def check_rejected(rejected: Sequence[Rejected], total: int, max_rejected: float
     """Raise InputError if more of `total` examples are rejected than `max_rejected` allows."""
     if not max_rejected >= 0:
         raise InputError(f"max_rejected is {max_rejected}: give a share below 1 or a count")
-    allowed = int(max_rejected * total) if max_rejected < 1 else max_rejected
+    # 0.29 of 100 is 28.999... in binary
+    allowed = int(max_rejected * total + 1e-9) if max_rejected < 1 else max_rejected
     if len(rejected) <= allowed:
         return
     reasons = Counter(row.reason for row in rejected)

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -36,7 +36,7 @@ from hasten.parts.data.collate import TokenizedExample
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_FORMAT = 5  # change it with anything that changes the tokens of a given input
+_FORMAT = 6  # change it with anything that changes the tokens of a given input
 
 
 class StoredExamples(Protocol):
@@ -72,6 +72,10 @@ class TokenStore:
         counts = [_trained_counts(batch) for batch in self._batches]
         self.lengths: NDArray[np.int32] = _joined(lengths)  # (examples,) tokens
         self.trained_counts: NDArray[np.int32] = _joined(counts)  # (examples,) as trained_tokens
+        begins = np.ones(len(self.lengths), np.bool_)
+        for first, count in summary.get("pieces", ()):
+            begins[first + 1 : first + count] = False
+        self.conversations: NDArray[np.int64] = np.cumsum(begins) - 1  # (examples,) whose piece
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -175,21 +179,35 @@ def cache_key(
 
 
 def split(
-    store: Sized, eval_data: float | int, seed: int
+    conversations: NDArray[np.int64], eval_data: float | int, seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Indices (train, held out), sorted, of a random split that `seed` alone decides.
 
-    `eval_data` below 1 is a share, rounded up to at least one example; from 1 on a count; 0 is
-    none.
+    `conversations` (examples,) counts up from 0: the one that each example is a piece of. Whole
+    conversations are held out, as many as that number of examples has room for. If these are less
+    than half of it, single pieces are held out. `eval_data` below 1 is a share of the examples,
+    rounded up to at least one; from 1 on a number of them; 0 is none.
     """
-    total = len(store)
+    total = len(conversations)
     if not eval_data >= 0:
         raise InputError(f"eval_data is {eval_data}: give a share below 1 or a count")
     count = max(1, round(eval_data * total)) if 0 < eval_data < 1 else int(eval_data)
     if count >= total:
         raise InputError(f"eval_data={eval_data} of {total} examples leaves none to train on")
-    order = np.random.default_rng(seed).permutation(total)
-    return np.sort(order[count:]), np.sort(order[:count])
+    sizes, remaining = np.bincount(conversations), count
+    whole = []
+    for conversation in np.random.default_rng(seed).permutation(len(sizes)):
+        if not remaining:
+            break
+        if sizes[conversation] <= remaining:
+            whole.append(conversation)
+            remaining -= sizes[conversation]
+    if 2 * remaining <= count:
+        held_out = np.isin(conversations, whole)
+    else:
+        pieces = np.random.default_rng(seed).permutation(total)[:count]
+        held_out = np.isin(np.arange(total), pieces)
+    return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
 
 def inspect(

@@ -22,7 +22,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -242,11 +242,15 @@ def _task(conversations: IndexedConversations, span: _Span) -> TokenizeTask:
 
 
 def _summary(parts: list[Any]) -> dict[str, Any]:
+    firsts = accumulate((part["examples"] for part in parts), initial=0)
     return {
+        "pieces": [
+            (first + at, count)
+            for first, part in zip(firsts, parts, strict=False)
+            for at, count in part["pieces"]
+        ],
         "rejected": [row for part in parts for row in part["rejected"]],
-        "long": sum(part["long"] for part in parts),
-        "thoughts": sum(part["thoughts"] for part in parts),
-        "unopened": sum(part["unopened"] for part in parts),
+        **{k: sum(part[k] for part in parts) for k in ("long", "thoughts", "unopened")},
     }
 
 

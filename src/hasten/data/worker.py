@@ -50,13 +50,15 @@ def write_part(work: TokenizeWork, chunk: ExampleChunk) -> None:
 
     Its summary holds the rejected examples as (file, line, reason). It also counts
     conversations longer than cutoff_len, thoughts that the chat template left out, and answers
-    without the thought that a prompt opens.
+    without the thought that a prompt opens. ``pieces`` has the first example and the number of
+    examples of each conversation with several.
     """
     rejected: list[tuple[str, int, str]] = []
-    long = thoughts = unopened = 0
+    pieces: list[tuple[int, int]] = []
+    count = long = thoughts = unopened = 0
 
     def examples() -> Iterator[TokenizedExample]:
-        nonlocal long, thoughts, unopened
+        nonlocal count, long, thoughts, unopened
         conversations = [unpack(data) for data in chunk.packed]
         encoded = encode_all(
             work.tokenizer, conversations, work.cutoff_len, work.too_long, work.loss_on
@@ -68,10 +70,20 @@ def write_part(work: TokenizeWork, chunk: ExampleChunk) -> None:
             long += item.long
             thoughts += item.thoughts
             unopened += item.unopened
+            if len(item.examples) > 1:
+                pieces.append((count, len(item.examples)))
+            count += len(item.examples)
             yield from item.examples
 
     def summary() -> dict[str, Any]:
-        return {"rejected": rejected, "long": long, "thoughts": thoughts, "unopened": unopened}
+        return {
+            "examples": count,
+            "pieces": pieces,
+            "rejected": rejected,
+            "long": long,
+            "thoughts": thoughts,
+            "unopened": unopened,
+        }
 
     try:
         arrow_file.write(chunk.path, examples(), summary, durable=False)

@@ -227,7 +227,7 @@ def _fitted(
         return PreparedData(tokenizer, train, eval_data if eval_data is not None else (), note)
     if not note.split:
         return PreparedData(tokenizer, train, (), note)
-    ours, theirs = split(train, note.split, recipe.seed)
+    ours, theirs = split(train.conversations, note.split, recipe.seed)
     return PreparedData(tokenizer, Subset(train, ours), Subset(train, theirs), note)
 
 
@@ -328,33 +328,49 @@ def _key(recipe: Recipe, folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Overlap:
-    """How many of the eval examples occur in the training data, word for word."""
+    """How many of the eval examples occur in the training data, word for word.
 
-    count: int
-    eval_data: int
+    ``texts`` have pieces among the eval examples and others that are trained.
+    """
+
+    count: int = 0
+    eval_data: int = 0
+    texts: int = 0
 
     @property
     def advice(self) -> str:
-        """One sentence for the user; empty without overlap."""
-        if not self.count:
-            return ""
-        verb = "stands" if self.count == 1 else "stand"
-        return (
-            f"{self.count:,} of {self.eval_data:,} eval examples {verb} in the training data "
-            "too, token for token, so the eval loss flatters. Take duplicates out of the data, "
-            "or give eval_data a file of its own"
-        )
+        """Sentences for the user; empty without overlap."""
+        sentences = []
+        if self.count:
+            verb = "stands" if self.count == 1 else "stand"
+            sentences.append(
+                f"{self.count:,} of {self.eval_data:,} eval examples {verb} in the training data "
+                "too, token for token, so the eval loss flatters. Take duplicates out of the data, "
+                "or give eval_data a file of its own"
+            )
+        if self.texts:
+            sentences.append(
+                f"{self.texts:,} texts have pieces in the eval data and pieces that are trained, "
+                "so the eval loss flatters. They are too few or too long to hold out whole ones: "
+                "give eval_data a file of its own"
+            )
+        return ". ".join(sentences)
 
 
 def overlap(data: PreparedData) -> Overlap:
-    """Counts the eval examples with the same tokens as a training example."""
+    """Counts the eval examples with the same tokens as a training example, and shared texts."""
     eval_data, train = data.eval_data, data.train
     if isinstance(eval_data, tuple) or not len(eval_data):
-        return Overlap(0, 0)
+        return Overlap()
     wanted = [_digest(eval_data[i]) for i in range(len(eval_data))]
     alike = np.isin(_shapes(train), _shapes(eval_data)).nonzero()[0]
     shared = set(wanted) & {_digest(train[i]) for i in alike.tolist()}
-    return Overlap(sum(digest in shared for digest in wanted), len(eval_data))
+    texts = 0
+    if isinstance(train, Subset) and isinstance(eval_data, Subset):
+        assert isinstance(train.examples, TokenStore)
+        texts_of = train.examples.conversations
+        texts = len(np.intersect1d(texts_of[train.indices], texts_of[eval_data.indices]))
+    return Overlap(sum(digest in shared for digest in wanted), len(eval_data), texts)
 
 
 # What the chat template does that a user would find out only once the model writes.

@@ -147,7 +147,7 @@ def _split_eval(
 ) -> tuple[list[Selection], Sequence[Conversation]]:
     """The groups without the eval examples, and these."""
     selection = Selection(groups)
-    ours, theirs = split(selection, eval_data, seed)
+    ours, theirs = split(np.arange(len(selection)), eval_data, seed)
     firsts = np.cumsum([0, *map(len, groups)])
     borders = np.searchsorted(ours, firsts)
     train_groups = [selection.take(ours[a:b]) for a, b in itertools.pairwise(borders)]
