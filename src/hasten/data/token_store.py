@@ -185,8 +185,10 @@ def split(
 
     `conversations` (examples,) counts up from 0: the one that each example is a piece of. Whole
     conversations are held out, as many as that number of examples has room for. If these are less
-    than half of it, single pieces are held out. `eval_data` below 1 is a share of the examples,
-    rounded up to at least one; from 1 on a number of them; 0 is none.
+    than half of it, single pieces are held out.
+
+    `eval_data` below 1 is a share of the examples, rounded up to at least one. From 1 on it is a
+    number of them, and 0 is none.
     """
     total = len(conversations)
     if not eval_data >= 0:
@@ -195,15 +197,15 @@ def split(
     if count >= total:
         raise InputError(f"eval_data={eval_data} of {total} examples leaves none to train on")
     sizes, remaining = np.bincount(conversations), count
-    whole = []
+    held_conversations = []
     for conversation in np.random.default_rng(seed).permutation(len(sizes)):
         if not remaining:
             break
         if sizes[conversation] <= remaining:
-            whole.append(conversation)
+            held_conversations.append(conversation)
             remaining -= sizes[conversation]
     if 2 * remaining <= count:
-        held_out = np.isin(conversations, whole)
+        held_out = np.isin(conversations, held_conversations)
     else:
         pieces = np.random.default_rng(seed).permutation(total)[:count]
         held_out = np.isin(np.arange(total), pieces)

@@ -48,10 +48,10 @@ class ExampleChunk(NamedTuple):
 def write_part(work: TokenizeWork, chunk: ExampleChunk) -> None:
     """Tokenises a chunk into its file, which is complete or absent.
 
-    Its summary holds the rejected examples as (file, line, reason). It also counts
-    conversations longer than cutoff_len, thoughts that the chat template left out, and answers
-    without the thought that a prompt opens. ``pieces`` has the first example and the number of
-    examples of each conversation with several.
+    Its summary holds the rejected examples as (file, line, reason), and of each conversation with
+    several examples the first and their number. It counts examples, conversations longer than
+    cutoff_len, thoughts that the chat template left out, and answers without the thought that a
+    prompt opens.
     """
     rejected: list[tuple[str, int, str]] = []
     pieces: list[tuple[int, int]] = []
