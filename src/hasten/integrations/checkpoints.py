@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,37 +31,30 @@ COMMUNICATION_FILE = "hasten_communication.pt"
 
 
 class CheckpointSchedule:
-    """A technique's rhythm and folder, for as long as one training lasts."""
+    """A technique's rhythm and folder, for as long as one training lasts; idle without one.
 
-    def __init__(self, chosen: Checkpoints, setup: Setup) -> None:
-        self._chosen, self._setup = chosen, setup
-        self.folder = chosen.folder or str(setup.folder)
+    Raises:
+        InputError: an earlier run's checkpoints are in the folder.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._chosen = next((t for t in setup.plan if isinstance(t, Checkpoints)), None)
         self._keeper: SmartCheckpointer | None = None
-
-    @classmethod
-    def of(cls, setup: Setup) -> CheckpointSchedule | None:
-        """None where the plan has no checkpoints.
-
-        Raises:
-            InputError: an earlier run's checkpoints are in the folder.
-        """
-        chosen = next((t for t in setup.plan if isinstance(t, Checkpoints)), None)
-        if chosen is None:
-            return None
-        saves = cls(chosen, setup)
-        if "://" not in saves.folder and checkpoints(Path(saves.folder)):
+        self.folder = (self._chosen and self._chosen.folder) or str(setup.folder)
+        if self._chosen and "://" not in self.folder and checkpoints(Path(self.folder)):
             raise InputError(
-                f"{saves.folder} holds checkpoints of an earlier run; give checkpoints another "
+                f"{self.folder} holds checkpoints of an earlier run; give checkpoints another "
                 "folder, or move them away"
             )
-        return saves
 
     def begin(self, **objects: Any) -> None:
         """Training begins with these; a communication method that remembers is saved with them."""
-        each = self._chosen.interval if isinstance(self._chosen.interval, int) else DYNAMIC
-        keeper = SmartCheckpointer(
-            each, self._chosen.max_checkpoints, self._chosen.compression, self.folder
-        )
+        chosen = self._chosen
+        if chosen is None:
+            return
+        each = chosen.interval if isinstance(chosen.interval, int) else DYNAMIC
+        keeper = SmartCheckpointer(each, chosen.max_checkpoints, chosen.compression, self.folder)
         if has_communication_memory(self._setup):
             objects["communication"] = self._setup.communication
         self._keeper = keeper.protect(**objects)
@@ -69,14 +62,18 @@ class CheckpointSchedule:
     def after_step(self, step: int) -> None:
         if self._keeper is None:
             return
-        if self._chosen.interval == EPOCH:
+        if self._by_epoch:
             self._keeper.saver.look()
         else:
             self._keeper.after_step(step)
 
     def after_epoch(self, step: int) -> None:
-        if self._keeper is not None and self._chosen.interval == EPOCH:
+        if self._keeper is not None and self._by_epoch:
             self._keeper.save(step)
+
+    @property
+    def _by_epoch(self) -> bool:
+        return self._chosen is not None and self._chosen.interval == EPOCH
 
     def close(self) -> None:
         if self._keeper is not None:
@@ -164,8 +161,8 @@ class TokenCount:
         return (None if tokens is None or not positions else int(tokens)), positions
 
 
-class StepLog(Protocol):
-    """Receives a host's steps from its callback."""
+class StepLog:
+    """Receives a host's steps from its callback; this one, of ranks after the first, drops them."""
 
     def begin(self) -> None:
         """Assigns everything that follows to the next step."""
@@ -180,7 +177,7 @@ class StepLog(Protocol):
         """The training has ended."""
 
 
-class MetricsFile:
+class MetricsFile(StepLog):
     """``metrics.jsonl`` in a folder of its own, written line by line.
 
     Args:
@@ -204,10 +201,7 @@ class MetricsFile:
             raise InputError(f"{self.path} can't be written: {error.strerror or error}") from error
 
     def begin(self) -> None:
-        """Assigns everything that follows to the next step.
-
-        It is called after evaluation and saving too.
-        """
+        """It is called after evaluation and saving too."""
         self._last = time.perf_counter()
 
     def step(self, step: int, count: TokenCount, loss: float | None = None) -> None:
@@ -248,12 +242,12 @@ class MetricsFile:
             self._file.close()
 
 
-def step_log(destination: str | Path | StepLog) -> StepLog | None:
-    """Returns the log for the first rank's callback; None on the others.
+def step_log(destination: str | Path | StepLog) -> StepLog:
+    """Returns the log for the first rank's callback; one that drops all on the others.
 
     Raises:
         InputError: the folder holds an earlier run's lines or can't be written.
     """
     if not environment.world().is_main:
-        return None
+        return StepLog()
     return MetricsFile(destination) if isinstance(destination, str | Path) else destination

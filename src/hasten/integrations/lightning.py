@@ -87,7 +87,7 @@ def callback_class() -> Any:
 
 
 def seams(  # noqa: C901  # a class within: its methods count
-    setup: Setup, model: nn.Module, saves: CheckpointSchedule | None, passes: ModulePasses
+    setup: Setup, model: nn.Module, saves: CheckpointSchedule, passes: ModulePasses
 ) -> Any:
     """A callback that calls them for the model of one training."""
     base = callback_class()
@@ -110,8 +110,7 @@ def seams(  # noqa: C901  # a class within: its methods count
             if remembers and self._remembered is not None:
                 communication.load_state_dict(self._remembered)
                 self._remembered = None
-            if saves is not None:
-                saves.begin(model=model, optimizer=trainer.optimizers[0])
+            saves.begin(model=model, optimizer=trainer.optimizers[0])
             passes.begin()
 
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
@@ -125,17 +124,14 @@ def seams(  # noqa: C901  # a class within: its methods count
             if trainer.global_step > self._step:
                 self._step = trainer.global_step
                 setup.communication.after_update(self._parameters())
-                if saves is not None:
-                    saves.after_step(self._step)
+                saves.after_step(self._step)
 
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            if saves is not None:
-                saves.after_epoch(trainer.global_step)
+            saves.after_epoch(trainer.global_step)
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             passes.close()
-            if saves is not None:
-                saves.close()
+            saves.close()
 
         def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
             passes.close()
@@ -203,7 +199,7 @@ def with_techniques(
     """
     model, plan = model_of(module), list(techniques)
     setup, trained = _require_fitting(trainer, module, loader, plan, seed)
-    saves = CheckpointSchedule.of(setup)
+    saves = CheckpointSchedule(setup)
     if Slot.OPTIMIZER in setup.plan:
         usual = module.configure_optimizers
         module.configure_optimizers = lambda: _optimizers(setup, model, usual())
@@ -488,7 +484,7 @@ def _optimizers(setup: Setup, model: nn.Module, configured: Any) -> Any:
     return configured
 
 
-def step_evidence(folder: str | Path | StepLog) -> Any:  # noqa: C901  # a class within: its methods count
+def step_evidence(folder: str | Path | StepLog) -> Any:
     """A Lightning callback that writes ``metrics.jsonl`` into a folder of its own.
 
     A batch is counted where it is a mapping with ``input_ids``, as Transformers' collators make
@@ -507,7 +503,7 @@ def step_evidence(folder: str | Path | StepLog) -> Any:  # noqa: C901  # a class
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             self._step = trainer.global_step
-            self._begin()
+            self._file.begin()
 
         def on_train_batch_start(
             self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
@@ -517,7 +513,7 @@ def step_evidence(folder: str | Path | StepLog) -> Any:  # noqa: C901  # a class
         def on_train_batch_end(
             self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
         ) -> None:
-            if self._file is None:
+            if not environment.world().is_main:  # nobody waits for the device there
                 return
             self._losses += _loss(outputs)
             if trainer.global_step > self._step:
@@ -528,15 +524,10 @@ def step_evidence(folder: str | Path | StepLog) -> Any:  # noqa: C901  # a class
                 self._file.step(self._step, self._count, loss)
 
         def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-            self._begin()
+            self._file.begin()
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            if self._file is not None:
-                self._file.close()
-
-        def _begin(self) -> None:
-            if self._file is not None:
-                self._file.begin()
+            self._file.close()
 
     return LightningEvidence()
 

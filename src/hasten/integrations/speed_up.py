@@ -28,7 +28,7 @@ from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.integrations.adapt import context_of
 from hasten.integrations.batches import row_sizes
-from hasten.integrations.checkpoints import TokenCount
+from hasten.integrations.checkpoints import StepLog, TokenCount
 from hasten.machine import threads, versions
 from hasten.techniques import CATALOGUE
 from hasten.techniques.attention import DocumentAttention
@@ -38,12 +38,9 @@ if TYPE_CHECKING:
     from hasten.measure.choice import KeptChoice
 
 AnyTrainer = TypeVar("AnyTrainer")
-Carry = Callable[
-    [Sequence[Technique]], None
-]  # raises InputError if the trainer doesn't support them
-ALIKE = (
-    0.1  # examples count as the same data if their number and tokens differ by at most this share
-)
+# Raises InputError if the trainer doesn't support them.
+Carry = Callable[[Sequence[Technique]], None]
+ALIKE = 0.1  # examples are of the same data if number and tokens differ by this share at most
 WATCHED_STEPS, WARM_UP = 50, 10
 _LOG = logging.getLogger(__name__)
 
@@ -114,9 +111,8 @@ def _chosen(  # noqa: C901  # a clause for each reason
     has_already: Callable[[Technique], bool] = lambda technique: False,
 ) -> tuple[list[Technique], SpeedNote]:
     """The techniques that a trainer supports together; a warning lists them and the others."""
-    agreeing = (
-        context.world.size == 1 or dist.is_initialized()
-    )  # else ranks can't agree on techniques
+    # Otherwise ranks can't agree on techniques.
+    agreeing = context.world.size == 1 or dist.is_initialized()
     kept_choice = _stored_choice(context, rows) if agreeing else None
     if kept_choice is None:
         wanted = [kind() for kind in CATALOGUE if kind.auto == "usual"]
@@ -224,7 +220,7 @@ def _more(technique: Technique, context: JobContext, kept_choice: KeptChoice | N
     return f" (hasten train: its kernels have {gain} the speed, measured on this machine)"
 
 
-class SpeedNote:
+class SpeedNote(StepLog):
     """Reports the speed of a host's first steps and of the job without techniques.
 
     A trainer runs once, with its techniques. So the reference is the comparison of
@@ -234,11 +230,8 @@ class SpeedNote:
     def __init__(
         self, kept_choice: KeptChoice | None, expected: float | None, context: JobContext
     ) -> None:
-        self._expected, self._context, self._date = (
-            expected,
-            context,
-            "" if kept_choice is None else kept_choice.date,
-        )
+        self._expected, self._context = expected, context
+        self._date = "" if kept_choice is None else kept_choice.date
         self._plain: float | None = None  # tokens per second without techniques
         speed = None if kept_choice is None else kept_choice.choice.tokens_per_second
         gain = None if kept_choice is None else kept_choice.choice.gain
@@ -288,12 +281,6 @@ class SpeedNote:
             f"{self._plain:,.0f} tokens/s that plan: auto measured on {self._date} without "
             "techniques, in hasten's own loop"
         )
-
-    def loss(self, value: object) -> None:
-        return None
-
-    def close(self) -> None:
-        return None
 
 
 def _at_fit(trainer: Any, techniques: list[Technique] | None) -> None:

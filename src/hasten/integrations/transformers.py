@@ -310,7 +310,7 @@ class TrainerTechniques(TrainerCallback):
         self.resumed: Path | None = None  # the Trainer's checkpoint from which it resumes
         self._trainer = trainer
         self._usual: dict[str, Any] = {}
-        self._saves = CheckpointSchedule.of(self.setup)
+        self._saves = CheckpointSchedule(self.setup)
         self._attached: Any = None
         self._hosted: HostedTechniques | None = None
         self._passes: _TrainerPasses
@@ -470,12 +470,9 @@ class TrainerTechniques(TrainerCallback):
         if self.resumed is not None:
             take_communication(self.setup, self.resumed)
             self.resumed = None
-        if self._saves is not None:
-            self._saves.begin(
-                model=kwargs["model"],
-                optimizer=kwargs["optimizer"],
-                schedule=kwargs["lr_scheduler"],
-            )
+        self._saves.begin(
+            model=kwargs["model"], optimizer=kwargs["optimizer"], schedule=kwargs["lr_scheduler"]
+        )
         self._begin_passes()
 
     def _begin_passes(self) -> None:
@@ -523,8 +520,7 @@ class TrainerTechniques(TrainerCallback):
         self.setup.communication.after_update(self._parameters())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._saves is not None:
-            self._saves.after_step(state.global_step)
+        self._saves.after_step(state.global_step)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not args.save_only_model:
@@ -532,12 +528,10 @@ class TrainerTechniques(TrainerCallback):
             keep_communication(self.setup, folder)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._saves is not None:
-            self._saves.after_epoch(state.global_step)
+        self._saves.after_epoch(state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._saves is not None:
-            self._saves.close()
+        self._saves.close()
 
     def _parameters(self) -> list[Any]:
         model: Any = self._trainer.model
@@ -616,7 +610,7 @@ class StepEvidence(TrainerCallback):
         model: nn.Module = kwargs["model"]
         if self._hook is None:
             self._hook = model.register_forward_pre_hook(self._called, with_kwargs=True)
-        self._begin()
+        self._file.begin()
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module.training:  # an evaluation's tokens are nobody's step
@@ -624,27 +618,21 @@ class StepEvidence(TrainerCallback):
             self.count.add({**first_input, **kwargs})
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._file is not None:
-            self._file.step(state.global_step, self.count)
+        self._file.step(state.global_step, self.count)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if self._file is not None and isinstance(logs, dict):
+        if isinstance(logs, dict):
             self._file.loss(logs.get("loss"))
-        self._begin()
+        self._file.begin()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._begin()
+        self._file.begin()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._begin()
+        self._file.begin()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        if self._file is not None:
-            self._file.close()
-
-    def _begin(self) -> None:
-        if self._file is not None:
-            self._file.begin()
+        self._file.close()
