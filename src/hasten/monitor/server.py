@@ -269,8 +269,43 @@ LARGEST_HEADERS = 16 << 10
 REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; sandbox"
 
 
-class MonitorServer:
-    """The monitor at an address; ``run`` serves until it is stopped.
+class CheckedServer:
+    """An application at a socket, with limits on connections; ``run`` serves until it is stopped.
+
+    Args:
+        app: it checks each request itself.
+        listener: closed at the end.
+        settings: of uvicorn, where they differ.
+    """
+
+    def __init__(self, app: App, listener: socket.socket, **settings: Any) -> None:
+        self._socket = listener
+        config = uvicorn.Config(
+            app,
+            http=CheckedConnection,
+            ws="none",
+            lifespan="off",
+            limit_concurrency=MOST_CONNECTIONS,
+            h11_max_incomplete_event_size=LARGEST_HEADERS,
+            timeout_graceful_shutdown=3,
+            **settings,
+        )
+        self._server = uvicorn.Server(config)
+
+    def run(self) -> None:
+        """Serve until Ctrl-C, or until `stop`."""
+        try:
+            with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again at its end
+                self._server.run(sockets=[self._socket])
+        finally:
+            self._socket.close()
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+
+
+class MonitorServer(CheckedServer):
+    """The monitor at an address.
 
     Args:
         watching: the runs.
@@ -283,37 +318,17 @@ class MonitorServer:
     """
 
     def __init__(self, watching: RunsReader, address: str, port: int, token: str) -> None:
-        self._watching = watching
-        self._socket = listen(address, port, "the monitor")
-        self.port: int = self._socket.getsockname()[1]
-        host = f"[{address}]" if ":" in address else address
-        self.url = f"http://{host}:{self.port}/"
+        listener = listen(address, port, "the monitor")
+        self.port: int = listener.getsockname()[1]
+        self.url = f"{url_of(address, self.port)}/"
         app = application(watching, token, address, self.port, lambda: self._server.should_exit)
-        config = uvicorn.Config(
-            app,
-            http=CheckedConnection,
-            ws="none",
-            lifespan="off",
-            access_log=False,
-            log_level="error",
-            server_header=False,
-            proxy_headers=False,
-            limit_concurrency=MOST_CONNECTIONS,
-            h11_max_incomplete_event_size=LARGEST_HEADERS,
-            timeout_graceful_shutdown=3,
-        )
-        self._server = uvicorn.Server(config)
+        quiet = {"access_log": False, "log_level": "error"}
+        super().__init__(app, listener, server_header=False, proxy_headers=False, **quiet)
 
-    def run(self) -> None:
-        """Serve until Ctrl-C, which is how a monitor ends, or until `stop`."""
-        try:
-            with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again at its end
-                self._server.run(sockets=[self._socket])
-        finally:
-            self._socket.close()
 
-    def stop(self) -> None:
-        self._server.should_exit = True
+def url_of(host: str, port: int) -> str:
+    """The address of a server, with brackets around one of IPv6."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class CheckedConnection(H11Protocol):

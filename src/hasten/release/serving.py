@@ -27,7 +27,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -41,10 +40,8 @@ from hasten.models.load import quiet, read_config
 from hasten.models.presets import PRESETS
 from hasten.models.weights import ADAPTER
 from hasten.monitor.server import (
-    LARGEST_HEADERS,
-    MOST_CONNECTIONS,
     App,
-    CheckedConnection,
+    CheckedServer,
     Receive,
     Scope,
     Send,
@@ -54,6 +51,7 @@ from hasten.monitor.server import (
     listen,
     names_for,
     names_this_server,
+    url_of,
 )
 from hasten.release.trained_model import (
     LoadedModel,
@@ -73,7 +71,7 @@ LIMITS = ("max_completion_tokens", "max_tokens")
 
 def address_url(host: str, port: int) -> str:
     """The base address for OpenAI's clients."""
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+    return f"{url_of(host, port)}/v1"
 
 
 class CheckedAccess:
@@ -234,8 +232,8 @@ def check_transformers() -> None:
     require_packages("the server of transformers", "serve", "fastapi", "openai", "uvicorn")
 
 
-class ModelServer:
-    """A loaded model at an address; ``run`` answers until it is stopped.
+class ModelServer(CheckedServer):
+    """A loaded model at an address.
 
     Raises:
         InputError: the address can't be used, or packages are missing.
@@ -244,31 +242,12 @@ class ModelServer:
     def __init__(
         self, loaded: LoadedModel, listener: socket.socket, host: str, token: str | None
     ) -> None:
-        self._socket = listener
         app = CheckedAccess(application(loaded), token, names_for(host))
-        config = uvicorn.Config(
-            app,
-            http=CheckedConnection,
-            ws="none",
-            lifespan="off",
-            log_level="warning",
-            limit_concurrency=MOST_CONNECTIONS,
-            h11_max_incomplete_event_size=LARGEST_HEADERS,
-            timeout_graceful_shutdown=3,
-        )
-        self._server = uvicorn.Server(config)
+        super().__init__(app, listener, log_level="warning")
 
     def run(self) -> None:
-        """Answer until Ctrl-C, or until `stop`."""
-        try:
-            # uvicorn raises the interrupt again at its end; transformers logs each request.
-            with quiet(), contextlib.suppress(KeyboardInterrupt):
-                self._server.run(sockets=[self._socket])
-        finally:
-            self._socket.close()
-
-    def stop(self) -> None:
-        self._server.should_exit = True
+        with quiet():  # transformers logs each request
+            super().run()
 
 
 # vLLM.

@@ -35,7 +35,6 @@ others use torch's operators. All write the same bits
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -47,7 +46,8 @@ from torch import Tensor
 from hasten.parts.kernels import codec as compiled
 from hasten.parts.kernels import codec_gpu, codec_reference
 from hasten.parts.kernels.codec_reference import CHUNK
-from hasten.parts.kernels.registry import LEAST_CAPABILITY, is_refused
+from hasten.parts.kernels.operators import why_no_triton
+from hasten.parts.kernels.registry import is_refused
 
 ALIGNED = 16  # bytes: a view in any number format may begin there
 
@@ -348,15 +348,7 @@ def _way(tensor: Tensor, in_triton: bool = True) -> ModuleType:
 
 @functools.cache
 def _takes_triton(device: torch.device) -> bool:
-    """Returns True if Triton is installed and supports this GPU.
-
-    On ROCm the kernels were never tested.
-    """
-    return (
-        torch.version.hip is None
-        and importlib.util.find_spec("triton") is not None
-        and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
-    )
+    return not why_no_triton(device, "these codecs are")
 
 
 def codec(name: str, block: int = 256) -> Codec:
