@@ -16,23 +16,16 @@ from hasten.recipe.schema import recipe_from
 LEAST = {"model": "deepseek-llm-tiny", "dataset": "stdlib", "max_steps": 1}
 
 
-def interfaces(folder: Path, **speeds: int) -> Path:
+def interfaces(root: Path, **speeds: int) -> None:
     for name, speed in {"lo": 0, **speeds}.items():
-        (folder / name).mkdir(parents=True)
-        (folder / name / "operstate").write_text("up\n")
-        (folder / name / "speed").write_text(f"{speed}\n")
-    return folder
+        folder = root / "sys/class/net" / name
+        folder.mkdir(parents=True)
+        (folder / "operstate").write_text("up\n")
+        (folder / "speed").write_text(f"{speed}\n")
 
 
-def card(folder: Path, name: str, layer: str) -> Path:
-    port = folder / name / "ports" / "1"
-    port.mkdir(parents=True)
-    (port / "link_layer").write_text(f"{layer}\n")
-    return folder
-
-
-def found(wanted: dict[str, str], on_gpu: bool, net: Path, cards: Path) -> str:
-    return " | ".join(hints(wanted, on_gpu, net, cards, lambda name: None))
+def found(wanted: dict[str, str], on_gpu: bool, root: Path) -> str:
+    return " | ".join(hints(wanted, on_gpu, root, lambda name: None))
 
 
 def test_values_become_text() -> None:
@@ -84,28 +77,28 @@ def test_a_recipe_keeps_its_variables() -> None:
 
 
 def test_an_interface_that_is_not_there_is_named(tmp_path: Path) -> None:
-    net, cards = interfaces(tmp_path / "net", eth0=1000), tmp_path / "none"
-    assert "no such interface; there are eth0, lo" in found(
-        {"GLOO_SOCKET_IFNAME": "eth9"}, False, net, cards
-    )
-    assert found({"GLOO_SOCKET_IFNAME": "eth0"}, False, net, cards) == ""
-    assert "docker0" not in found({"NCCL_SOCKET_IFNAME": "^docker0"}, True, net, cards)
-    assert found({}, False, net, cards) == ""
+    interfaces(tmp_path, eth0=1000)
+    text = found({"GLOO_SOCKET_IFNAME": "eth9"}, False, tmp_path)
+    assert "no such interface; there are eth0, lo" in text
+    assert found({"GLOO_SOCKET_IFNAME": "eth0"}, False, tmp_path) == ""
+    assert "docker0" not in found({"NCCL_SOCKET_IFNAME": "^docker0"}, True, tmp_path)
+    assert found({}, False, tmp_path) == ""
 
 
 def test_several_interfaces_are_listed_with_their_speed(tmp_path: Path) -> None:
-    net = interfaces(tmp_path / "net", eth0=1000, ib0=-1)
-    text = found({}, False, net, tmp_path / "none")
+    interfaces(tmp_path, eth0=1000, ib0=-1)
+    text = found({}, False, tmp_path)
     assert "eth0 1 Gbit/s, ib0" in text
     assert "GLOO_SOCKET_IFNAME should name one" in text
 
 
 def test_cards_that_are_switched_off_or_need_an_address_are_hinted_at(tmp_path: Path) -> None:
-    net = interfaces(tmp_path / "net", eth0=1000)
-    cards = card(tmp_path / "cards", "mlx5_0", "Ethernet")
-    text = found({"NCCL_IB_DISABLE": "1", "NCCL_P2P_DISABLE": "1"}, True, net, cards)
+    port = tmp_path / "sys/class/infiniband/mlx5_0/ports/1"
+    port.mkdir(parents=True)
+    (port / "link_layer").write_text("Ethernet\n")
+    text = found({"NCCL_IB_DISABLE": "1", "NCCL_P2P_DISABLE": "1"}, True, tmp_path)
     assert "while mlx5_0 is there" in text
     assert "mlx5_0 is RoCE" in text
     assert "through host memory" in text
     assert "NCCL_DEBUG=INFO would show" in text
-    assert found({"NCCL_IB_DISABLE": "1"}, False, net, cards) == ""  # gloo doesn't care
+    assert found({"NCCL_IB_DISABLE": "1"}, False, tmp_path) == ""  # gloo doesn't care

@@ -17,14 +17,16 @@ from hasten.machine.host import (
     NetworkCard,
     NumaNode,
     SystemLimits,
-    cards,
     hardware,
+    interfaces,
     limits,
     mounts,
     numa_nodes,
+    rdma_devices,
 )
 from hasten.machine.memory import free_bytes, memory_meter
 from hasten.machine.processor import doubles_bf16, isa_limit, processor_flags
+from hasten.parts.comm.topology import interface_speeds
 
 linux = pytest.mark.skipif(platform.system() != "Linux", reason="reads Linux's files")
 
@@ -65,10 +67,13 @@ def test_cards_that_are_up_are_listed_with_rate_and_kind(tmp_path: Path) -> None
         f"{rdma}/mlx5_0/ports/1/rate": "400 Gb/sec (4X NDR)",
         f"{rdma}/mlx5_1/ports/1/link_layer": "Ethernet",
     }
-    assert cards(write(tmp_path, **files)) == [
+    assert interfaces(write(tmp_path, **files)) == [
         NetworkCard("eth0", "ethernet", 100e9, None, 1),
         NetworkCard("veth", "virtual", None, None, None),
         NetworkCard("wlan", "wireless", None, None, None),
+    ]
+    assert interface_speeds(tmp_path) == {"eth0": 12.5e9, "veth": None, "wlan": None}
+    assert rdma_devices(tmp_path) == [
         NetworkCard("mlx5_0", "infiniband", 400e9, None, None),
         NetworkCard("mlx5_1", "roce", None, None, None),
     ]
@@ -124,7 +129,8 @@ def test_a_way_out_of_the_groups_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_where_nothing_can_be_read_nothing_is_said(tmp_path: Path) -> None:
-    assert (numa_nodes(tmp_path), mounts(tmp_path), cards(tmp_path)) == ([], [], [])
+    assert (numa_nodes(tmp_path), mounts(tmp_path), interfaces(tmp_path)) == ([], [], [])
+    assert not rdma_devices(tmp_path)
     open_files = limits(tmp_path).open_files
     assert limits(tmp_path) == SystemLimits(None, None, None, None, None, open_files, None)
 
@@ -138,7 +144,11 @@ def test_strange_files_are_no_reason_to_fail(tmp_path: Path) -> None:
         "proc/self/mounts": "short line",
     }
     root = write(tmp_path, **files)
-    assert (cards(root)[0].bits_per_second, limits(root).cpus, mounts(root)) == (None, None, [])
+    assert (interfaces(root)[0].bits_per_second, limits(root).cpus, mounts(root)) == (
+        None,
+        None,
+        [],
+    )
 
 
 def managed_bytes(zones: Path) -> dict[int, int]:
@@ -159,7 +169,7 @@ def test_this_machine_agrees_with_psutil_and_the_kernel() -> None:
     if "/" in found:
         assert found["/"].size_bytes == psutil.disk_usage("/").total
     before = set(psutil.net_if_stats())  # others may make and remove interfaces meanwhile
-    named = {card.name for card in cards() if card.kind not in ("infiniband", "roce")}
+    named = {card.name for card in interfaces()}
     assert named <= before | set(psutil.net_if_stats())
     # Of the kernel's zones, since a balloon takes pages from a node and leaves psutil's total.
     managed = managed_bytes(Path("/proc/zoneinfo"))

@@ -314,10 +314,7 @@ class Stop:
             raise InputError("give max_steps, epochs or max_tokens, and at least 1 of each")
 
     def reached(self, steps: int, tokens: int) -> bool:
-        """Returns True if a run with this many steps and tokens is complete.
-
-        Epochs end by themselves.
-        """
+        """Returns True if a run of so many steps and tokens is over; epochs end by themselves."""
         return (self.steps is not None and steps >= self.steps) or (
             self.tokens is not None and tokens >= self.tokens
         )

@@ -156,10 +156,7 @@ class SplitsWeights(Protocol):
         """The names of all trained weights, as an optimizer of the whole model counts them."""
 
     def all_gather_object(self, local_object: Any) -> list[Any]:
-        """Returns the object of each rank that holds another part of the same model.
-
-        All of these ranks call it.
-        """
+        """Returns the object of each rank with another part of the model; all of them call it."""
 
     def gather_to_rank0(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """On the first rank the tensors of all parts, on the host; what others get means nothing.

@@ -22,7 +22,7 @@ from torch import nn
 from hasten.core.job import Indexed
 from hasten.core.session import Progress, Session
 from hasten.core.setup import Setup
-from hasten.core.step import training, without_loss
+from hasten.core.step import most_on_a_rank, training, without_loss
 from hasten.core.timing import StepMetrics, data_stall, seconds_by_part, step_stability
 from hasten.machine import processes
 from hasten.machine.signals import HASTE, heard_signals
@@ -80,11 +80,9 @@ def eval_loss(session: Session) -> float | None:
         return None
     collate = setup.collate or setup.job.collate
     parts = _eval_parts(setup, eval_data)
-    passes = torch.zeros(setup.context.world.size, dtype=torch.float64)
-    passes[setup.context.world.rank] = len(parts)
     sums = torch.zeros(2, dtype=torch.float64)
     # Ranks with parts of one model meet in every pass: some take part without any loss.
-    for number in range(int(setup.layout.all_reduce_world(passes).max())):
+    for number in range(most_on_a_rank(setup, len(parts))):
         has_part = number < len(parts)
         batch = collate(parts[number]) if has_part else without_loss(collate([eval_data[0]]))
         batch = batch.to(setup.job.device)
@@ -211,10 +209,7 @@ def ignore_stop_signals() -> None:
 
 
 def stop_flags(session: Session) -> tuple[bool, bool]:
-    """Returns (stop, haste): True if any rank has such a request.
-
-    Every rank calls it at the end of a step.
-    """
+    """Returns stop and haste, if any rank asks for them; all call it at the end of a step."""
     flags = torch.tensor([session.stop_requested, session.preempted], dtype=torch.float64)
     stop, haste = session.setup.layout.all_reduce_data(flags).tolist()
     session.preempted = session.preempted or bool(haste)

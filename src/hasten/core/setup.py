@@ -322,10 +322,7 @@ class Setup:
 
     @property
     def rank_sync(self) -> RankSync:
-        """Returns the exchange of a step's numbers between ranks.
-
-        A communication method may have its own.
-        """
+        """Returns the exchange of a step's numbers over ranks; COMMUNICATION may have its own."""
         return (
             self.communication
             if isinstance(self.communication, RankSync)

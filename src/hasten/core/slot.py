@@ -40,3 +40,14 @@ class Slot(Enum):
     def position(self) -> int:
         """Place in the order of the step; plans list their techniques by it."""
         return list(Slot).index(self)
+
+
+# Techniques of these slots change what a training pass computes with.
+CHANGES_A_PASS = (
+    Slot.EXPERTS,
+    Slot.ATTENTION,
+    Slot.LAYERS,
+    Slot.LOSS,
+    Slot.ACTIVATION_CHECKPOINTING,
+    Slot.COLLATE,
+)

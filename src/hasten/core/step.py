@@ -105,10 +105,8 @@ def batches(session: Session) -> Iterator[StepBatch]:
     setup, progress = session.setup, session.progress
     job, clock = setup.job, setup.clock
     while job.stop.epochs is None or progress.epoch < job.stop.epochs:
-        step_count, source = (
-            0,
-            clock.reading(_local_steps(setup, progress.epoch, progress.step_in_epoch)),
-        )
+        step_count = 0
+        source = clock.reading(_local_steps(setup, progress.epoch, progress.step_in_epoch))
         for micro_batches in setup.feed(source, job.device):
             step_count += 1
             clock.fed()
@@ -168,11 +166,16 @@ def _level(setup: Setup, local: tuple[MicroBatch, ...]) -> tuple[MicroBatch, ...
 
     A rank with fewer repeats its smallest micro-batch without loss.
     """
-    passes = torch.zeros(setup.context.world.size, dtype=torch.float64)
-    passes[setup.context.world.rank] = len(local)
-    missing = int(setup.layout.all_reduce_world(passes).max()) - len(local)
+    missing = most_on_a_rank(setup, len(local)) - len(local)
     smallest = min(local, key=lambda m: m.counts.positions)
     return (*local, *[without_loss(smallest)] * missing) if missing else local
+
+
+def most_on_a_rank(setup: Setup, count: int) -> int:
+    """Returns the largest count of any rank; every rank calls it with its own."""
+    counts = torch.zeros(setup.context.world.size, dtype=torch.float64)
+    counts[setup.context.world.rank] = count
+    return int(setup.layout.all_reduce_world(counts).max())
 
 
 def step_outside(session: Session) -> tuple[MicroBatch, ...] | None:

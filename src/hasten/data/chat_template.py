@@ -269,8 +269,7 @@ def _check_bos(tokenizer: PreTrainedTokenizerBase, ids: list[int], location: str
     if bos is not None and ids[:2] == [bos, bos] and tokenizer.bos_token != tokenizer.eos_token:
         raise InputError(
             f"{location} begins with {tokenizer.bos_token} twice: take it out of the chat "
-            f"template, "
-            "or out of the example's first text"
+            "template, or out of the example's first text"
         )
 
 

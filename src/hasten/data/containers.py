@@ -124,10 +124,7 @@ def too_large(path: Path, limit: int) -> InputError:
 
 
 class _Unpacked(io.RawIOBase):
-    """Decompressed bytes, counted.
-
-    Arrow's streams report if a file is cut; zlib checks sums.
-    """
+    """Decompressed bytes, counted; Arrow's streams report a cut file, and zlib checks sums."""
 
     def __init__(self, path: Path, packed: str) -> None:
         super().__init__()

@@ -106,8 +106,7 @@ def _stage(example: Mapping[str, Any], filled: set[str], named: set[str]) -> str
     if ranked:
         return (
             f"{ranked!r} lists {len(example[ranked])} answers, and such preferences are material "
-            f"of "
-            f"DPO or of a reward model; {OURS}, so write the one to train as a text"
+            f"of DPO or of a reward model; {OURS}, so write the one to train as a text"
         )
     label = next((key for key in LABELS if key in filled and is_label(key, example[key])), None)
     if label and filled & {*ANSWERS}:
@@ -135,8 +134,7 @@ def _unused(example: Mapping[str, Any], filled: set[str]) -> str | None:
     if weight:
         return (
             f"the column {weight!r} weighs examples ({example[weight]!r}), and hasten weighs all "
-            f"of "
-            "a source alike: leave it out, or give a file of its own a weight in the recipe"
+            "of a source alike: leave it out, or give a file of its own a weight in the recipe"
         )
     if mask := next((key for key in MASKS if key in filled), None):
         return (

@@ -30,7 +30,7 @@ from hasten.core.context import JobContext, ModelFacts
 from hasten.core.job import GlobalBatch, Job, NamedParameters, Stop, with_language_counts
 from hasten.core.plan import Plan
 from hasten.core.setup import Setup, prepare, unsupported_reasons
-from hasten.core.slot import Slot
+from hasten.core.slot import CHANGES_A_PASS, Slot
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.integrations.module_edits import ModuleEdits
@@ -44,15 +44,8 @@ from hasten.techniques.communication.compressed import Compressed
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.optimizer import FusedAdamW
 
-EDITS = (
-    Slot.EXPERTS,
-    Slot.ATTENTION,
-    Slot.LAYERS,
-    Slot.LOSS,
-    Slot.ACTIVATION_CHECKPOINTING,
-    Slot.THREADS,
-)
-PROVEN = tuple(slot for slot in EDITS if slot is not Slot.THREADS)  # what changes a pass
+# What edits the model, and the process.
+EDITS = (*(slot for slot in CHANGES_A_PASS if slot is not Slot.COLLATE), Slot.THREADS)
 USE_HASTEN_TRAIN = "train with `hasten train` for it"
 NoContext = contextlib.nullcontext
 _LOG = logging.getLogger(__name__)
@@ -147,7 +140,17 @@ def edit_model(
     setup: Setup,
     context: Callable[[], AbstractContextManager[Any]] = NoContext,
 ) -> None:
-    """Applies the setup's edits to this model instance, in the order of ``assemble``."""
+    """Applies the setup's edits to this model instance, in the order of ``assemble``.
+
+    The loss takes the place of the causal LM's own in its ``forward``, if the model trains
+    and labels are passed. So it is computed inside the model's wrappers (adapters, DDP).
+    Their hooks receive every parameter, and their additions to the loss are kept. The
+    output has no logits: the purpose is to avoid them. The model's own ``forward`` runs in
+    ``eval`` mode, without labels, and if a caller requests other outputs or another loss.
+
+    Args:
+        context: the host's autocast, within which the loss is computed.
+    """
     setup.threads()
     for change in (setup.experts, setup.attention, setup.layers):
         change(model)
@@ -155,7 +158,7 @@ def edit_model(
         assert setup.loss is not None  # prepare() put the job's there
         with plain_forward(model):
             loss = setup.loss(model)
-        bind_loss(model, loss, context)
+        rebind.bind(causal_lm(model), _loss_forward, (loss, context))
     setup.recompute(model)
 
 
@@ -303,25 +306,6 @@ MORE_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logi
 OTHER_LOSS = ("logits_to_keep", "ignore_index", "label_smoothing")
 
 
-def bind_loss(
-    model: nn.Module,
-    loss: nn.Module,
-    context: Callable[[], AbstractContextManager[Any]] = NoContext,
-) -> None:
-    """Makes the causal LM's ``forward`` return the mean of ``loss`` in training.
-
-    This holds if the model trains and labels are passed. The loss is then computed inside
-    the model's wrappers (adapters, DDP). Their hooks receive every parameter, and their
-    additions to the loss are kept. The output has no logits: the purpose is to avoid them.
-    The model's own ``forward`` runs in ``eval`` mode, without labels, and if a caller
-    requests other outputs or another loss.
-
-    Args:
-        context: the host's autocast, within which the loss is computed.
-    """
-    rebind.bind(causal_lm(model), _loss_forward, (loss, context))
-
-
 def _loss_forward(module: Any, usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     asks = [key for key in (*MORE_OUTPUTS, *OTHER_LOSS) if kwargs.get(key)]
     state = rebind.state_of(module, _loss_forward)
@@ -411,9 +395,8 @@ def attach_communication(setup: Setup, module: nn.Module) -> None:
     if not isinstance(module, DistributedDataParallel):
         raise InputError(
             f"gradients of {setup.context.world.size} ranks go over a communication method of "
-            f"DDP's, and this loop "
-            f"runs a {type(module).__name__}; start it with DDP, or leave the communication method "
-            f"out"
+            f"DDP's, and this loop runs a {type(module).__name__}; start it with DDP, or leave the "
+            "communication method out"
         )
     try:
         setup.communication.attach(module)

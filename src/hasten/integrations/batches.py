@@ -97,8 +97,7 @@ def _weighted(batch: Any, rows: Pass) -> dict[str, Any]:
     if label_count != rows.trained:
         raise InputError(
             f"the data collator labels {label_count} tokens of a batch, but its rows label "
-            f"{rows.trained}; "
-            "with a sampler, give the loader a collator that only pads"
+            f"{rows.trained}; with a sampler, give the loader a collator that only pads"
         )
     return {**batch, "num_items_in_batch": rows.items}
 

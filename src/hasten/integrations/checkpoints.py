@@ -87,10 +87,7 @@ def has_communication_memory(setup: Setup) -> bool:
 
 
 def keep_communication(setup: Setup, folder: Path) -> None:
-    """Stores the communication method's omitted values in a host's checkpoint.
-
-    Every rank calls it.
-    """
+    """Stores the communication method's memory in a host's checkpoint; every rank calls it."""
     if not has_communication_memory(setup):
         return
     communication: Any = setup.communication

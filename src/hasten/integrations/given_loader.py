@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -34,6 +33,7 @@ from torch.utils.data import (
 from hasten.core.job import MicroBatch, WorkCounts
 from hasten.errors import InputError
 from hasten.machine.environment import World
+from hasten.parts.comm.groups import gathered_objects
 from hasten.parts.data.prefetch import each_tensor
 from hasten.techniques.batch import AdaptiveCut
 
@@ -111,7 +111,7 @@ class GivenLoader:
                 ahead += itertools.islice(batches, count - len(ahead))
             else:
                 local_count = _fitting(growing, ahead, batches)
-                count = min(_of_all(local_count)) if self._world.size > 1 else local_count
+                count = min(gathered_objects(local_count)) if self._world.size > 1 else local_count
             if not count:
                 break
             growing.takes(count)
@@ -135,7 +135,7 @@ class GivenLoader:
         shuffled = isinstance(sampler, RandomSampler)
         draw = getattr(sampler, "generator", None) or loader.generator
         seed = draw.initial_seed() if draw else torch.initial_seed()
-        every = _of_all((_fingerprint(data), seed % 2**31))
+        every = gathered_objects((_fingerprint(data), seed % 2**31))
         if len({mark for mark, _ in every}) > 1:
             if world.is_main:
                 print(f"{world.size} ranks have different data sets: each trains its own, whole")
@@ -170,7 +170,7 @@ class GivenLoader:
         if not self._alike:
             return
         self._alike = False
-        digests = [mark for rank in _of_all([*map(_digest, first)]) for mark in rank]
+        digests = [mark for rank in gathered_objects([*map(_digest, first)]) for mark in rank]
         if len(set(digests)) < len(digests):
             raise InputError(
                 "every rank gets the same examples from this loader. Give it a DistributedSampler "
@@ -207,10 +207,7 @@ def _fitting(
 
 
 def _alike(one: list[BatchRow], other: list[BatchRow]) -> bool:
-    """Returns True if two batches can be joined.
-
-    Their tensors then have equal sides, except the first.
-    """
+    """Returns True if two batches can be joined: all sides but the first are equal."""
     return bool(_form(one[0].batch, one[0].rows) == _form(other[0].batch, other[0].rows))
 
 
@@ -280,12 +277,6 @@ def _digest(batch: Any) -> str:
 
     each_tensor(batch, add)
     return hasher.hexdigest()
-
-
-def _of_all(local_object: Any) -> list[Any]:
-    gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, local_object)
-    return gathered
 
 
 def examples_in(batch: Any) -> int:

@@ -23,12 +23,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from hasten.core.setup import Setup
-from hasten.core.slot import Slot
+from hasten.core.slot import CHANGES_A_PASS, Slot
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.integrations.adapt import (
     EDITS,
-    PROVEN,
     HostedTechniques,
     HostRun,
     TrainerAdapter,
@@ -137,10 +136,7 @@ def seams(  # noqa: C901  # a class within: its methods count
             passes.close()
 
         def state_dict(self) -> dict[str, Any]:
-            """Returns the state of all ranks.
-
-            Lightning calls it on each rank, and the first one writes.
-            """
+            """Returns the state of all ranks; Lightning calls it on each, the first writes."""
             return {"communication": communication.state_dict()} if remembers else {}
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -233,7 +229,7 @@ class ModulePasses:
 
     def __init__(self, trainer: Any, module: Any, model: nn.Module, setup: Setup) -> None:
         self._trainer, self._module, self._model = trainer, module, model
-        self._techniques = [t for t in setup.plan if t.slot in (*PROVEN, Slot.COLLATE)]
+        self._techniques = [t for t in setup.plan if t.slot in CHANGES_A_PASS]
         host_run = HostRun(str(trainer.strategy.root_device), epochs=1)
         self._hosted = HostedTechniques(HOST, model, host_run)
         self._window = contextlib.ExitStack()
@@ -410,7 +406,7 @@ def _check(trainer: Any, module: Any, loader: Any, plan: Iterable[Technique]) ->
             f"{strategy} deals the model out or has a step of its own, and techniques work on a "
             'whole one; give lightning.Trainer strategy="ddp", or train with `hasten train`'
         )
-    changes = [filled[slot] for slot in (*PROVEN, Slot.COLLATE) if slot in filled]
+    changes = [filled[slot] for slot in CHANGES_A_PASS if slot in filled]
     if changes and not getattr(module, "automatic_optimization", True):
         raise InputError(
             f"{', '.join(changes)}: {type(module).__name__} has automatic_optimization = False, so "

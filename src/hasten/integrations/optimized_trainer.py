@@ -254,8 +254,7 @@ class OptimizedTrainer:
             if most > first_examples:
                 print(
                     f"dynamic_batch: {first_examples} -> {most} examples a step; the learning rate "
-                    f"stays as "
-                    "it is"
+                    "stays as it is"
                 )
         summary = self._summary(outcome, examples, steps, checkpoint, setup)
         return {**summary, "epoch_losses": epochs.losses, "effective": effective}

@@ -174,10 +174,7 @@ def _stored_choice(context: JobContext, rows: Any) -> KeptChoice | None:
 
 
 def _alike(one: ExampleStats, other: ExampleStats) -> bool:
-    """Returns True if examples are of the same data.
-
-    A part may be eval data, and templates may differ a little.
-    """
+    """Returns True for examples of the same data, but for an eval part or a template."""
     pairs = ((one.count, other.count), (one.tokens, other.tokens))
     return all(a and b and abs(math.log(a / b)) <= math.log(1 + ALIKE) for a, b in pairs)
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from hasten.errors import InputError
 from hasten.integrations.given_loader import examples_in, split_batch
 from hasten.measure.statistics import Interval, spread
+from hasten.parts.comm.groups import gathered_objects
 from hasten.parts.data.prefetch import each_tensor
 from hasten.parts.distributed.pipeline.runtime import usual_loss
 
@@ -103,10 +104,7 @@ def _rate_of_all_ranks(samples: list[int], seconds: list[float]) -> float:
     starts = range(0, len(samples) - size + 1, size)
     blocks = [sum(samples[i : i + size]) / sum(seconds[i : i + size]) for i in starts]
     local_rate = (sum(samples) / sum(seconds), blocks)
-    ranks: list[Any] = [local_rate]
-    if dist.is_available() and dist.is_initialized():
-        ranks = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, local_rate)
+    ranks = gathered_objects(local_rate)
     rate = float(sum(one for one, _ in ranks))
     interval = spread([float(sum(block)) for block in zip(*(b for _, b in ranks), strict=False)])
     if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:

@@ -22,12 +22,11 @@ from torch import Tensor, nn
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback
 
 from hasten.core.setup import Setup
-from hasten.core.slot import Slot
+from hasten.core.slot import CHANGES_A_PASS, Slot
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.integrations.adapt import (
     EDITS,
-    PROVEN,
     HostedTechniques,
     HostRun,
     NoContext,
@@ -245,10 +244,7 @@ def has_already(trainer: Trainer, technique: Technique) -> bool:
 
 
 def _is_sft(kind: type[Trainer]) -> bool:
-    """Returns True for TRL's SFTTrainer.
-
-    Its loss is a mean over labelled tokens for rows of any kind.
-    """
+    """Returns True for TRL's SFTTrainer: its loss is a mean over labelled tokens of any rows."""
     owner = next(c for c in kind.__mro__ if "compute_loss" in vars(c))
     return owner.__module__.startswith("trl.") and owner.__name__ == "SFTTrainer"
 
@@ -485,7 +481,7 @@ class TrainerTechniques(TrainerCallback):
             hosted = HostedTechniques(HOST, model, _host_run(trainer, ()), autocast)
             self._passes = _TrainerPasses(trainer, hosted, self._usual["compute_loss"])
             self._hosted = hosted
-            self._techniques = [t for t in self.setup.plan if t.slot in (*PROVEN, Slot.COLLATE)]
+            self._techniques = [t for t in self.setup.plan if t.slot in CHANGES_A_PASS]
             for technique in list(self._techniques):
                 try:
                     hosted.require_recognised(technique)

@@ -263,10 +263,7 @@ def watchdog(folder: Path, kind: type[Keeper] = Keeper) -> None:  # noqa: C901  
             os.kill(child, signal.SIGKILL)
 
     def is_alive(owner: Mapping[str, Any]) -> bool:
-        """Returns True if the owner lives.
-
-        Its pipe can outlive it in a process that it forked.
-        """
+        """Returns True if the owner lives: a process that it forked may hold its pipe."""
         return owner["born"] is None or born(owner["process"]) == owner["born"]
 
     signal.signal(signal.SIGTERM, end)

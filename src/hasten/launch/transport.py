@@ -15,11 +15,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hasten.machine import environment
-from hasten.parts.comm.topology import NET, interface_speeds
+from hasten.parts.comm.topology import interface_speeds
 
 PREFIXES = ("GLOO_", "NCCL_", "TORCH_NCCL_", "UCX_")
 LOADING = ("PLUGIN", "MODULE", "LIBRARY", "CONF_FILE")  # names code or further settings to load
-INFINIBAND = Path("/sys/class/infiniband")
 SHOWN: Mapping[str, str] = {
     "GLOO_SOCKET_IFNAME": "gloo's interface",
     "NCCL_SOCKET_IFNAME": "NCCL's interface for meeting, and for TCP",
@@ -74,23 +73,23 @@ def shown(wanted: Mapping[str, str]) -> str:
 def hints(
     wanted: Mapping[str, str],
     on_gpu: bool,
-    net: Path = NET,
-    infiniband: Path = INFINIBAND,
+    root: Path = Path("/"),
     variable: Callable[[str], str | None] = environment.variable,
 ) -> list[str]:
     """Returns settings that may be useful here, a sentence each; nothing is set."""
+    from hasten.machine.host import rdma_devices  # with torch, and a recipe is read without
 
     def value(name: str) -> str:
         return wanted.get(name) or variable(name) or ""
 
     name = "NCCL_SOCKET_IFNAME" if on_gpu else "GLOO_SOCKET_IFNAME"
-    up = interface_speeds(net)
-    suggestions = _about_interface(name, value(name), up, net)
-    cards = _cards(infiniband)
-    roce = [card for card, layer in cards.items() if layer == "Ethernet"]
-    if on_gpu and cards and value("NCCL_IB_DISABLE") == "1":
+    net = root / "sys/class/net"
+    suggestions = _about_interface(name, value(name), interface_speeds(root), net)
+    kinds = {card.name: card.kind for card in rdma_devices(root)}
+    roce = [card for card, kind in kinds.items() if kind == "roce"]
+    if on_gpu and kinds and value("NCCL_IB_DISABLE") == "1":
         suggestions.append(
-            f"NCCL_IB_DISABLE=1 while {', '.join(cards)} is there: without it NCCL uses RDMA"
+            f"NCCL_IB_DISABLE=1 while {', '.join(kinds)} is there: without it NCCL uses RDMA"
         )
     if on_gpu and roce and not value("NCCL_IB_GID_INDEX"):
         suggestions.append(
@@ -123,14 +122,3 @@ def _about_interface(
         f"{name} {speed * 8 / 1e9:.3g} Gbit/s" if speed else name for name, speed in up.items()
     )
     return [f"several interfaces are up ({listed}): across hosts {name} should name one of them"]
-
-
-def _cards(infiniband: Path) -> dict[str, str]:
-    """RDMA devices and the link layer of their first port: InfiniBand or Ethernet."""
-    link_layers = {}
-    for path in sorted(infiniband.iterdir()) if infiniband.is_dir() else []:
-        try:
-            link_layers[path.name] = (path / "ports" / "1" / "link_layer").read_text().strip()
-        except OSError:
-            link_layers[path.name] = "unknown"
-    return link_layers

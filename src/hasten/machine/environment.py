@@ -140,8 +140,7 @@ def meeting_place(environ: Mapping[str, str]) -> tuple[str, int]:
         return LOOPBACK, number
     raise InputError(
         f"{rank_place.launcher} started {rank_place.size} ranks, {rank_place.local_size} of them "
-        f"here, without "
-        "the address of the first one: set MASTER_ADDR to its machine"
+        "here, without the address of the first one: set MASTER_ADDR to its machine"
     )
 
 

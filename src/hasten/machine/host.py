@@ -282,8 +282,8 @@ def mounts(root: Path = Path("/")) -> list[Mount]:
     return sorted(by_device.values(), key=lambda mount: mount.path)
 
 
-def cards(root: Path = Path("/")) -> list[NetworkCard]:
-    """Network interfaces that are up, the loopback left out, and RDMA devices."""
+def interfaces(root: Path = Path("/")) -> list[NetworkCard]:
+    """Network interfaces that are up, the loopback left out."""
     network_cards = []
     for path in _entries(root / "sys/class/net"):
         state = path / "operstate"
@@ -294,6 +294,12 @@ def cards(root: Path = Path("/")) -> list[NetworkCard]:
         megabits = _integer(_read(path / "speed"))  # -1 where unknown, an error for a virtual one
         rate = megabits * 1e6 if megabits is not None and megabits > 0 else None
         network_cards.append(NetworkCard(path.name, kind, rate, _driver(path), _node(path)))
+    return network_cards
+
+
+def rdma_devices(root: Path = Path("/")) -> list[NetworkCard]:
+    """Devices of InfiniBand and RoCE."""
+    network_cards = []
     for path in _entries(root / "sys/class/infiniband"):
         port = path / "ports" / "1"
         kind = "roce" if _read(port / "link_layer") == "Ethernet" else "infiniband"

@@ -57,10 +57,7 @@ def count_stops(file: Path) -> None:
 
 
 def running_time() -> float:
-    """Returns the seconds of a clock that pauses while this process is stopped.
-
-    See `count_stops`.
-    """
+    """Returns the seconds of a clock that pauses while this process is stopped (`count_stops`)."""
     return time.perf_counter() - (0.0 if _stopped is None else _stopped[0])
 
 

@@ -87,10 +87,7 @@ def check_folder(folder: Path, *, needs_weights: bool) -> None:
 
 
 def _check_adapter(folder: Path, needs_weights: bool) -> None:
-    """Raises InputError if the folder has an adapter, with or without weights.
-
-    transformers would load it unasked.
-    """
+    """Raises InputError for an adapter in the folder, which transformers would load unasked."""
     complete = (folder / "config.json").is_file()
     if needs_weights:
         complete = complete and any((folder / name).is_file() for name in (WEIGHTS, INDEX))
@@ -223,10 +220,7 @@ def _names(value: Any) -> Iterator[Any]:
 
 
 def _is_installed(name: Any) -> bool:
-    """Returns True if it is flash attention from an installed package.
-
-    Otherwise transformers would download it.
-    """
+    """Returns True for flash attention of an installed package; others would be downloaded."""
     from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
     checks = {

@@ -316,8 +316,7 @@ def _with_scales(folder: Path, named: Mapping[str, StoredTensor]) -> dict[str, S
                 raise InputError(
                     f"{tensor.name} of {folder} is {tensor.dtype} {list(tensor.shape)} with scales "
                     f"{list(weight_scales.shape)}, which blocks of {list(block)} don't fit: "
-                    f"convert the "
-                    "weights to bfloat16 first"
+                    "convert the weights to bfloat16 first"
                 )
             tensors[name] = replace(tensor, scales=weight_scales, block=(block[0], block[1]))
         elif tensor.dtype not in _PLAIN:

@@ -109,10 +109,7 @@ def of_plan(now: Any, before: Any) -> Event | None:
 
 
 def techniques(plan: Any) -> dict[str, Any]:
-    """Returns name -> settings of a plan in its file form.
-
-    There each entry has ``technique`` and its settings.
-    """
+    """Returns name -> settings of a plan in its file form, a list of techniques."""
     by_technique: dict[str, Any] = {}
     for entry in plan if isinstance(plan, list) else ():
         if isinstance(entry, dict) and isinstance(entry.get("technique"), str):

@@ -58,7 +58,7 @@ def run_numbers(run: Run, now: float) -> dict[str, Any]:
     finished = status in FINISHED
     goes_on = status in ("running", "silent", "reading")
     remaining_steps = max(total - step, 0) if total and step is not None and goes_on else None
-    mean = _mean(seconds)
+    mean = _mean_of(run.recent, "step_seconds")
     slowest = _slowest(run.ranks)
     slow = None
     if status in ("running", "silent"):
@@ -91,7 +91,7 @@ def run_numbers(run: Run, now: float) -> dict[str, Any]:
         "learning_rate": number(last.get("learning_rate")),
         "skipped_steps": run.skipped,
         "world_size": number(start.get("world_size")) or number(summary.get("world_size")),
-        **_machine(run.machine_last),
+        **{name: number(run.machine_last.get(name)) for name in MACHINE_COLUMNS},
         **_cost(run, finished),
         **slowest,
         "slow": slow,
@@ -146,13 +146,6 @@ def _is_gone(start: Mapping[str, Any]) -> bool:
         return False
 
 
-def _machine(line: Mapping[str, Any]) -> dict[str, float | None]:
-    names = ("device_utilisation", "device_temperature", "device_power_watts")
-    more = ("device_memory_bytes", "host_utilisation", "host_memory_bytes", "disk_free_bytes")
-    loads = ("foreign_load", "disk_wait_share")
-    return {name: number(line.get(name)) for name in (*names, *more, *loads)}
-
-
 def _cost(run: Run, finished: bool) -> dict[str, Any]:
     """Returns the cost of the steps so far; for a finished run, the cost in its summary."""
     summary_cost = run.summary.get("cost")
@@ -167,10 +160,7 @@ def _cost(run: Run, finished: bool) -> dict[str, Any]:
 
 
 def _slowest(ranks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the rank with the slowest own work.
-
-    Own work is data, copy and forward, before it waits for others.
-    """
+    """Returns the rank with the slowest own work: data, copy and forward, before it waits."""
     times = {rank: number(line.get("own_seconds")) for rank, line in ranks.items()}
     busy_seconds = {rank: seconds for rank, seconds in times.items() if seconds and seconds > 0}
     if len(busy_seconds) < 2:
@@ -200,10 +190,7 @@ def _values_of(lines: Iterable[Mapping[str, Any]], name: str) -> list[float]:
 
 
 def _mean_of(lines: Iterable[Mapping[str, Any]], name: str) -> float | None:
-    return _mean(_values_of(lines, name))
-
-
-def _mean(values: list[float]) -> float | None:
+    values = _values_of(lines, name)
     return sum(values) / len(values) if values else None
 
 
@@ -233,10 +220,7 @@ ANCHOR_BYTES = 64
 
 @dataclass
 class FollowedLines:
-    """Result of one look.
-
-    ``anew``: it begins at the file's first line; earlier lines are no longer valid.
-    """
+    """Result of one look; ``anew``: it begins at the file's first line, earlier ones are void."""
 
     lines: list[dict[str, Any]] = field(default_factory=list)
     anew: bool = False

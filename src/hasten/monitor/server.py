@@ -433,10 +433,7 @@ async def stream(watching: RunsReader, is_over: Callable[[], bool]) -> AsyncIter
 
 
 def _update_text(run: Run, cursor: Cursor) -> str:
-    """The parts of a run that a page lacks, as JSON.
-
-    An error in a run's numbers takes no other run along.
-    """
+    """The parts of a run that a page lacks, as JSON; an error in one takes no other along."""
     try:
         return json.dumps(page_update(run, cursor), allow_nan=False, separators=(",", ":"))
     except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:

@@ -152,18 +152,16 @@ class RunsReader:
 
     def read_all(self) -> None:
         """Read everything once, here and now, without threads; for a single look."""
-        self._runs |= {n: Run(n, f) for n, f in self._found().items() if n not in self._runs}
+        found = find_runs(self._places)
+        self._runs |= {n: Run(n, f) for n, f in found.items() if n not in self._runs}
         for run in self.runs:
             while run.look():
                 pass
             self._after(run)
 
-    def _found(self) -> dict[str, Path]:
-        return find_runs(self._places)
-
     def _find(self) -> None:
         with contextlib.suppress(OSError):  # a disk that comes back is looked at again
-            for name, folder in self._found().items():
+            for name, folder in find_runs(self._places).items():
                 if name not in self._runs:
                     run = self._runs[name] = Run(name, folder)
                     threading.Thread(

@@ -29,8 +29,7 @@ def heading(cluster_plan: ClusterPlan, seconds: float, assumed: Sequence[str]) -
     lines = [
         request_line(cluster_plan),
         f"{cluster.nodes} x {cluster.per_node} {cluster.device.name}, {cluster.topology}: "
-        f"{cluster_plan.layouts:,} "
-        f"layouts in {seconds:.1f} s",
+        f"{cluster_plan.layouts:,} layouts in {seconds:.1f} s",
         f"brackets: P10-P90, {basis(cluster_plan)}",
     ]
     if assumed:

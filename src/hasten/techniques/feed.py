@@ -58,8 +58,7 @@ class Prefetched(Technique):
         statistics = feed.prefetcher.statistics
         evidence = (
             f"{statistics.ready} of {statistics.batches} steps were ready before they were asked "
-            f"for, "
-            f"{statistics.stall_seconds:.3f} s of waiting, look-ahead {statistics.lookahead}"
+            f"for, {statistics.stall_seconds:.3f} s of waiting, look-ahead {statistics.lookahead}"
         )
         if statistics.left_alone:
             evidence += "; not read ahead, since reading an example draws random numbers"

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hasten.core.context import JobContext
@@ -43,10 +42,15 @@ def _capability(text: str) -> tuple[int, int]:
     return int(major), int(minor or 0)
 
 
+def _older(context: JobContext, least: tuple[int, int]) -> str:
+    """A GPU of the machine with a lower compute capability; empty if there is none."""
+    gpus = context.hardware.accelerators
+    return next((g.name for g in gpus if _capability(g.capability) < least), "")
+
+
 def _slow_bf16(context: JobContext) -> tuple[str, ...]:
-    old = [g for g in context.hardware.accelerators if _capability(g.capability) < BF16_CAPABILITY]
-    if context.on_gpu and old:
-        return (f"{old[0].name} has no bf16 units (compute capability below 8.0)",)
+    if context.on_gpu and (old := _older(context, BF16_CAPABILITY)):
+        return (f"{old} has no bf16 units (compute capability below 8.0)",)
     # elsewhere nobody lists instruction sets
     lists_features = context.hardware.system.startswith("Linux")
     if (
@@ -209,17 +213,12 @@ class Float8(Technique):
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
         reasons = []
-        old = [
-            g
-            for g in context.hardware.accelerators
-            if _capability(g.capability) < FLOAT8_CAPABILITY
-        ]
         if not self.emulate and not context.on_gpu:
             reasons.append(
                 "a processor has no float8 products (emulate: true shows their rounding)"
             )
-        elif not self.emulate and old:
-            reasons.append(f"{old[0].name} has no float8 products (compute capability below 9.0)")
+        elif not self.emulate and (old := _older(context, FLOAT8_CAPABILITY)):
+            reasons.append(f"{old} has no float8 products (compute capability below 9.0)")
         if not self.emulate and self.recipe == "blockwise":
             reasons.append(
                 "the blockwise recipe exists emulated only; set rowwise, or emulate: true"
@@ -253,7 +252,7 @@ class Float8(Technique):
         return EffectCheck(ran == names, f"{evidence}; {len(layers.left)} left out for their sides")
 
 
-class AutocastRegion:
+class AutocastRegion(GivenPrecision):
     """The unchanged model, with its forward pass under ``torch.autocast``.
 
     If ``layers`` exist, they are also converted to float8. With ``keep_weights`` their
@@ -269,11 +268,11 @@ class AutocastRegion:
         layers: Float8Layers | None = None,
         keep_weights: bool = False,
     ) -> None:
+        super().__init__()
         self._device_type = torch.device(device).type
         self._dtype = dtype
         self.layers = layers
         self._keep_weights = keep_weights
-        self._plain = GivenPrecision()
         self._hooks: list[RemovableHandle] = []
         self.formats: set[torch.dtype] = set()  # formats that linear layers were seen to return
 
@@ -289,24 +288,15 @@ class AutocastRegion:
         region: AbstractContextManager[Any] = torch.autocast(self._device_type, self._dtype)
         return region
 
-    def attach_optimizer(self, optimizer: Optimizer) -> None:
-        self._plain.attach_optimizer(optimizer)
-
     def before_backward(self, reduces: bool) -> None:
         if self.layers is not None and self._keep_weights:
             self.layers.keep_weights(True)
 
-    def accumulate_gradients(self) -> None:
-        return None
-
     def parameters(self) -> list[Tensor]:
-        self._passes_are_over()
-        return self._plain.parameters()
+        self.update_model_weights()
+        return super().parameters()
 
     def update_model_weights(self) -> None:
-        self._passes_are_over()
-
-    def _passes_are_over(self) -> None:
         if self.layers is not None:
             self.layers.keep_weights(False)
 

@@ -15,6 +15,7 @@ import torch
 from hasten.core.health import append_line
 from hasten.core.session import Session
 from hasten.core.slot import Slot
+from hasten.core.step import most_on_a_rank
 from hasten.core.technique import LiveSetting
 from hasten.core.timing import StepMetrics
 from hasten.errors import InputError
@@ -203,11 +204,9 @@ class LiveTuning:
         """Set a value; how many steps are to be left out then, on the rank that needs most."""
         if switch.now() == value:
             return 0
-        world = self._session.setup.context.world
-        delays = torch.zeros(world.size, dtype=torch.float64)
-        delays[world.rank] = switch.delay()
+        delay = switch.delay()
         switch.set(value)
-        slowest = int(self._session.setup.layout.all_reduce_world(delays).max().item())
+        slowest = most_on_a_rank(self._session.setup, delay)
         return slowest + 1  # the first step with it pays for the change
 
     def _end_block(self, now: _Try, step: int) -> None:

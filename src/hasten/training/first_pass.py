@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from hasten.core.plan import Plan
 from hasten.core.session import Session
-from hasten.core.slot import Slot
+from hasten.core.slot import CHANGES_A_PASS, Slot
 from hasten.core.step import forward_of
 from hasten.core.technique import Technique
 from hasten.machine import memory
@@ -34,14 +34,6 @@ from hasten.parts.data.collate import TokenizedExample, padded, tokenized_exampl
 from hasten.parts.nn.causal_lm import causal_lm
 from hasten.parts.nn.losses import PLAIN
 
-CHANGES_A_PASS = (
-    Slot.EXPERTS,
-    Slot.ATTENTION,
-    Slot.LAYERS,
-    Slot.LOSS,
-    Slot.ACTIVATION_CHECKPOINTING,
-    Slot.COLLATE,
-)
 OTHER_MATHEMATICS = (Slot.OBJECTIVE, Slot.ROUTING, Slot.COMPILE)
 MOST_TOKENS = 64  # of a document
 _LOG = logging.getLogger(__name__)

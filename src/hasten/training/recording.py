@@ -229,7 +229,7 @@ def machine_facts() -> dict[str, Any]:
     return {
         "numa": [asdict(node) for node in host.numa_nodes()],
         "disks": [asdict(mount) for mount in host.mounts()],
-        "network": [asdict(card) for card in host.cards()],
+        "network": [asdict(card) for card in (*host.interfaces(), *host.rdma_devices())],
         "limits": asdict(host.limits()),
         "driver": gpus.driver,
         "gpus": [asdict(gpu) for gpu in gpus.descriptions()],

@@ -25,7 +25,6 @@ from hasten.parts.comm.topology import (
     default_interface,
     host_name,
     hosts_of,
-    interface_speeds,
     with_detected_links,
     with_named_links,
 )
@@ -146,20 +145,6 @@ def test_what_cannot_be_a_topology_is_refused() -> None:
         Link(0.0, 0.0)
     with pytest.raises(ValueError, match="same number of ranks"):
         hierarchical(Topology(((0, 1), (2,)), FAST, SLOW, ""), 10)
-
-
-def test_interfaces_say_their_speed_or_that_they_do_not_know(tmp_path: Path) -> None:
-    for name, state, speed in [
-        ("eth0", "up", "25000"),
-        ("veth1", "up", "-1"),
-        ("eth1", "down", "1000"),
-        ("lo", "unknown", ""),
-    ]:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "operstate").write_text(state)
-        (tmp_path / name / "speed").write_text(speed)
-    assert interface_speeds(tmp_path) == {"eth0": 25e9 / 8, "veth1": None}
-    assert interface_speeds(tmp_path / "missing") == {}
 
 
 def test_the_default_route_names_an_interface(tmp_path: Path) -> None:

@@ -35,10 +35,7 @@ def files(target: str, launch: Launch, folder: Path) -> dict[str, str]:
 
 
 def submission(target: str, launch: Launch, folder: Path) -> list[str]:
-    """The words of the command that starts the job; empty where a person has to.
-
-    None of them is read by a shell.
-    """
+    """Words of the command that starts the job, for no shell; empty where a person has to."""
     absolute_folder = folder.absolute()
     if target == "torchrun" and launch.cloud.nodes == 1:
         return ["bash", str(absolute_folder / "node.sh")]

@@ -99,10 +99,7 @@ def save(
 
 
 def _is_whole(path: Path) -> bool:
-    """Returns True if a complete checkpoint of this step exists.
-
-    A damaged one would block its path forever.
-    """
+    """True if a complete checkpoint of this step exists; a damaged one would block its path."""
     try:
         verify(path)
     except DamagedCheckpointError as error:

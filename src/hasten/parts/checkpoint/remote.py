@@ -148,10 +148,7 @@ class Mirror:
             ) from error
 
     def _move_manifest(self, name: str, why: str) -> None:
-        """Moves the manifest away.
-
-        The checkpoint no longer counts, and its step can be sent again.
-        """
+        """Moves the manifest away: the checkpoint no longer counts and can be sent again."""
         manifest = f"{self._root}/{name}/{MANIFEST}"
         self._files.cp_file(manifest, f"{manifest}.{why}")
         self._files.rm_file(manifest)

@@ -223,9 +223,7 @@ def agreed(settings: CollectiveSettings, host: str) -> CollectivePlan:
         ValueError: on all ranks, if they were given different settings, or a way that these hosts
             don't allow.
     """
-    size = dist.get_world_size()
-    reports: list[tuple[str, CollectiveSettings]] = [(host, settings)] * size
-    dist.all_gather_object(reports, (host, settings))
+    reports: list[tuple[str, CollectiveSettings]] = groups.gathered_objects((host, settings))
     first = vars(reports[0][1])
     for rank, (_, theirs) in enumerate(reports):
         for name, value in vars(theirs).items():

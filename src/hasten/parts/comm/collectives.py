@@ -360,10 +360,7 @@ class WorkQueue:
         self._seen: set[Future[Tensor]] = set()  # somebody has waited, and had the error
 
     def put(self, run: Callable[[], Tensor]) -> CollectiveWork:
-        """Starts a work.
-
-        An error of an earlier work without a ``wait()`` is raised first.
-        """
+        """Starts a work; an error of an earlier one without a ``wait()`` is raised first."""
         self._synchronize([future for future in self._begun if future.done()])
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "collectives", initializer=_same_device())

@@ -113,9 +113,7 @@ class Ranks:
         Raises:
             CommunicationError: a rank has others; it is named with the first that differs.
         """
-        reports: list[Mapping[str, Any]] = [{}] * self.world
-        dist.all_gather_object(reports, dict(settings), group=self._groups[FIRST])
-        first, *others = reports
+        first, *others = groups.gathered_objects(dict(settings), self._groups[FIRST])
         for rank, rank_settings in enumerate(others, start=1):
             for key in sorted({*first, *rank_settings}):
                 if first.get(key) != rank_settings.get(key):
@@ -185,6 +183,4 @@ class Hosts:
 
 def found_hosts(ranks: Ranks) -> tuple[tuple[int, ...], ...]:
     """The ranks of each host, alike on all of them, which all call it."""
-    names: list[str] = [""] * ranks.world
-    dist.all_gather_object(names, host_name())
-    return hosts_of(names)
+    return hosts_of(groups.gathered_objects(host_name()))

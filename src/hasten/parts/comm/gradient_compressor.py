@@ -33,7 +33,7 @@ from hasten.parts.comm import buckets as gradients
 from hasten.parts.comm.buckets import BucketExchange
 from hasten.parts.comm.compression_settings import WHOLE, CompressionSettings, backend_of
 from hasten.parts.comm.exchange import CommunicationError, Hosts, Ranks, found_hosts
-from hasten.parts.comm.groups import OrderedThread, at_once, bucket_hook
+from hasten.parts.comm.groups import OrderedThread, at_once, bucket_hook, gathered_objects
 from hasten.parts.comm.local_sgd import LocalTraining
 from hasten.parts.comm.methods import (
     AveragingMethod,
@@ -416,9 +416,7 @@ class GradientCompressor:
         link, scope = (self.timeout_seconds, self.communication_backend), self._settings.scope
         members = None  # the ranks of each rank's group, every group once
         if group is not None and dist.get_world_size(group) < dist.get_world_size():
-            groups: list[tuple[int, ...]] = [()] * dist.get_world_size()
-            dist.all_gather_object(groups, tuple(dist.get_process_group_ranks(group)))
-            members = sorted(set(groups))
+            members = sorted(set(gathered_objects(tuple(dist.get_process_group_ranks(group)))))
         if members and scope == "hosts":
             raise ValueError("scope 'hosts' is for gradients of all ranks; set scope='all'")
         self._ranks = Ranks(*link, members)

@@ -40,10 +40,7 @@ class Groups:
 
 
 def moves_by_nccl(group: Any = None) -> bool:
-    """Returns True if NCCL moves GPU tensors in this group.
-
-    gloo may move host tensors in the same group.
-    """
+    """Returns True if NCCL moves GPU tensors here; gloo may move the host's in the same group."""
     return "nccl" in dist.get_backend(group)
 
 
@@ -55,6 +52,15 @@ def reaches_host(group: Any = None) -> bool:
 def movable(values: Tensor, group: Any = None) -> Tensor:
     """``values`` of the host where the group can send them from: there, or on this rank's GPU."""
     return values if reaches_host(group) else values.to(own_accelerator())
+
+
+def gathered_objects(local_object: Any, group: Any = None) -> list[Any]:
+    """Every rank's object, on every rank of the group; the own one without a process group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [local_object]
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, local_object, group=group)
+    return gathered
 
 
 def own_accelerator() -> torch.device:

@@ -21,7 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hasten.parts.comm.collective_plan import Route, check_way
 from hasten.parts.comm.collectives import TopoAwareCollective
-from hasten.parts.comm.groups import OrderedThread, all_gather, at_once, bucket_hook
+from hasten.parts.comm.groups import (
+    OrderedThread,
+    all_gather,
+    at_once,
+    bucket_hook,
+    gathered_objects,
+)
 from hasten.parts.comm.methods import ErrorMemory
 from hasten.parts.comm.rank_check import CollectiveError, checksum, drift_message
 
@@ -117,10 +123,7 @@ class RoutedBuckets:
         """Returns the error memory of all ranks, gathered; every rank calls it."""
         if self._memory is None or not dist.is_initialized():
             return {"ranks": []}
-        local_state = self._memory.state()
-        ranks: list[dict[str, Tensor]] = [local_state] * dist.get_world_size()
-        dist.all_gather_object(ranks, local_state)
-        return {"ranks": ranks}
+        return {"ranks": gathered_objects(self._memory.state())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores this rank's error memory; empty if the number of ranks has changed."""

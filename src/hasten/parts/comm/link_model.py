@@ -88,10 +88,7 @@ def leader(topology: Topology, numbers: int) -> Cost:
 
 
 def route_costs(topology: Topology, numbers: int, on_nccl: bool = False) -> list[Cost]:
-    """Returns the cost of each dense route, cheapest first.
-
-    NCCL finds rings, trees and rank order itself.
-    """
+    """Returns the costs of dense routes, cheapest first; NCCL finds rings and trees itself."""
     costs = [flat(topology, numbers)]
     if not on_nccl and topology.order != tuple(range(topology.ranks)):
         costs.append(flat(topology, numbers, ordered=False))

@@ -49,10 +49,7 @@ Outer = Callable[[Tensor, int], Tensor]  # a movement, and the place of its firs
 
 
 class WeightChunk:
-    """Weights ``start:end`` of all, which are parts of one or more parameters.
-
-    ``anchor`` is of all weights.
-    """
+    """Weights ``start:end`` of all, parts of one or more parameters; ``anchor`` is of all."""
 
     def __init__(self, parts: Sequence[Tensor], start: int, end: int, anchor: Tensor) -> None:
         self.start, self.end, self.numbers = start, end, end - start
@@ -571,10 +568,7 @@ class Buffers:
         self._seen = self._sums()
 
     def _sums(self) -> dict[str, float]:
-        """Returns checksums that show a change.
-
-        batch_norm doesn't count its writes in the tensors' versions.
-        """
+        """Returns checksums: batch_norm doesn't count its writes in the tensors' versions."""
         return {n: b.sum(dtype=torch.float64).item() for n, b in self._module.named_buffers()}
 
 

@@ -125,8 +125,7 @@ class ErrorMemory:
             elif residual.numel() != bucket_part.numbers:
                 raise ValueError(
                     f"error feedback remembers {residual.numel()} numbers of {bucket_part.name} "
-                    f"and it has "
-                    f"{bucket_part.numbers}: the memory is of another model"
+                    f"and it has {bucket_part.numbers}: the memory is of another model"
                 )
             parts.append(residual.to(device))
         if not parts:

@@ -19,7 +19,6 @@ from hasten.formatting import did_you_mean
 from hasten.machine.gpu import Gpus
 
 GIGABIT = 1e9 / 8  # bytes per second
-NET = Path("/sys/class/net")
 ROUTES = Path("/proc/net/route")
 
 
@@ -186,17 +185,12 @@ def with_detected_links(
     return Topology(hosts, within or ASSUMED_WITHIN, between, f"detected: {speed_source}, {inside}")
 
 
-def interface_speeds(net: Path = NET) -> dict[str, float | None]:
+def interface_speeds(root: Path = Path("/")) -> dict[str, float | None]:
     """Bytes per second of each active network interface; None if the driver has no value."""
-    speeds: dict[str, float | None] = {}
-    for path in sorted(net.iterdir()) if net.is_dir() else []:
-        state = _read(path / "operstate")
-        if path.name == "lo" or state in ("down", "lowerlayerdown", "notpresent", ""):
-            continue
-        text = _read(path / "speed")  # Mbit/s; -1 where unknown, an error for a virtual one
-        megabits = int(text) if text.lstrip("-").isdigit() else -1
-        speeds[path.name] = megabits * 1e6 / 8 if megabits > 0 else None
-    return speeds
+    from hasten.machine.host import interfaces  # with torch, and a recipe is read without
+
+    rates = {card.name: card.bits_per_second for card in interfaces(root)}
+    return {name: None if rate is None else rate / 8 for name, rate in rates.items()}
 
 
 def default_interface(routes: Path = ROUTES) -> str:

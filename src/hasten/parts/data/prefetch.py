@@ -172,10 +172,7 @@ class ReadingThread:
         self._queue.room = room
 
     def take(self) -> TakenItem | None:
-        """The next item; None at the end.
-
-        Raises whatever reading raised, once the items before it are taken.
-        """
+        """The next item, None at the end; raises what reading raised after earlier items."""
         queue = self._queue
         depth = queue.depth()
         requested_at = running_time()

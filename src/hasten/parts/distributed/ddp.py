@@ -109,10 +109,7 @@ def watch_reducer(module: DistributedDataParallel) -> bool:
 
 
 def under_way(module: DistributedDataParallel) -> GradientSeconds | None:
-    """Returns the times of the backward pass that has just ended with an exchange.
-
-    Call ``watch_reducer`` first.
-    """
+    """Returns the times of the last backward pass with an exchange, after ``watch_reducer``."""
     logger: Any = module.logger
     logger.set_runtime_stats_and_log()
     stats = logger._get_ddp_logging_data().ints_map

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hasten.machine.lazy_torch import is_dtensor
-from hasten.parts.comm.groups import ordered_group
+from hasten.parts.comm.groups import gathered_objects, ordered_group
 from hasten.parts.comm.topology import host_name, hosts_of
 
 Table = dict[str, Any]  # of a module's parameters, or of its buffers
@@ -37,13 +37,12 @@ class WeightBroadcast:
     """
 
     def __init__(self, reads: bool) -> None:
-        reports: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(reports, (host_name(), reads))
         self.sent_bytes = 0  # handed over, or received
         self._buffers: dict[int, Any] = {}  # that have arrived; parameters are cut after it
         self._group: Any = None
         self._sender = 0
-        for members in senders([host for host, _ in reports], [reading for _, reading in reports]):
+        hosts, readers = zip(*gathered_objects((host_name(), reads)), strict=True)
+        for members in senders(hosts, readers):
             # gloo carries what lies in host memory. A default group that has it passes it on; all
             # ranks then split NCCL's communicator together, where those outside would wait for it.
             backend = None if "gloo" in dist.get_backend() else "gloo"
@@ -90,8 +89,7 @@ class WeightBroadcast:
         """All have what the sender has, or all raise: with a tensor missing on one rank every later
         one would take another's place."""
         local_description = [(name, tuple(t.shape), str(t.dtype)) for _, name, t in tensors]
-        descriptions: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(descriptions, local_description, group=self._group)
+        descriptions = gathered_objects(local_description, self._group)
         for other in descriptions[1:]:
             if other != descriptions[0]:
                 pairs = zip(descriptions[0], other, strict=False)

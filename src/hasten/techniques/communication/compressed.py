@@ -90,8 +90,7 @@ def _reason(
         return (
             f"{layout} adds gradients up as they become shards, which "
             f"{type(communication).__name__.lower()} can't enter; take half, quantised or topk as "
-            f"the communication method, "
-            "leave it out, or take ddp as the layout"
+            "the communication method, leave it out, or take ddp as the layout"
         )
     if sizes.data_size == 1:
         return (
@@ -323,10 +322,7 @@ def _of_ranks(value: Any, communication: Compressed) -> list[Any]:
 
 
 def _mean(values: Sequence[Any]) -> Any:
-    """Returns the mean of nested states.
-
-    The omitted gradients stay the same for any number of ranks.
-    """
+    """Returns the mean of nested states, which keeps all that was left out for any rank count."""
     first = values[0]
     if isinstance(first, Tensor):
         return torch.stack(list(values)).mean(0)

@@ -63,10 +63,7 @@ class Hierarchical(Technique):
         return no_torch_distributed(context)
 
     def forecast(self, context: JobContext) -> Forecast:
-        """Returns the forecast for a host with one rank.
-
-        With more ranks a host sends less than with a flat ring.
-        """
+        """Returns the forecast for a host of one rank; with more, it sends less than a ring."""
         if context.world.size == 1:
             return Forecast()
         return Forecast(comm_bytes=codec(self.between).message_bytes(NUMBERS) / (4 * NUMBERS))

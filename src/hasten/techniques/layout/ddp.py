@@ -72,8 +72,7 @@ class Replicas(RanksLayout):
     replicated = True
 
     def __init__(self, world: World, bucket_cap_mb: int, device: str) -> None:
-        self.size = self.data_size = self.averages = world.size
-        self.data_rank = world.rank
+        super().__init__(world)
         self._bucket_cap_mb = bucket_cap_mb
         self._device = device
         self.buckets = ""  # what was found out about their size

@@ -184,9 +184,7 @@ class Zero(RanksLayout):
     replicated = False
 
     def __init__(self, setup: Setup) -> None:
-        world = setup.context.world
-        self.size = self.data_size = self.averages = world.size
-        self.data_rank = world.rank
+        super().__init__(setup.context.world)
         self.zero: ZeroTrainer | None = None  # once the engine is built
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:

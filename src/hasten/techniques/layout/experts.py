@@ -130,8 +130,7 @@ class ExpertsLayout(RanksLayout):
     replicated = False
 
     def __init__(self, name: str, world: World, ranks: int, device: str) -> None:
-        self.size = self.data_size = self.averages = world.size
-        self.data_rank = world.rank
+        super().__init__(world)
         self.shared: SharedExperts | None = None
         self._name, self._ranks, self._device = name, ranks, device
         self._replicas: Any = None  # the group of the ranks with the same experts
@@ -201,10 +200,7 @@ class ExpertsInDDP(ExpertsLayout):
 def norm_with_experts(
     dense_norm: Tensor, parameters: Sequence[Tensor], shared: SharedExperts
 ) -> Tensor:
-    """Returns the norm of the full gradient.
-
-    ``dense_norm`` is the norm without the experts, on every rank.
-    """
+    """Returns the full gradient's norm; ``dense_norm`` is that without experts, on all ranks."""
     parts = [p for p in parameters if holds_part(p) and p.grad is not None]
     if not parts:
         return dense_norm

@@ -68,10 +68,7 @@ class Hybrid(Technique):
         return MeshSizes(self.dp, self.shard, self.tp)
 
     def _other(self) -> Technique | None:
-        """Returns the technique for stages or experts.
-
-        By itself it makes copies for the remaining ranks.
-        """
+        """Returns the technique for stages or experts; it copies them to the remaining ranks."""
         if self.pp > 1:
             return Pipeline(stages=self.pp)
         return ExpertParallel(size=self.ep) if self.ep > 1 else None

@@ -93,7 +93,8 @@ class MeshLayout(RanksLayout):
     def __init__(self, setup: Setup, sizes: MeshSizes, how: LayoutOptions) -> None:
         world = setup.context.world
         self.sizes, self.how = sizes, how
-        self.size, self.partners = world.size, sizes.tp
+        super().__init__(world)
+        self.partners = sizes.tp
         self.data_size = self.averages = sizes.data_size
         self.data_rank = sizes.data_rank(world.rank)
         if isinstance(setup.precision, MasterWeights):  # float32 pieces are masters already

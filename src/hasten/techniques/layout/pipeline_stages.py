@@ -17,6 +17,7 @@ from hasten.core.layout import total_norm
 from hasten.core.setup import Communication, NoCompression, Setup, run_once
 from hasten.core.state import order_of
 from hasten.errors import InputError, as_input_error
+from hasten.parts.comm.groups import gathered_objects
 from hasten.parts.distributed.ddp import reduce_now
 from hasten.parts.distributed.fsdp import shard_stage
 from hasten.parts.distributed.local_shards import LocalShards, whole_on_first
@@ -156,9 +157,7 @@ class Cut:
 
     def all_gather_object(self, local_object: Any) -> list[Any]:
         """Returns the object of each rank of the pipeline."""
-        gathered: list[Any] = [None] * self.settings.ranks
-        dist.all_gather_object(gathered, local_object, group=self.group)
-        return gathered
+        return gathered_objects(local_object, self.group)
 
     def gather_to_rank0(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Everybody's tensors on the first rank of the first pipeline."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hasten.core.context import JobContext
 from hasten.core.layout import Layout
+from hasten.machine.environment import World
 from hasten.parts.comm.groups import sum_over_ranks
 
 
@@ -18,6 +19,11 @@ class RanksLayout(Layout):
     """
 
     partners = 1
+
+    def __init__(self, world: World) -> None:
+        """Every rank has its own examples."""
+        self.size = self.data_size = self.averages = world.size
+        self.data_rank = world.rank
 
     def all_reduce_data(self, values: Tensor) -> Tensor:
         return self.all_reduce_world(values) / self.partners

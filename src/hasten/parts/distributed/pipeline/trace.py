@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from hasten.parts.comm.groups import gathered_objects
 from hasten.parts.distributed.pipeline.timetable import StageEvent
 
 
@@ -37,8 +38,7 @@ class TraceRecorder:
             dist.barrier(group)
         self._zero = self._now()
         if group is not None:
-            clocks: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(clocks, (platform.node(), self._zero), group=group)
+            clocks = gathered_objects((platform.node(), self._zero), group)
             if len({machine for machine, _ in clocks}) == 1:
                 self._zero = clocks[0][1]
             dist.barrier(group)
@@ -65,8 +65,7 @@ def gather_events(events: Sequence[StageEvent], group: Any = None) -> list[Stage
     """The events of all ranks of a group, on each of them."""
     if group is None:
         return list(events)
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, [astuple(e) for e in events], group=group)
+    gathered = gathered_objects([astuple(e) for e in events], group)
     return [StageEvent(*values) for of_rank in gathered for values in of_rank]
 
 

@@ -17,6 +17,8 @@ from torch import distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from hasten.parts.comm.groups import gathered_objects
+
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
@@ -83,9 +85,7 @@ class Update:
 
     def _commit_update(self, taken: bool, group: dist.ProcessGroup | None) -> None:
         if group is not None:  # all ranks do the same
-            rank_flags: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(rank_flags, taken, group=group)
-            taken = any(rank_flags)
+            taken = any(gathered_objects(taken, group))
         self.optimizer = None
         if self._build is False or (self._build is None and taken) or not self._parameters:
             return
@@ -101,10 +101,7 @@ class Update:
 
 
 def _has_optimizer(parameters: list[nn.Parameter]) -> bool:
-    """Returns True if any optimizer of this process has one of them.
-
-    The model was maybe not cut yet at that time.
-    """
+    """Returns True if an optimizer of this process has one, maybe from before the model was cut."""
     parameter_ids = {*map(id, parameters)}
     optimizers = (one for one in gc.get_objects() if issubclass(type(one), Optimizer))
     return any(
