@@ -209,7 +209,7 @@ def ignore_stop_signals() -> None:
 
 
 def stop_flags(session: Session) -> tuple[bool, bool]:
-    """Returns stop and haste, if any rank asks for them; all call it at the end of a step."""
+    """Returns (stop, haste) of all ranks together; each calls it at the end of a step."""
     flags = torch.tensor([session.stop_requested, session.preempted], dtype=torch.float64)
     stop, haste = session.setup.layout.all_reduce_data(flags).tolist()
     session.preempted = session.preempted or bool(haste)

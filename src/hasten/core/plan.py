@@ -163,10 +163,7 @@ def _read_value(value: Any, kinds: Mapping[str, type[Technique]]) -> Any:
 
 
 def _check_type(setting: str, value: Any, default: Any) -> None:
-    """Checks that a setting has the type of its default.
-
-    A whole number is also accepted for a float, or for ``auto``.
-    """
+    """Checks that a setting has its default's type; whole numbers are floats, and fit ``auto``."""
     if default is None or isinstance(value, Technique):
         return
     wanted = (int, float) if isinstance(default, float) else type(default)

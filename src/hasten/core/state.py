@@ -328,10 +328,7 @@ def _slots_that_fit(
     optimized: tuple[dict[str, Tensor], dict[int, dict[str, Any]]],
     meta: dict[str, Any],
 ) -> list[tuple[Stateful, Any]]:
-    """Returns the pairs of ``_slots_of`` after checking the rest of the state.
-
-    A problem on one rank is raised on every rank.
-    """
+    """Returns the pairs of ``_slots_of`` of a sound state; every rank raises one rank's problem."""
     complaint = ""
     matches: list[tuple[Stateful, Any]] = []
     changes: list[str] = []

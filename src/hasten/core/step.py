@@ -162,10 +162,7 @@ def _local_steps(setup: Setup, epoch: int, first: int) -> Iterator[tuple[MicroBa
 
 
 def _level(setup: Setup, local: tuple[MicroBatch, ...]) -> tuple[MicroBatch, ...]:
-    """Gives every rank as many micro-batches as the busiest, since parts of a model run together.
-
-    A rank with fewer repeats its smallest micro-batch without loss.
-    """
+    """Repeats a rank's smallest micro-batch without loss, so that all ranks run equally often."""
     missing = most_on_a_rank(setup, len(local)) - len(local)
     smallest = min(local, key=lambda m: m.counts.positions)
     return (*local, *[without_loss(smallest)] * missing) if missing else local

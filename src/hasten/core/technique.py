@@ -186,10 +186,7 @@ class Technique(ABC):
         """Sets the field of its slot in the setup; nothing runs yet."""
 
     def environment(self, context: JobContext) -> Mapping[str, str]:
-        """Returns variables that must be set before the process starts.
-
-        The code that starts the process sets them.
-        """
+        """Returns variables that must be set by the code that starts the process."""
         return {}
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
@@ -201,10 +198,7 @@ class Technique(ABC):
         return Forecast()
 
     def gain(self, context: JobContext) -> Gain | None:
-        """Returns the measured speed-up of its kernels on this machine; None: not measured.
-
-        The first call may measure for some seconds.
-        """
+        """Returns its kernels' measured speed-up here, or None; the first call may take seconds."""
         return None
 
     @abstractmethod

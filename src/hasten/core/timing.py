@@ -55,10 +55,7 @@ class Clock(Protocol):
         return
 
     def reading(self, source: Iterator[Item]) -> Iterator[Item]:
-        """Returns the source from which FEED takes its steps, with the reading time measured.
-
-        So reading and copying are separate.
-        """
+        """Returns FEED's source of steps with the time of reading measured, apart from copying."""
 
     def fed(self) -> None:
         """The step's micro-batches are on the device."""

@@ -63,10 +63,7 @@ class ChatTemplate(NamedTuple):
 
 
 def chat_template_of(tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
-    """Returns the tokenizer's chat template.
-
-    If it has several, the result is the one named default, or tool_use if there are tools.
-    """
+    """Returns the tokenizer's chat template; of several the default, or tool_use with tools."""
     sources = []
     choices: tuple[list[Any] | None, ...] = (None, [])
     for tools in choices:

@@ -58,10 +58,7 @@ class Conversation:
 
 
 def shape_of(example: Mapping[str, Any], possible: Sequence[str] | None = None) -> str | None:
-    """Returns the name of the first shape with columns that the example has.
-
-    All shapes are tried, or only the possible ones.
-    """
+    """Returns the first of all, or of the possible shapes with columns that the example has."""
     names = SHAPES if possible is None else possible
     return next((name for name in names if example.keys() >= {*SHAPES[name].needs}), None)
 

@@ -109,10 +109,7 @@ def _started() -> _Renderer:
 def start_child(
     module: str, *arguments: str, own_session: bool = True
 ) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Starts ``python -m module FD ARGUMENTS``; FD is the other end of the connection.
-
-    Ctrl-C doesn't reach a process in a session of its own.
-    """
+    """Starts ``python -m module FD ARGUMENTS``, by default where Ctrl-C doesn't reach it."""
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(

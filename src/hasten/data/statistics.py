@@ -76,10 +76,7 @@ def layouts(lengths: NDArray[np.int32], batch: int, row_tokens: int) -> list[Bat
 
 
 def useful_row(lengths: NDArray[np.int32], row_tokens: int) -> int:
-    """Returns the shortest row that is nearly as full as the fullest.
-
-    It is one of the rows that :func:`layouts` compares.
-    """
+    """Returns the shortest row of :func:`layouts` that is nearly as full as the fullest."""
     rows = _rows(lengths, row_tokens)
     full = {row: plan_rows(lengths, row).efficiency.fullness for row in rows}
     return next(row for row in full if full[row] >= max(full.values()) - CLOSE)

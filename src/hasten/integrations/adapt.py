@@ -250,10 +250,7 @@ class HostedTechniques:
 def prepare_recognised(
     host: TrainerAdapter, model: nn.Module, techniques: Iterable[Technique], host_run: HostRun
 ) -> Setup:
-    """Works like :func:`prepare_host`; also refuses to replace code from other sources.
-
-    Only the library's own code is replaced.
-    """
+    """Works like :func:`prepare_host`, and refuses to replace code that isn't the library's."""
     setup = prepare_host(host, model, techniques, host_run)
     hosted = HostedTechniques(host, model, host_run)
     for technique in setup.plan:
@@ -443,10 +440,7 @@ def _model_facts(model: nn.Module) -> ModelFacts:
 
 
 def _config(model: nn.Module) -> Any:
-    """Returns the config of a Hugging Face causal language model.
-
-    For any other module, the architecture in the config is its class.
-    """
+    """Returns a Hugging Face model's config; of other modules one that names their class."""
     try:
         return causal_lm(model).config
     except ValueError:

@@ -231,10 +231,7 @@ def _is_list_of_examples(value: Sequence[Any], batch_size: int) -> bool:
 
 
 def _is_plain(loader: DataLoader[Any]) -> bool:
-    """Returns True if a loader takes each example of its data set once, in batches.
-
-    The order may be fixed or random.
-    """
+    """Returns True if a loader takes each example once an epoch, in a fixed or random order."""
     if type(loader) is not DataLoader or type(loader.batch_sampler) is not BatchSampler:
         return False
     sampler = loader.batch_sampler.sampler
@@ -254,10 +251,7 @@ def _with_set_epoch(loader: Iterable[Any]) -> list[Any]:
 
 
 def _fingerprint(data: Any) -> str:
-    """Returns a value that differs between data sets that were cut for each rank.
-
-    Data sets of a user's own class aren't read.
-    """
+    """Returns a value that differs between data sets cut for each rank, except users' classes."""
     marks: list[Any] = [len(data), getattr(data, "_fingerprint", None)]  # Hugging Face's datasets
     if isinstance(data, Subset):
         marks += [list(data.indices), _fingerprint(data.dataset)]

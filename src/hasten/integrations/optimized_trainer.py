@@ -199,10 +199,7 @@ class OptimizedTrainer:
             return self._train(self._prepared(job, plan, context, folder, loader), loader, resume)
 
     def session(self, train_loader: Iterable[Any], context: JobContext, epochs: int) -> Session:
-        """Returns a training that the caller steps; in the process group, if there are ranks.
-
-        Every rank trains all that its loader gives.
-        """
+        """Returns a training for the caller's steps; each rank trains all that its loader gives."""
         loader = GivenLoader(train_loader, context.world, deal=False)
         job = self._job(_bare(self.model, False), loader, epochs, context)
         return assemble(self._prepared(job, self._whole_plan(None, context), context, None, loader))

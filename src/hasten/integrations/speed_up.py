@@ -201,10 +201,7 @@ def _expected(kept_choice: KeptChoice | None, left_out: Iterable[Technique]) -> 
 
 
 def _more(technique: Technique, context: JobContext, kept_choice: KeptChoice | None) -> str:
-    """Returns the measured gain of a technique in ``hasten train``, as text.
-
-    The text is empty if nothing was measured.
-    """
+    """Returns the measured gain of a technique in ``hasten train``; empty without one."""
     ratio = None if kept_choice is None else _without(kept_choice, technique)
     if kept_choice is not None and ratio is not None and ratio < 1:
         speed = f"{1 / ratio:.2f} times the speed"

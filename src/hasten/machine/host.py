@@ -131,10 +131,7 @@ def memory_peak(device: str) -> int:
 
 
 def device_utilisation(device: str) -> float | None:
-    """Returns the share of the driver's last sampling period in which a kernel ran.
-
-    None: the driver doesn't report it.
-    """
+    """Returns the share of the driver's last period in which a kernel ran; None if unreported."""
     if not device.startswith("cuda"):
         return None
     try:

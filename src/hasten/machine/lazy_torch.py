@@ -21,10 +21,7 @@ R = TypeVar("R")
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
-    """Returns True for a tensor that is dealt out over ranks.
-
-    Without its module no such tensor exists. Not for code that is compiled.
-    """
+    """Returns True for a tensor dealt out over ranks, without its import; not for compiled code."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

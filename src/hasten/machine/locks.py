@@ -218,10 +218,7 @@ def one_measurement(
 
 @contextmanager
 def if_free(path: Path) -> Iterator[bool]:
-    """Locks the file `path` if it is free, without waiting; yields True if locked.
-
-    Without locks the state is unknown, so the result is False.
-    """
+    """Locks the file `path` without waiting; yields True if locked, False if that isn't known."""
     try:
         lock = HeldLock(path)
     except LockedError:

@@ -143,10 +143,7 @@ def host_meter() -> Meter:
 
 
 def free_bytes(device: torch.device | str) -> float:
-    """Returns the bytes that this process could still get on a device.
-
-    The result is infinite if the device doesn't report it.
-    """
+    """Returns the bytes that this process could still get on a device; infinite if unreported."""
     torch_device = torch.device(device)
     if torch_device.type == "cpu":
         used, limit = host_meter()()

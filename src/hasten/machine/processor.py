@@ -17,10 +17,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 @functools.cache
 def processor_flags() -> frozenset[str]:
-    """The processor's instruction sets that ``ONEDNN_MAX_CPU_ISA`` allows.
-
-    Empty if the system doesn't report them.
-    """
+    """Instruction sets that ``ONEDNN_MAX_CPU_ISA`` allows; empty if the system reports none."""
     above = isa_limit().excludes
     try:
         lines = CPU_INFO.read_text().splitlines()

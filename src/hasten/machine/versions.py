@@ -50,10 +50,7 @@ def untested(installed: Mapping[str, str] | None = None) -> str | None:
 
 
 def knows_since(model_type: str) -> str | None:
-    """Returns the tested release of Transformers that first supports a model type.
-
-    It is for model types that the oldest release doesn't support.
-    """
+    """Returns the first tested release of Transformers with a model type that the oldest lacks."""
     version: str | None = tested()["model_types"].get(model_type)
     return version
 

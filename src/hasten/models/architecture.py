@@ -368,10 +368,7 @@ def _indexer_weights(fields: Mapping[str, Any], name: str) -> int:
 
 
 def _as_v4(model: Architecture, fields: Mapping[str, Any]) -> Architecture:
-    """The model with DeepSeek-V4's attention and streams.
-
-    Transformers' own config reads the fields, some of which have older names.
-    """
+    """The model with DeepSeek-V4's attention and streams; Transformers' config reads old names."""
     from transformers import DeepseekV4Config
 
     try:

@@ -230,10 +230,7 @@ def quiet(*libraries: str) -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Context in which the CPU's random numbers follow ``seed``.
-
-    Afterwards the previous random state continues unchanged.
-    """
+    """Inside, the CPU's random numbers follow ``seed``; the former state continues after it."""
     with torch.random.fork_rng(devices=[]):
         # torch.manual_seed would reseed the accelerators too, which nothing restores.
         torch.default_generator.manual_seed(seed)
@@ -370,10 +367,7 @@ def stored_formats(source: str, config: PreTrainedConfig) -> NumberFormats:
 
 
 def _generation_config(folder: Path) -> GenerationConfig:
-    """Returns the folder's generation config, or the generation keys of its config.json.
-
-    Old releases stored them there.
-    """
+    """Returns the folder's generation config, or the keys of its config.json in old releases."""
     from transformers import GenerationConfig
 
     file = "generation_config.json"

@@ -214,10 +214,7 @@ def _older_rope(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    """Writes the model's generation config unchanged.
-
-    transformers' own writer refuses values that its reader accepts.
-    """
+    """Writes the generation config as it is: transformers' writer refuses what its reader takes."""
     generation = model.generation_config
     if generation is None:
         return

@@ -200,11 +200,7 @@ ONLY_FP16 = ("v100", "t4")  # devices without bf16
 
 @dataclass(frozen=True)
 class LayoutSpace:
-    """The choices that may vary.
-
-    Formats below 16 bits and compression change the mathematics, and are only included on
-    request.
-    """
+    """The choices that may vary; few bits and compression only if asked for: other mathematics."""
 
     zero: tuple[int, ...] = (0, 1, 2, 3)
     schedules: tuple[str, ...] = SIMULATED

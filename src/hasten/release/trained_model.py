@@ -118,10 +118,7 @@ def load_base(run: Path, weights: str = "") -> LoadedModel:
 
 
 def load_other(source: str, run: Path, weights: str = "") -> LoadedModel:
-    """Returns the model to compare with a run.
-
-    The source is ``base``, another run, or a model's folder or hub name.
-    """
+    """Returns the model to compare with: ``base``, another run, a folder or a hub name."""
     if source == BASE:
         return load_base(run, weights)
     if (Path(source) / RECIPE).is_file():

@@ -48,10 +48,7 @@ class ActivationCheckpointing(Technique):
         setup.recompute = BlockRecompute(self.segments, self.budget, self.offload)
 
     def live_settings(self, session: Session) -> tuple[LiveSetting, ...]:
-        """Returns the setting to switch recomputation off.
-
-        It is offered if everything that is then kept fits into memory twice.
-        """
+        """Returns the switch of recomputation if everything that is then kept fits twice."""
         recompute = session.setup.recompute
         if (
             not isinstance(recompute, BlockRecompute)

@@ -64,10 +64,7 @@ class LoRA(Technique):
         setup.adapter = partial(self.adapt, seed=setup.job.seed)
 
     def adapt(self, model: nn.Module, seed: int = 0) -> nn.Module:
-        """The model in a PEFT wrapper; everything but the adapters is frozen.
-
-        ``seed`` draws the adapters' first matrices.
-        """
+        """The model in a PEFT wrapper drawn from ``seed``; all but the adapters is frozen."""
         targets = list(self.targets) if isinstance(self.targets, tuple) else self.targets
         any_model: Any = model
         adapted: nn.Module = adapters.add_lora(

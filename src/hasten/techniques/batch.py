@@ -50,10 +50,7 @@ def steps_read_ahead(session: Session) -> int:
 
 
 def fits(session: Session, more: float) -> bool:
-    """Returns True if every rank could use this many bytes more than its maximum so far.
-
-    All ranks call it together.
-    """
+    """Returns True if every rank could use so many bytes beyond its peak; all call it together."""
     used, limit = memory_meter(session.setup.job.device)()
     on_host = session.setup.job.device.startswith("cpu")
     ranks = ranks_here(session.setup.context.world) if on_host else 1

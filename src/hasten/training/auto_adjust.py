@@ -65,10 +65,7 @@ class Candidate:
         return draw.gauss(*mean_and_error(self.ratios))
 
     def ratio(self, doubt: float) -> Interval:
-        """Returns its tokens per second over those of the current value, with an interval.
-
-        The interval is that of the tries.
-        """
+        """Returns its tokens/s over those of the current value, with the interval of the tries."""
         speeds = [math.exp(log) for log in self.ratios]
         return paired_ratio([1.0] * len(speeds), speeds, confidence=1 - doubt)
 

@@ -221,10 +221,7 @@ def recording_of(session: Session, recipe: Recipe, output: Path) -> Recording:
 
 
 def machine_facts() -> dict[str, Any]:
-    """Returns further facts about the machine, for the summary and ``hardware``.
-
-    They don't repeat facts that ``hardware`` has from elsewhere.
-    """
+    """Returns facts about the machine for the summary, beyond those of ``hardware``."""
     gpus = Gpus()
     return {
         "numa": [asdict(node) for node in host.numa_nodes()],

@@ -231,10 +231,7 @@ def _training(layout: Mapping[str, Any], batch: Mapping[str, Any]) -> Words:
 
 
 def _recompute(c: Mapping[str, Any], word: str) -> Words:
-    """Returns Megatron's options for activations that aren't kept.
-
-    ``light`` uses the names of Megatron Core's modules (core 0.12 and later).
-    """
+    """Megatron's options for recomputed activations; ``light`` has names of Core 0.12 on."""
     some = ("--recompute-granularity", "selective")
     if word == "full":
         full = ("--recompute-granularity", "full"), ("--recompute-method", "uniform")

@@ -292,10 +292,7 @@ class LookaheadController:
 
 
 class DeviceCopies:
-    """The way of batches to one device.
-
-    On a processor, and on a device without streams, it is a plain ``tensor.to(device)``.
-    """
+    """The way of batches to one device; without streams it is a plain ``tensor.to(device)``."""
 
     def __init__(self, device: str | torch.device) -> None:
         self.device = torch.device(device)

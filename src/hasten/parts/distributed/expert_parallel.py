@@ -393,10 +393,7 @@ class ExpertGradients:
 
 
 def replicated(module: nn.Module, shared: SharedExperts, **settings: Any) -> nn.Module:
-    """``module`` in DistributedDataParallel, which leaves alone what ``shared`` holds.
-
-    ``settings`` are those of DistributedDataParallel.
-    """
+    """``module`` in DistributedDataParallel with ``settings``, which leaves ``shared`` alone."""
     expert_ids = {id(weight) for weight in shared.parameters()}
     names = [name for name, weight in module.named_parameters() if id(weight) in expert_ids]
     # Torch has no public way to say so; TorchRec uses this one.

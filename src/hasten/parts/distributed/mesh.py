@@ -64,8 +64,5 @@ class MeshSizes:
 
 
 def data_mesh(mesh: DeviceMesh, copies: bool = True) -> DeviceMesh:
-    """Returns the mesh for FSDP2: one axis of shards, or copies x shards.
-
-    The second form is used if there are copies and FSDP2 averages their gradients.
-    """
+    """Returns FSDP2's mesh: an axis of shards, and one of copies if it averages gradients."""
     return mesh["dp", "shard"] if copies and mesh["dp"].size() > 1 else mesh["shard"]

@@ -178,10 +178,7 @@ class _BoundClass(type):
     """Metaclass of classes made here: a pickle stores their construction, not the name."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        """Checks against the base class too.
-
-        Code that searches for the blocks of a model uses the class of one block.
-        """
+        """Checks against the base class too, which code that looks for a model's blocks has."""
         base = cls.__mro__[1] if _bound_by(cls) is not None else None
         return super().__instancecheck__(instance) or (
             base is not None and isinstance(instance, base)

@@ -147,10 +147,7 @@ class DeepSpeed(Technique):
         return Forecast(comm_bytes=1.5 if stage == 3 else 1.0, resident_bytes=-gone)
 
     def _stage(self) -> int:
-        """Returns the config's stage; this object's if no config can be read.
-
-        ``apply`` then reports why it can't be read.
-        """
+        """Returns the config's stage, or this object's if ``apply`` is to report the config."""
         if not self.config:
             return self.stage
         try:

@@ -61,10 +61,7 @@ class FSDP2(Technique):
         return tuple(reasons)
 
     def forecast(self, context: JobContext) -> Forecast:
-        """Communication is an all-gather more for each pass: 3/2 of an all-reduce, or 1.
-
-        What is offloaded isn't on the device at all.
-        """
+        """An all-gather more for each pass: 3/2 of an all-reduce, or 1; offloaded state is gone."""
         shards = max(context.world.size // self.replicas, 1)
         if shards == 1:
             return Forecast()

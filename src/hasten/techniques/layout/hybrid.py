@@ -21,10 +21,7 @@ from hasten.techniques.layout.tensor import cut, forecast, no_plan, proof
 
 @dataclass(frozen=True)
 class Hybrid(Technique):
-    """Replicas, shards, tensor and pipeline parallelism, or shared experts with shards.
-
-    Pipelines may consist of the first three.
-    """
+    """Replicas, shards and tensor parallelism, in pipelines too, or shared experts with shards."""
 
     slot = Slot.LAYOUT
     fidelity = Fidelity.ROUNDING

@@ -144,10 +144,7 @@ class MeshLayout(RanksLayout):
         return module
 
     def _entered(self, communication: Communication) -> Exchange:
-        """Returns the exchange that compresses gradients.
-
-        It uses this mesh, and the settings of the communication method.
-        """
+        """Returns the exchange that compresses gradients by the method's settings."""
         compressed = communication if isinstance(communication, Compressed) else None
         settings = (
             None if compressed is None else CompressionSettings(**compressed.compressor.settings())

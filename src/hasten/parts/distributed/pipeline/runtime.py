@@ -163,10 +163,7 @@ class PipelineWork:
 
 
 class GradientSeed(torch.autograd.Function):
-    """Zero, added to a stage's output to include a loss of its own in the backward pass.
-
-    Megatron-LM's MoEAuxLossAutoScaler does the same.
-    """
+    """Zero added to a stage's output for a loss of its own, as Megatron's MoEAuxLossAutoScaler."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, scale: float) -> Tensor:
@@ -491,10 +488,7 @@ def is_pair(batch: Any) -> bool:
 
 
 def piece_rows(batch: Mapping[str, Any], rows: int) -> list[dict[str, Any]]:
-    """The largest equal pieces of ``rows`` rows at most.
-
-    What isn't a tensor with a row per row goes into all of them.
-    """
+    """The largest equal pieces of ``rows`` rows at most; what has no rows goes into all of them."""
     total = len(batch["input_ids"] if "input_ids" in batch else batch["x"])
     if not total:
         raise ValueError("a batch has no rows; leave it out")
