@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from hasten import OptimizedTrainer
 from hasten.core.timing import StepMetrics
-from hasten.integrations import epoch_progress
-from hasten.integrations.epoch_progress import EpochProgress
+from hasten.integrations import optimized_trainer
+from hasten.integrations.optimized_trainer import EpochProgress
 from host_waits import HostWaits
 
 
@@ -56,7 +56,7 @@ def step(epoch: int, loss: float) -> StepMetrics:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds that pass as the test says."""
     now = [100.0]
-    monkeypatch.setattr(epoch_progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(optimized_trainer.time, "monotonic", lambda: now[0])
     return now
 
 
@@ -126,7 +126,7 @@ def train(loader: Any = None, loss: Any = F.cross_entropy, **settings: Any) -> d
 @pytest.fixture
 def at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SHOWN_EVERY_SECONDS", "LINE_EVERY_SECONDS"):
-        monkeypatch.setattr(epoch_progress, name, 0.0)
+        monkeypatch.setattr(optimized_trainer, name, 0.0)
 
 
 @pytest.mark.usefixtures("at_each_step")

@@ -151,9 +151,17 @@ def test_experts_are_on_the_device_before_their_copies_are_made_alike(
         monkeypatch.setattr(
             layout_experts_sharded, name, lambda *given, name=name, **more: done.append(name)
         )
+
+    class Part:
+        """A weight that says when it is moved."""
+
+        data = property(lambda self: self, lambda self, moved: done.append("place"))
+
+        def to(self, device: str) -> Part:
+            return self
+
     layout: Any = object.__new__(ExpertsInFSDP)
-    layout.shared = SimpleNamespace(parameters=list)
-    layout.move_parts = lambda module: done.append("place")
+    layout.shared = SimpleNamespace(parameters=lambda: [Part()])
     mesh = {"dp": SimpleNamespace(size=lambda: 1), "shard": None}
     layout.sizes, layout._device = SimpleNamespace(build=lambda kind: mesh), "cpu"
     layout.averages, layout._replicas, layout._reshard = 4, None, True

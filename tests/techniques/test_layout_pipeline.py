@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +34,7 @@ from hasten.techniques.communication.local import LocalSteps
 from hasten.techniques.compile import Compiled
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.layout.pipeline import Pipeline
-from hasten.techniques.layout.pipeline_stages import Cut, Stages, check_communication, check_company
+from hasten.techniques.layout.pipeline_stages import Stages, check_communication, check_company
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.precision import Autocast, BF16MasterWeights
 from hasten.techniques.routing import BalancedRouting
@@ -359,7 +358,6 @@ def test_a_tied_head_is_told_from_a_matrix_of_its_shape(trained: bool) -> None:
     masters.prepare(model)
     masters.attach_optimizer(torch.optim.SGD(p for p in model.parameters() if p.requires_grad))
     layout: Any = object.__new__(Stages)
-    layout.cut = SimpleNamespace(tied=SimpleNamespace(weight=end, counts=False))
     found = layout.carrier(masters.parameters())
     assert found is (masters.parameters()[1] if trained else None)
 
@@ -390,11 +388,11 @@ def test_techniques_that_reach_into_passes_are_refused_by_name(
 
 
 def test_a_loss_that_holds_no_language_model_is_refused_with_advice() -> None:
-    job, no_group = language_job(), cast(Any, None)
+    job = language_job()
     setup = prepare(job, Plan([]), job_context(job))
-    cut = Cut(setup, PipelineSettings("1f1b", 2), 0, True, no_group)
+    setup.context = job_context(job, world=World(0, 0, 2))
     with pytest.raises(InputError, match=r"Linear isn't a loss around .*take ddp or fsdp2"):
-        cut.apply_pipeline(nn.Linear(2, 2))
+        Stages(setup, PipelineSettings("1f1b", 2)).apply_pipeline(nn.Linear(2, 2))
 
 
 def communication_of(technique: Technique) -> Any:

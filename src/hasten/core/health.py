@@ -8,6 +8,7 @@
   rank.
 - spikes: if the loss rises sharply and stays high, the run returns to a checkpoint.
 - slow link: if steps wait for communication, a message reports the link's rate.
+- busy machine: if other processes slow down a step, a message reports their share.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import math
 import os
 import statistics
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -27,8 +29,11 @@ import torch
 from torch import Tensor
 
 from hasten.core.job import StepBatch
+from hasten.core.layout import rank_rows
 from hasten.core.timing import StepMetrics
 from hasten.errors import InputError, StoppedError
+from hasten.machine import host
+from hasten.machine.processes import LoadMeter
 
 if TYPE_CHECKING:
     from hasten.core.session import Session
@@ -220,16 +225,12 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
 
 def _gathered(session: Session, numbers: Sequence[int]) -> list[list[int]]:
     """The numbers of every rank, through a sum in which each has places of its own."""
-    world = session.setup.context.world
-    rows = torch.zeros(world.size, len(numbers), PIECES, dtype=torch.float64)
     mask = (1 << PIECE_BITS) - 1
-    for i, value in enumerate(numbers):
-        pieces = [value >> (PIECE_BITS * p) & mask for p in range(PIECES)]
-        rows[world.rank, i] = torch.tensor(pieces, dtype=torch.float64)
-    total = session.setup.layout.all_reduce_world(rows.flatten()).reshape(rows.shape).tolist()
+    pieces = [[value >> (PIECE_BITS * p) & mask for p in range(PIECES)] for value in numbers]
+    rows = rank_rows(session.setup.layout, session.setup.context.world.rank, pieces)
     return [
         [sum(int(part) << (PIECE_BITS * p) for p, part in enumerate(v)) for v in row]
-        for row in total
+        for row in rows.tolist()
     ]
 
 
@@ -418,3 +419,50 @@ class SlowLink:
             "its link or of a rank that is behind; see what may send less "
             "(docs/how-to/slow-networks.md)"
         )
+
+
+# One line when other processes slow down a step.
+
+FEWEST_STEPS, WATCHED_STEPS = 8, 50  # that a step is compared with
+SLOWER = 3.0  # times the median seconds of a position
+LEAST_SHARE = 0.1  # of the processor's time that others used
+SPAN_SECONDS = 1.0  # reading the clocks takes a third of a millisecond: not in each step
+
+
+class BusyMachine:
+    """Prints once if a step is slow and other processes used the processor meanwhile.
+
+    A step is slow if a position takes over three times the median of the steps before it.
+    It is for a single process, because other ranks of a run would count as others.
+
+    Args:
+        ``tell``: prints the line.
+        load: the meter of what other processes take of this machine.
+    """
+
+    def __init__(self, tell: Callable[[str], None], load: LoadMeter | None = None) -> None:
+        self._tell = tell
+        self._load = load or LoadMeter(host.usable_cores())
+        self._load_since = time.monotonic()
+        self._seconds: deque[float] = deque(maxlen=WATCHED_STEPS)  # of a position
+        self._is_over = False
+
+    def note(self, metrics: StepMetrics) -> None:
+        """After each step."""
+        if self._is_over or not metrics.positions:
+            return
+        seconds = metrics.step_seconds / metrics.positions
+        before = statistics.median(self._seconds) if self._seconds else 0.0
+        if len(self._seconds) >= FEWEST_STEPS and seconds > SLOWER * before:
+            self._load.lap("steps")
+            share = self._load.share("steps")
+            if share >= LEAST_SHARE:
+                self._is_over = True
+                self._tell(
+                    f"step {metrics.step} took {seconds / before:.1f} times as long as the median "
+                    f"step: other processes used {share:.0%} of the processor meanwhile"
+                )
+        self._seconds.append(seconds)
+        if time.monotonic() - self._load_since >= SPAN_SECONDS:
+            self._load.begin()
+            self._load_since = time.monotonic()

@@ -32,6 +32,8 @@ class Layout(Protocol):
         data_size: number of shares of a step's examples.
         averages: ``apply_data_parallel`` returns gradients that are divided by this number;
             the loss is multiplied by it.
+        builds: True if this rank builds the model. Others start with the job's skeleton, and
+            ``apply_data_parallel`` sends them the weights that they keep.
         whole: True if every rank holds the same full model in plain tensors. If False,
             ranks hold different parts, and only ``gather`` brings them together.
     """
@@ -41,6 +43,7 @@ class Layout(Protocol):
     data_size: int
     averages: int
     replicated: bool
+    builds: bool = True
 
     def apply_pipeline(self, module: nn.Module) -> nn.Module:
         """Splits the model into pipeline stages.
@@ -53,6 +56,13 @@ class Layout(Protocol):
     def apply_tensor_parallel(self, module: nn.Module) -> nn.Module:
         """Tensor, sequence, expert, context parallelism."""
         return module
+
+    def to_device(self, module: nn.Module, device: torch.device) -> nn.Module:
+        """The module on its device, unless ``apply_data_parallel`` moves part by part.
+
+        Then the whole of it never has to fit there.
+        """
+        return module.to(device)
 
     def apply_data_parallel(self, module: nn.Module, communication: Communication) -> nn.Module:
         """Replicas or shards, with the communication method's codec."""
@@ -77,6 +87,7 @@ class Layout(Protocol):
 
         The same number on every rank. A weight that several ranks hold counts once.
         """
+        return total_norm(parameters)
 
     def gather(self, model: nn.Module) -> AbstractContextManager[bool]:
         """Context in which rank 0 can save and run ``model`` as a single process would.
@@ -87,28 +98,7 @@ class Layout(Protocol):
         False, the model must not be used; at most the memory of one weight is taken. Values
         written inside the context are lost, unless ``whole``.
         """
-
-
-@runtime_checkable
-class PlacesModule(Protocol):
-    """A layout that brings the module to the device itself, part by part, so that the whole of it
-    never has to fit there."""
-
-    def move_parts(self, module: nn.Module) -> None:
-        """Called after ``apply_data_parallel``, instead of a move of the whole module before it."""
-
-
-@runtime_checkable
-class SendsWeights(Protocol):
-    """A layout in which only some ranks build the model.
-
-    ``apply_data_parallel`` sends the other ranks the weights that they keep.
-
-    Args:
-        builds: True if this rank builds it; other ranks start with the job's skeleton.
-    """
-
-    builds: bool
+        return nullcontext(True)
 
 
 @runtime_checkable
@@ -180,11 +170,16 @@ class OneProcess(Layout):
     def all_reduce_world(self, values: Tensor) -> Tensor:
         return values
 
-    def norm(self, parameters: Sequence[Tensor]) -> Tensor:
-        return total_norm(parameters)
 
-    def gather(self, model: nn.Module) -> AbstractContextManager[bool]:
-        return nullcontext(True)
+def rank_rows(layout: Layout, rank: int, numbers: Any) -> Tensor:
+    """Each rank's numbers as a row in float64, by a sum in which each has a place of its own.
+
+    All ranks call it.
+    """
+    local_numbers = torch.as_tensor(numbers, dtype=torch.float64)
+    rows = torch.zeros(layout.size, *local_numbers.shape, dtype=torch.float64)
+    rows[rank] = local_numbers
+    return layout.all_reduce_world(rows)
 
 
 def gradients_of(parameters: Sequence[Tensor]) -> list[Tensor]:

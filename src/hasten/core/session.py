@@ -26,7 +26,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hasten.core.layout import PlacesModule, SendsWeights
 from hasten.core.setup import Setup
 from hasten.core.step import Engine, EngineParts, PlainEngine
 from hasten.core.timing import Meter
@@ -128,8 +127,7 @@ def assemble(setup: Setup) -> Session:
     torch.manual_seed(job.seed)
     began = time.perf_counter()
     # Where this rank is sent its weights later, the same modules without any.
-    sent = isinstance(layout, SendsWeights) and not layout.builds
-    model = job.skeleton() if sent and job.skeleton is not None else job.build_model()
+    model = job.build_model() if layout.builds or job.skeleton is None else job.skeleton()
     model = setup.adapter(model)
     built = time.perf_counter()
     if setup.routing is not None:
@@ -142,11 +140,8 @@ def assemble(setup: Setup) -> Session:
     setup.recompute(loss_module)
     setup.compile(loss_module)
     setup.precision.prepare(loss_module)
-    if not isinstance(layout, PlacesModule):
-        loss_module = loss_module.to(torch.device(job.device))
+    loss_module = layout.to_device(loss_module, torch.device(job.device))
     module = layout.apply_data_parallel(loss_module.train(), setup.communication)
-    if isinstance(layout, PlacesModule):
-        layout.move_parts(module)
     optimizer = setup.optimizer((n, p) for n, p in module.named_parameters() if p.requires_grad)
     with as_input_error("plan"):
         setup.precision.attach_optimizer(optimizer)

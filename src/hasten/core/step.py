@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 
 from hasten.core.health import NotFiniteError
 from hasten.core.job import MicroBatch, StepBatch, WorkCounts
-from hasten.core.layout import MeasuresExchange, gradients_of
+from hasten.core.layout import MeasuresExchange, gradients_of, rank_rows
 from hasten.core.timing import (
     BACKWARD,
     BETWEEN,
@@ -170,9 +170,7 @@ def _level(setup: Setup, local: tuple[MicroBatch, ...]) -> tuple[MicroBatch, ...
 
 def most_on_a_rank(setup: Setup, count: int) -> int:
     """Returns the largest count of any rank; every rank calls it with its own."""
-    counts = torch.zeros(setup.context.world.size, dtype=torch.float64)
-    counts[setup.context.world.rank] = count
-    return int(setup.layout.all_reduce_world(counts).max())
+    return int(rank_rows(setup.layout, setup.context.world.rank, count).max())
 
 
 def step_outside(session: Session) -> tuple[MicroBatch, ...] | None:

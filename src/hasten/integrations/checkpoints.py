@@ -25,7 +25,7 @@ from hasten.errors import InputError
 from hasten.machine import environment, host
 from hasten.machine.files import replacing
 from hasten.parts.checkpoint import SmartCheckpointer, checkpoints
-from hasten.techniques.checkpoint import DYNAMIC, EPOCH, Checkpoints
+from hasten.techniques.checkpoint import EPOCH, Checkpoints
 
 COMMUNICATION_FILE = "hasten_communication.pt"
 
@@ -41,23 +41,20 @@ class CheckpointSchedule:
         self._setup = setup
         self._chosen = next((t for t in setup.plan if isinstance(t, Checkpoints)), None)
         self._keeper: SmartCheckpointer | None = None
-        self.folder = (self._chosen and self._chosen.folder) or str(setup.folder)
-        if self._chosen and "://" not in self.folder and checkpoints(Path(self.folder)):
+        folder = (self._chosen and self._chosen.folder) or str(setup.folder)
+        if self._chosen and "://" not in folder and checkpoints(Path(folder)):
             raise InputError(
-                f"{self.folder} holds checkpoints of an earlier run; give checkpoints another "
+                f"{folder} holds checkpoints of an earlier run; give checkpoints another "
                 "folder, or move them away"
             )
 
     def begin(self, **objects: Any) -> None:
         """Training begins with these; a communication method that remembers is saved with them."""
-        chosen = self._chosen
-        if chosen is None:
+        if self._chosen is None:
             return
-        each = chosen.interval if isinstance(chosen.interval, int) else DYNAMIC
-        keeper = SmartCheckpointer(each, chosen.max_checkpoints, chosen.compression, self.folder)
         if has_communication_memory(self._setup):
             objects["communication"] = self._setup.communication
-        self._keeper = keeper.protect(**objects)
+        self._keeper = self._chosen.keeper(self._setup.folder).protect(**objects)
 
     def after_step(self, step: int) -> None:
         if self._keeper is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -47,38 +46,29 @@ class WeightAverage(Technique):
 
     def check_effect(self, session: Session) -> EffectCheck:
         average = session.setup.average
-        if not isinstance(average, SavedAverage) or not average.mean.updates:
+        if not isinstance(average, SavedAverage) or not average.updates:
             return EffectCheck(False, "no average was kept")
-        text = f"mean of {average.mean.updates} updates, {average.mean.state_bytes / 1e6:.2f} MB"
-        last_loss, average_loss = _losses(session, average.mean)
+        text = f"mean of {average.updates} updates, {average.state_bytes / 1e6:.2f} MB"
+        last_loss, average_loss = _losses(session, average)
         if last_loss is not None and average_loss is not None:
             text += f"; eval loss {average_loss:.4f} with it, {last_loss:.4f} with the last weights"
         return EffectCheck(True, text)
 
 
-class SavedAverage:
+class SavedAverage(WeightAveragePart):
     """A weight average and the folders it is saved to."""
 
     def __init__(self, decay: float, save: str) -> None:
-        self.mean = WeightAveragePart(decay)
+        super().__init__(decay)
         self.save = save
-
-    def after_update(self, parameters: Sequence[Tensor]) -> None:
-        self.mean.after_update(parameters)
 
     def versions(self, parameters: Sequence[Tensor]) -> Iterator[str]:
         """See `hasten.core.setup.Average`; without an update there is no mean to save."""
-        if self.save != "average" or not self.mean.updates:
+        if self.save != "average" or not self.updates:
             yield ""
-        if self.save != "last" and self.mean.updates:
-            with self.mean.swapped(parameters):
+        if self.save != "last" and self.updates:
+            with self.swapped(parameters):
                 yield "" if self.save == "average" else "_average"
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.mean.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.mean.load_state_dict(state)
 
 
 def _losses(session: Session, mean: WeightAveragePart) -> tuple[float | None, float | None]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hasten.core.context import JobContext
 from hasten.core.job import MicroBatch, StepBatch
+from hasten.core.layout import rank_rows
 from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
@@ -316,11 +317,9 @@ class AdaptiveCut:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns every rank's measured memory limits; all ranks call it together."""
-        world, room = self.setup.context.world, self.room
-        table = torch.zeros(world.size, 3, dtype=torch.float64)
-        table[world.rank] = torch.tensor([room.size, room.good, room.ceiling])
-        rows = self.setup.layout.all_reduce_world(table).tolist()
-        rooms = [[int(v) for v in row] for row in rows]
+        room, rank = self.room, self.setup.context.world.rank
+        rows = rank_rows(self.setup.layout, rank, [room.size, room.good, room.ceiling])
+        rooms = [[int(v) for v in row] for row in rows.tolist()]
         return {"rooms": rooms, "epoch": self._epoch, "joined": list(self.joined)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

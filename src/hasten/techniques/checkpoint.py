@@ -17,6 +17,7 @@ from hasten.core.state import gather_objects, restore, state_of
 from hasten.core.technique import EffectCheck, Fidelity, Technique, setting
 from hasten.errors import InputError, as_input_error
 from hasten.parts.checkpoint import SmartCheckpointer
+from hasten.parts.checkpoint.smart_checkpointer import Agree
 from hasten.parts.checkpoint.state import moments_to_come
 from hasten.parts.optim.compact_adamw import CompactAdamW
 
@@ -51,6 +52,12 @@ class Checkpoints(Technique):
             raise InputError("checkpoints need a run folder: give output (or checkpoint_dir)")
         setup.checkpoint = SessionCheckpoints(self, setup)
 
+    def keeper(self, folder: Path | None, agree: Agree | None = None) -> SmartCheckpointer:
+        """A checkpointer with these settings; in ``folder`` if they name none."""
+        each = self.interval if isinstance(self.interval, int) else DYNAMIC
+        target = self.folder or str(folder)
+        return SmartCheckpointer(each, self.max_checkpoints, self.compression, target, agree=agree)
+
     def check_effect(self, session: Session) -> EffectCheck:
         checkpoints = session.setup.checkpoint
         if not isinstance(checkpoints, SessionCheckpoints):
@@ -74,15 +81,7 @@ class SessionCheckpoints:
     @cached_property
     def keeper(self) -> SmartCheckpointer:
         """Made at first use: an address is reached, and a plan may be looked at without a run."""
-        chosen = self._chosen
-        each = chosen.interval if isinstance(chosen.interval, int) else DYNAMIC
-        return SmartCheckpointer(
-            each,
-            chosen.max_checkpoints,
-            chosen.compression,
-            chosen.folder or str(self._setup.folder),
-            agree=self._first_rank_says,
-        )
+        return self._chosen.keeper(self._setup.folder, self._first_rank_says)
 
     def after_step(self, session: Session) -> None:
         if self._chosen.interval == EPOCH:

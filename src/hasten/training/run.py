@@ -34,7 +34,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hasten.core.health import SlowLink, SpikeWatch, StepChecks, check_comparable, check_policy
+from hasten.core.health import (
+    BusyMachine,
+    SlowLink,
+    SpikeWatch,
+    StepChecks,
+    check_comparable,
+    check_policy,
+)
 from hasten.core.job import share_of
 from hasten.core.loop import (
     Evaluation,
@@ -75,7 +82,6 @@ from hasten.recipe.sample import write_samples
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.report.card import CARD, write_card
 from hasten.training.auto_adjust import adjust, adjusted
-from hasten.training.busy_machine import BusyMachine
 from hasten.training.chosen_plan import SpeedWatch, same_on_all_ranks, with_chosen_plan
 from hasten.training.first_pass import proven
 from hasten.training.folder import (

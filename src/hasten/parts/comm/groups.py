@@ -63,6 +63,11 @@ def gathered_objects(local_object: Any, group: Any = None) -> list[Any]:
     return gathered
 
 
+def message_device(group: Any = None) -> torch.device:
+    """Where all messages of a group may lie."""
+    return own_accelerator() if moves_by_nccl(group) else torch.device("cpu")
+
+
 def own_accelerator() -> torch.device:
     """The current device of this thread, by its number: this rank's own since it joined."""
     device = torch.accelerator.current_accelerator()

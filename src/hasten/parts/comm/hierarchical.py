@@ -21,13 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hasten.parts.comm.collective_plan import Route, check_way
 from hasten.parts.comm.collectives import TopoAwareCollective
-from hasten.parts.comm.groups import (
-    OrderedThread,
-    all_gather,
-    at_once,
-    bucket_hook,
-    gathered_objects,
-)
+from hasten.parts.comm.groups import OrderedThread, at_once, bucket_hook, gathered_objects
 from hasten.parts.comm.methods import ErrorMemory
 from hasten.parts.comm.rank_check import CollectiveError, checksum, drift_message
 
@@ -82,11 +76,7 @@ class RoutedBuckets:
         Raises:
             CollectiveError: a rank's weights are not rank 0's.
         """
-        weights = list(parameters)
-        local_checksum = torch.tensor([checksum(weights)], device=weights[0].device)
-        rows = local_checksum.new_empty(dist.get_world_size())
-        all_gather(rows, local_checksum).wait()
-        checksums = rows.tolist()  # waits for the device
+        checksums = gathered_objects(checksum(parameters))
         wrong = [rank for rank, value in enumerate(checksums) if value != checksums[0]]
         if wrong:
             raise CollectiveError(drift_message(wrong, self.steps))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -56,8 +55,8 @@ class Hierarchical(Technique):
             backend = "nccl" if setup.context.on_gpu else "gloo"
             collective = TopoAwareCollective(backend, self.topology, timeout=self.timeout)
             scale = lambda: setup.loss_factor  # noqa: E731
-            buckets = RoutedBuckets(collective, route, self.feedback, scale)
-            setup.communication = RoutedCommunication(self.name(), buckets, self.check_every)
+            buckets = (collective, route, self.feedback, scale)
+            setup.communication = RoutedCommunication(*buckets, self.name(), self.check_every)
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
         return no_torch_distributed(context)
@@ -69,10 +68,9 @@ class Hierarchical(Technique):
         return Forecast(comm_bytes=codec(self.between).message_bytes(NUMBERS) / (4 * NUMBERS))
 
     def check_effect(self, session: Session) -> EffectCheck:
-        communication = session.setup.communication
-        if not isinstance(communication, RoutedCommunication):
+        buckets = session.setup.communication
+        if not isinstance(buckets, RoutedCommunication):
             return EffectCheck(False, "one rank: nothing travels")
-        buckets = communication.buckets
         sent = buckets.collective.bytes_sent / max(buckets.steps, 1)
         text = (
             f"{buckets.routed} buckets routed in {buckets.steps} steps, {sent / 1e6:.3g} MB a step "
@@ -81,29 +79,31 @@ class Hierarchical(Technique):
         return EffectCheck(buckets.routed > 0, text)
 
 
-class RoutedCommunication(Communication):
+class RoutedCommunication(RoutedBuckets, Communication):
     """COMMUNICATION: buckets on a route; weights are compared."""
 
-    def __init__(self, kind: str, buckets: RoutedBuckets, check_every: int) -> None:
-        self.buckets = buckets
+    def __init__(
+        self,
+        collective: TopoAwareCollective,
+        route: Route,
+        feedback: bool,
+        scale: Callable[[], float],
+        kind: str,
+        check_every: int,
+    ) -> None:
+        super().__init__(collective, route, feedback, scale)
         self._kind, self._every, self._updates = kind, check_every, 0
 
     @property
     def sent_bytes(self) -> int:
-        return self.buckets.collective.bytes_sent
+        return self.collective.bytes_sent
 
     def attach(self, module: nn.Module) -> None:
         with as_input_error(self._kind):  # hosts or settings that don't go together
-            self.buckets.attach(module)
+            super().attach(module)
 
     def after_update(self, parameters: Sequence[Tensor]) -> None:
-        self.buckets.step()
+        self.step()
         self._updates += 1
         if self._every and self._updates % self._every == 0:
-            self.buckets.check(parameters)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.buckets.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.buckets.load_state_dict(state)
+            self.check(parameters)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.core.context import JobContext
-from hasten.core.layout import CommTiming, MeasuresExchange, total_norm
+from hasten.core.layout import CommTiming, MeasuresExchange
 from hasten.core.session import Session
 from hasten.core.setup import Communication, RankSync, Setup
 from hasten.core.slot import Slot
@@ -123,9 +122,3 @@ class Replicas(RanksLayout):
             reduce_now(module)
         if self._watched is not None:
             self._watched.late = True
-
-    def norm(self, parameters: Sequence[Tensor]) -> Tensor:
-        return total_norm(parameters)
-
-    def gather(self, model: nn.Module) -> AbstractContextManager[bool]:
-        return nullcontext(True)

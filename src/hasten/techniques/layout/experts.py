@@ -37,7 +37,7 @@ from hasten.parts.distributed.mesh import MeshSizes, data_mesh
 from hasten.parts.nn.recompute import BlockRecompute
 from hasten.parts.optim.master_weights import MasterWeights
 from hasten.techniques.experts import ARCHITECTURES
-from hasten.techniques.layout import mesh as layout_dealt
+from hasten.techniques.layout.mesh import ShardedLayout
 from hasten.techniques.layout.ranks import RanksLayout, no_torch_distributed
 
 
@@ -146,6 +146,26 @@ class ExpertsLayout(RanksLayout):
         assert self.shared is not None  # apply_tensor_parallel() comes first
         return self.shared
 
+    def full_tensor(self, weight: Tensor, value: Tensor) -> Tensor:
+        """With all experts if the weight holds some."""
+        if not holds_part(weight) or not value.ndim:  # an optimizer counts steps in a number
+            return value
+        if value.shape != weight.shape:
+            raise InputError(
+                "expert_parallel: this optimizer's state has another shape than its weights, so "
+                "the ranks' parts can't be joined; leave checkpoints out, or choose another "
+                "optimizer"
+            )
+        full = layer_of(weight).gather_to_rank0(value)
+        return value if full is None else full.cpu()  # a device holds one at a time
+
+    def local_shard(self, weight: Tensor, full: Tensor) -> Tensor:
+        if not holds_part(weight):
+            return full
+        layer = layer_of(weight)
+        dealt = full.shape == (layer.total, *weight.shape[1:])
+        return layer.local_shard(full) if dealt else full
+
 
 class ExpertsInDDP(ExpertsLayout):
     """Experts on ranks, the rest in DistributedDataParallel over all."""
@@ -190,12 +210,6 @@ class ExpertsInDDP(ExpertsLayout):
     def gather(self, model: nn.Module) -> AbstractContextManager[bool]:
         return self._shared_experts().gathered()
 
-    def full_tensor(self, weight: Tensor, value: Tensor) -> Tensor:
-        return full_tensor(weight, value)
-
-    def local_shard(self, weight: Tensor, full: Tensor) -> Tensor:
-        return local_shard(weight, full)
-
 
 def norm_with_experts(
     dense_norm: Tensor, parameters: Sequence[Tensor], shared: SharedExperts
@@ -207,34 +221,6 @@ def norm_with_experts(
     square = total_norm(parts).double().square()
     dist.all_reduce(square, group=shared.group)
     return (square + dense_norm.double().square()).sqrt().to(dense_norm.dtype)
-
-
-def full_tensor(weight: Tensor, value: Tensor) -> Tensor:
-    """Returns the full value of a weight, with all experts if it holds some.
-
-    All ranks call it.
-
-    Raises:
-        InputError: the value isn't laid out like its weight.
-    """
-    if not holds_part(weight) or not value.ndim:  # an optimizer counts steps in a number
-        return value
-    if value.shape != weight.shape:
-        raise InputError(
-            "expert_parallel: this optimizer's state has another shape than its weights, so the "
-            "ranks' parts can't be joined; leave checkpoints out, or choose another optimizer"
-        )
-    full = layer_of(weight).gather_to_rank0(value)
-    return value if full is None else full.cpu()  # a device holds one at a time
-
-
-def local_shard(weight: Tensor, full: Tensor) -> Tensor:
-    """This rank's experts' part of what belongs to a weight of all."""
-    if not holds_part(weight):
-        return full
-    layer = layer_of(weight)
-    dealt = full.shape == (layer.total, *weight.shape[1:])
-    return layer.local_shard(full) if dealt else full
 
 
 def refuse_own_choices(setup: Setup) -> None:
@@ -250,10 +236,8 @@ def refuse_own_choices(setup: Setup) -> None:
 # The layout behind hybrid's shared experts beside shards: experts on ranks, the rest in pieces.
 
 
-class ExpertsInFSDP(ExpertsLayout):
+class ExpertsInFSDP(ExpertsLayout, ShardedLayout):
     """Experts on ranks; of the rest every rank keeps a piece."""
-
-    pieces = True
 
     def __init__(
         self, setup: Setup, sizes: MeshSizes, ranks: int, reshard: bool, whole_gradients: bool
@@ -267,7 +251,7 @@ class ExpertsInFSDP(ExpertsLayout):
                 "experts of ep with shard; take autocast, or ep with dp only"
             )
         super().__init__("hybrid", setup.context.world, ranks, setup.job.device)
-        self.sizes = sizes
+        self.sizes, self.keeps = sizes, not self.data_rank
         self.weights = LocalShards(setup.precision)
         setup.precision = self.weights
         self._reshard, self._whole_gradients = reshard, whole_gradients
@@ -280,16 +264,13 @@ class ExpertsInFSDP(ExpertsLayout):
                 "communication method; leave the method's technique out, or give ep with dp only"
             )
         self._module, shared = module, self._shared_experts()
-        self.move_parts(module)  # copies are made alike next, by what carries the device's memory
+        for weight in shared.parameters():  # FSDP2 leaves them alone
+            weight.data = weight.data.to(self._device)
+        # Copies are made alike next, by what carries the device's memory.
         self._gradients = ExpertGradients(shared.parameters(), self._replicas, self.averages)
         mesh = self.sizes.build(torch.device(self._device).type)
         shard(module, data_mesh(mesh), Sharding(self._reshard), ignored=shared.parameters())
         return module
-
-    def move_parts(self, module: nn.Module) -> None:
-        """Shards are on the device already; experts, which FSDP2 leaves alone, go there."""
-        for weight in self._shared_experts().parameters():
-            weight.data = weight.data.to(self._device)
 
     @contextmanager
     def sync(self, module: nn.Module, last: bool) -> Iterator[None]:
@@ -316,11 +297,9 @@ class ExpertsInFSDP(ExpertsLayout):
             yield gathered
 
     def full_tensor(self, weight: Tensor, value: Tensor) -> Tensor:
-        if holds_part(weight):
-            return full_tensor(weight, value)
-        return layout_dealt.full_tensor("hybrid", self.weights, weight, value, not self.data_rank)
+        layout = ExpertsLayout if holds_part(weight) else ShardedLayout
+        return layout.full_tensor(self, weight, value)
 
     def local_shard(self, weight: Tensor, full: Tensor) -> Tensor:
-        if holds_part(weight):
-            return local_shard(weight, full)
-        return layout_dealt.local_shard(self.weights, weight, full)
+        layout = ExpertsLayout if holds_part(weight) else ShardedLayout
+        return layout.local_shard(self, weight, full)

@@ -30,35 +30,42 @@ from hasten.techniques.layout.ranks import RanksLayout
 # State of weights that are dealt out as DTensors: made whole, and dealt out again.
 
 
-def full_tensor(
-    name: str, weights: LocalShards, weight: Tensor, value: Tensor, keeps: bool
-) -> Tensor:
-    """Returns the value of a weight, as a full tensor if ``keeps``.
+class ShardedLayout(RanksLayout):
+    """A layout with weights in pieces (``hasten.core.layout.SplitsState``).
 
-    All ranks of its mesh call it.
-
-    Raises:
-        InputError: the value isn't laid out like its weight, under the layout of that name.
+    Args:
+        technique: its name, for messages.
+        weights: this rank's pieces.
+        keeps: full tensors are made on this rank.
     """
-    parameter = weights.parameter_of(weight)
-    if not is_dtensor(parameter) or not value.ndim:  # a number of steps
-        return value
-    try:
-        return local_shards.full_tensor(value, parameter, keeps)
-    except ValueError as error:
-        raise InputError(
-            f"{name}: this optimizer keeps its state in another shape than weights have ({error}); "
-            "leave checkpoints out, or take another optimizer"
-        ) from error
 
+    replicated = False
+    pieces = True
+    technique = "hybrid"
+    weights: LocalShards
+    keeps: bool
 
-def local_shard(weights: LocalShards, weight: Tensor, full: Tensor) -> Tensor:
-    """This rank's piece of what belongs to a weight."""
-    parameter = weights.parameter_of(weight)
-    if not is_dtensor(parameter) or full.shape != parameter.shape:
-        return full
-    part = local_shards.local_shard(full, parameter)
-    return part if parameter is weight else part.to_local()
+    def to_device(self, module: nn.Module, device: torch.device) -> nn.Module:
+        return module  # its pieces go there as they are made
+
+    def full_tensor(self, weight: Tensor, value: Tensor) -> Tensor:
+        parameter = self.weights.parameter_of(weight)
+        if not is_dtensor(parameter) or not value.ndim:  # a number of steps
+            return value
+        try:
+            return local_shards.full_tensor(value, parameter, self.keeps)
+        except ValueError as error:
+            raise InputError(
+                f"{self.technique}: this optimizer keeps its state in another shape than weights "
+                f"have ({error}); leave checkpoints out, or take another optimizer"
+            ) from error
+
+    def local_shard(self, weight: Tensor, full: Tensor) -> Tensor:
+        parameter = self.weights.parameter_of(weight)
+        if not is_dtensor(parameter) or full.shape != parameter.shape:
+            return full
+        part = local_shards.local_shard(full, parameter)
+        return part if parameter is weight else part.to_local()
 
 
 # The layout.
@@ -84,11 +91,8 @@ class LayoutOptions:
     once: bool = False
 
 
-class MeshLayout(RanksLayout):
+class MeshLayout(ShardedLayout):
     """Ranks on a mesh of copies, shards and pieces of layers."""
-
-    replicated = False
-    pieces = True
 
     def __init__(self, setup: Setup, sizes: MeshSizes, how: LayoutOptions) -> None:
         world = setup.context.world
@@ -102,7 +106,7 @@ class MeshLayout(RanksLayout):
         else:
             self.weights = LocalShards(setup.precision)
         setup.precision = self.weights
-        self._first, self._device = world.is_main, setup.job.device
+        self.technique, self.keeps, self._device = how.name, world.is_main, setup.job.device
         self._module = nn.Module()
         self._setup = setup
         self._exchange: Exchange | None = None
@@ -141,6 +145,8 @@ class MeshLayout(RanksLayout):
             self.arrived_bytes = 0 if arrival is None else arrival.sent_bytes
         if self._exchange is not None:
             self._exchange.attach(module)
+        if not is_sharded(module):  # FSDP2 moves a group as it cuts it
+            module.to(torch.device(self._device))
         return module
 
     def _entered(self, communication: Communication) -> Exchange:
@@ -156,11 +162,6 @@ class MeshLayout(RanksLayout):
         if compressed is not None:
             compressed.enter(exchange, merges=self.sizes.dp == self.sizes.tp == 1)
         return exchange
-
-    def move_parts(self, module: nn.Module) -> None:
-        """Shards are there already: FSDP2 moves a group as it cuts it. What it hasn't cut moves."""
-        if not is_sharded(module):
-            module.to(torch.device(self._device))
 
     def sync(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
         if self._exchange is not None:
@@ -181,13 +182,7 @@ class MeshLayout(RanksLayout):
         return self.weights.norm(parameters, self.size, self.all_reduce_world)
 
     def gather(self, model: nn.Module) -> AbstractContextManager[bool]:
-        return whole_on_first(self._module, model, self._first)
-
-    def full_tensor(self, weight: Tensor, value: Tensor) -> Tensor:
-        return full_tensor(self.how.name, self.weights, weight, value, self._first)
-
-    def local_shard(self, weight: Tensor, full: Tensor) -> Tensor:
-        return local_shard(self.weights, weight, full)
+        return whole_on_first(self._module, model, self.keeps)
 
 
 def lay_out(setup: Setup, sizes: MeshSizes, how: LayoutOptions) -> None:

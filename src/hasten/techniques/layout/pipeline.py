@@ -56,7 +56,7 @@ class PipelineEngine(PlainEngine):
         self._filled: list[MicroBatch] = []  # of the step, as they run
         self._stage_pass = _StagePass()
         hook = plain_forward if self.setup.routing is None else self._heard
-        self.runner = layout.cut.start(
+        self.runner = layout.start(
             PassHooks(precision.region, precision.accumulate_gradients, hook)
         )
 
@@ -79,7 +79,7 @@ class PipelineEngine(PlainEngine):
             layout.average()
             precision.accumulate_gradients()
         # After the average: a codec may round the two ends of a tied weight apart.
-        layout.cut.tied.add(layout.carrier(precision.parameters()))
+        layout.tied.add(layout.carrier(precision.parameters()))
         self.passes, self.filler = self.passes + count, self.filler + count - original_count
         return loss_sum
 
@@ -196,7 +196,7 @@ class Pipeline(Technique):
         if not isinstance(engine, PipelineEngine):
             return EffectCheck(False, "one rank holds all layers")
         layout = engine.layout
-        layers, schedule = "+".join(map(str, layout.cut.sizes)), layout.settings.schedule
+        layers, schedule = "+".join(map(str, layout.stage_layers)), layout.settings.schedule
         local_count = sum(p.numel() for p in session.module.parameters())
         if isinstance(layout, StagesInPieces):
             local_count = sum(p.numel() for p in layout.weights.parameters())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -43,44 +43,56 @@ from hasten.parts.nn.recompute import BlockRecompute
 from hasten.parts.optim.master_weights import MasterWeights
 from hasten.techniques.communication.compressed import Compressed
 from hasten.techniques.compile import Compiling
-from hasten.techniques.layout import mesh as layout_dealt
+from hasten.techniques.layout.mesh import ShardedLayout
 from hasten.techniques.layout.ranks import RanksLayout
 from hasten.techniques.layout.tensor import refuse_other_code
 
 # One rank's part of a pipeline: a model is cut, stages run, and the whole comes together again.
 
 
-class Cut:
-    """The part of the model on this rank, ``stage`` of its pipeline; all before ``split``.
+class StagesLayout(RanksLayout):
+    """The part of the model on this rank, which is ``stage`` of its pipeline.
+
+    Weights are dealt as stages have them (``hasten.core.layout.SplitsWeights``).
 
     Args:
-        stage: this rank's index among those of its pipeline, which ``group`` opens.
-        first: this rank's pipeline is the source of states and saved models.
+        stage: this rank's index among those of its pipeline.
+        keeps: this rank's pipeline is the source of states and saved models.
+        axes: size of each axis of the ranks' mesh; ``pp`` is a pipeline.
     """
+
+    replicated = False
 
     def __init__(
         self,
         setup: Setup,
         settings: PipelineSettings,
         stage: int,
-        first: bool,
-        group: Callable[[], dist.ProcessGroup],
+        keeps: bool,
+        axes: Mapping[str, int],
     ) -> None:
-        self.setup, self.settings = setup, settings
-        self.sizes: tuple[int, ...] = ()  # layers of each stage
+        super().__init__(setup.context.world)
+        self.setup, self.settings, self.keeps = setup, settings, keeps
+        self.stage_layers: tuple[int, ...] = ()
         self.names: tuple[str, ...] = ()  # in the whole module's state
         self.copies: dict[str, str] = {}  # of a tied head where the embedding isn't
         self.runner: RanksRunner | None = None
-        self._stage, self._first, self._open = stage, first, group
+        self._stage, self._axes = stage, axes
         self._device = torch.device(setup.job.device)
         self._pruned: Pruned | None = None
         self._tied: TiedHead | None = None
         self._trained: list[tuple[str, Tensor]] = []  # of the whole model, without memory
 
     @cached_property
+    def mesh(self) -> DeviceMesh:
+        """The ranks by axes; made once, when all ranks come here."""
+        names, shape = tuple(self._axes), tuple(self._axes.values())
+        return init_device_mesh(self._device.type, shape, mesh_dim_names=names)
+
+    @property
     def group(self) -> dist.ProcessGroup:
-        """The pipeline's ranks; opened once, when all ranks come here."""
-        return self._open()
+        """The pipeline's ranks."""
+        return self.mesh.get_group("pp")
 
     @property
     def model(self) -> LanguageModel:
@@ -98,7 +110,8 @@ class Cut:
         try:
             language_model = LanguageModel(module)
             costs, first, last = language_model.costs()
-            self.sizes = partition.balanced_layers(costs, len(self.settings.homes), first, last)
+            homes = self.settings.homes
+            self.stage_layers = partition.balanced_layers(costs, len(homes), first, last)
         except AttributeError as error:
             raise InputError(
                 f"pipeline: {type(module).__name__} isn't a loss around a language model "
@@ -106,14 +119,14 @@ class Cut:
             ) from error
         except ValueError as error:
             raise InputError(f"pipeline: {error}") from error
-        self._tied = TiedHead(language_model, self.settings.homes, self.group)
+        self._tied = TiedHead(language_model, homes, self.group)
         state = module.state_dict(keep_vars=True)
         originals = {id(tensor): name for name, tensor in reversed(state.items())}
         self.names = tuple(state)
         self._trained = [
             (n, p.detach().to("meta")) for n, p in module.named_parameters() if p.requires_grad
         ]
-        self._pruned = prune_stage(language_model, self.sizes, self.settings.homes, self._stage)
+        self._pruned = prune_stage(language_model, self.stage_layers, homes, self._stage)
         local_state = module.state_dict(keep_vars=True)
         both = {name: originals[id(tensor)] for name, tensor in local_state.items()}
         self.copies = {
@@ -128,7 +141,7 @@ class Cut:
     @cached_property
     def stages(self) -> dict[int, nn.Module]:
         """This rank's stages by number, over the modules as they were when first asked for."""
-        spans = partition.ranges(self.sizes)
+        spans = partition.ranges(self.stage_layers)
         homes = enumerate(self.settings.homes)
         return {i: self.model.stage(spans[i]) for i, home in homes if home == self._stage}
 
@@ -161,7 +174,7 @@ class Cut:
 
     def gather_to_rank0(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Everybody's tensors on the first rank of the first pipeline."""
-        return gather_state(tensors, self.group) if self._first else dict(tensors)
+        return gather_state(tensors, self.group) if self.keeps else dict(tensors)
 
 
 def check_company(setup: Setup, settings: PipelineSettings) -> None:
@@ -197,33 +210,6 @@ def _no_recompute(recompute: BlockRecompute, settings: PipelineSettings) -> str:
     return ""
 
 
-class StagesLayout(RanksLayout):
-    """A layout of stages deals weights as its cut does (``hasten.core.layout.SplitsWeights``)."""
-
-    replicated = False
-    cut: Cut
-
-    def apply_pipeline(self, module: nn.Module) -> nn.Module:
-        return self.cut.apply_pipeline(module)
-
-    @property
-    def names(self) -> Sequence[str]:
-        return self.cut.names
-
-    @property
-    def copies(self) -> Mapping[str, str]:
-        return self.cut.copies
-
-    def ordered(self) -> list[str]:
-        return self.cut.ordered()
-
-    def all_gather_object(self, local_object: Any) -> list[Any]:
-        return self.cut.all_gather_object(local_object)
-
-    def gather_to_rank0(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return self.cut.gather_to_rank0(tensors)
-
-
 # The layout.
 
 
@@ -242,21 +228,12 @@ class Stages(StagesLayout):
                 f"pipeline: {world.size} ranks can't be dealt into pipelines of {settings.ranks} "
                 "stages; make nproc a multiple of stages"
             )
-        self.settings = settings
-        self.size, self.partners = world.size, settings.ranks
-        self.data_size = self.averages = world.size // settings.ranks
-        self.data_rank, stage = divmod(world.rank, settings.ranks)
-        self.cut = Cut(
-            setup, settings, stage, not self.data_rank, lambda: self.mesh.get_group("pp")
-        )
-        self._device = torch.device(setup.job.device)
+        pipelines, (lane, stage) = world.size // settings.ranks, divmod(world.rank, settings.ranks)
+        axes = {"dp": pipelines, "pp": settings.ranks}
+        super().__init__(setup, settings, stage, not lane, axes)
+        self.partners, self.data_rank = settings.ranks, lane
+        self.data_size = self.averages = pipelines
         self._replicas: DistributedDataParallel | None = None
-
-    @cached_property
-    def mesh(self) -> DeviceMesh:
-        """Pipelines x stages; made once, when all ranks come here."""
-        shape, names = (self.data_size, self.settings.ranks), ("dp", "pp")
-        return init_device_mesh(self._device.type, shape, mesh_dim_names=names)
 
     def apply_data_parallel(self, module: nn.Module, communication: Communication) -> nn.Module:
         check_communication(communication, self.data_size)
@@ -281,14 +258,14 @@ class Stages(StagesLayout):
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """Squares summed over stages; a tied head counts where it embeds."""
-        twice = None if self.cut.tied.counts else self.carrier(parameters)
+        twice = None if self.tied.counts else self.carrier(parameters)
         stage_norm = total_norm([p for p in parameters if p is not twice])
         squares = stage_norm.to(self._device, torch.float64) ** 2
-        dist.all_reduce(squares, group=self.cut.group)
+        dist.all_reduce(squares, group=self.group)
         return squares.sqrt().to(stage_norm.dtype)
 
     def gather(self, model: nn.Module) -> AbstractContextManager[bool]:
-        return nullcontext(False) if self.data_rank else self.cut.put_together()
+        return nullcontext(False) if self.data_rank else self.put_together()
 
 
 def check_communication(communication: Communication, pipelines: int) -> None:
@@ -316,14 +293,12 @@ def check_communication(communication: Communication, pipelines: int) -> None:
 # The layout behind hybrid's pipelines of pieces: stages whose weights are sharded, layers cut.
 
 
-class StagesInPieces(StagesLayout):
+class StagesInPieces(StagesLayout, ShardedLayout):
     """Pipelines of ``settings.ranks`` stages, each stage on copies, shards and pieces of layers.
 
     Ranks are numbered with ``tp`` innermost and stages next to it, so that what talks most are
     neighbours. Hidden states travel whole; embedding and head are whole on each piece's rank.
     """
-
-    pieces = True
 
     def __init__(self, setup: Setup, settings: PipelineSettings, sizes: MeshSizes) -> None:
         world = setup.context.world
@@ -337,30 +312,24 @@ class StagesInPieces(StagesLayout):
                 "hybrid: bf16_master_weights doesn't support the pieces of a pipeline's stages; "
                 "take autocast, or pp with dp only"
             )
-        self.sizes, self.settings = sizes, settings
-        self.size, self.partners = world.size, settings.ranks * sizes.tp
+        lane, tensor_rank = divmod(world.rank, sizes.tp)
+        data_rank, stage = divmod(lane, settings.ranks)
+        keeps = data_rank == tensor_rank == 0  # one rank of each stage
+        axes = {"dp": sizes.dp, "shard": sizes.shard, "pp": settings.ranks, "tp": sizes.tp}
+        super().__init__(setup, settings, stage, keeps, axes)
+        self.sizes, self.partners = sizes, settings.ranks * sizes.tp
         self.data_size = self.averages = sizes.data_size
-        lane, self._tensor_rank = divmod(world.rank, sizes.tp)
-        self.data_rank, stage = divmod(lane, settings.ranks)
-        self._keeps = self.data_rank == self._tensor_rank == 0  # one rank of each stage
-        self.cut = Cut(setup, settings, stage, self._keeps, lambda: self.mesh.get_group("pp"))
-        self.weights = LocalShards(setup.precision)
+        self.data_rank, self.weights = data_rank, LocalShards(setup.precision)
         setup.precision = self.weights
-        self._device, self._module = torch.device(setup.job.device), nn.Module()
-
-    @cached_property
-    def mesh(self) -> DeviceMesh:
-        shape = (self.sizes.dp, self.sizes.shard, self.settings.ranks, self.sizes.tp)
-        names = ("dp", "shard", "pp", "tp")
-        return init_device_mesh(self._device.type, shape, mesh_dim_names=names)
+        self._module = nn.Module()
 
     def apply_tensor_parallel(self, module: nn.Module) -> nn.Module:
         if self.sizes.tp == 1:
             return module
         from hasten.parts.distributed.tensor_parallel import split_layers
 
-        refuse_other_code(self.cut.setup, "hybrid")
-        causal = self.cut.model.causal
+        refuse_other_code(self.setup, "hybrid")
+        causal = self.model.causal
         plan = TENSOR_PLANS.get(causal.config.model_type)
         if plan is None:
             raise InputError(
@@ -378,24 +347,21 @@ class StagesInPieces(StagesLayout):
             )
         self._module = module
         if self.data_size > 1:
-            for stage in self.cut.stages.values():
-                shard_stage(stage, self.cut.model.trunk.layers, data_mesh(self.mesh))
-        return module
-
-    def move_parts(self, module: nn.Module) -> None:
-        """Shards are on the device already; what isn't sharded goes there."""
-        if self.data_size == 1:
+            for stage in self.stages.values():
+                shard_stage(stage, self.model.trunk.layers, data_mesh(self.mesh))
+        else:
             module.to(self._device)
+        return module
 
     def average(self) -> None:
         """Nothing is left to do: each backward pass has averaged its gradients."""
 
     def carrier(self, parameters: Sequence[Tensor]) -> Tensor | None:
         """This rank's piece of the tied weight."""
-        if self.cut.tied.weight is None:
+        if self.tied.weight is None:
             return None
-        model = self.cut.model
-        end = model.trunk.embed_tokens if self.cut.tied.counts else model.causal.lm_head
+        model = self.model
+        end = model.trunk.embed_tokens if self.tied.counts else model.causal.lm_head
         owners = self.weights.parameter_of
         return next((p for p in parameters if owners(p) is end.weight), None)
 
@@ -405,23 +371,16 @@ class StagesInPieces(StagesLayout):
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """Each piece counts once among the ranks of its stage; a tied head where it embeds."""
-        twice = None if self.cut.tied.counts else self.carrier(parameters)
+        twice = None if self.tied.counts else self.carrier(parameters)
         counted = [p for p in parameters if p is not twice]
         return self.weights.norm(counted, self.size // self.settings.ranks, self.all_reduce_world)
 
     @contextmanager
     def gather(self, model: nn.Module) -> Iterator[bool]:
         """First each stage is made whole, on one rank, then all of them on the first."""
-        with whole_on_first(self._module, model, self._keeps) as gathered:
+        with whole_on_first(self._module, model, self.keeps) as gathered:
             if not gathered:
                 yield False
                 return
-            with self.cut.put_together() as first:
+            with self.put_together() as first:
                 yield first
-
-    def full_tensor(self, weight: Tensor, value: Tensor) -> Tensor:
-        """Whole on one rank of the stage; ``gather_state`` takes it to the first."""
-        return layout_dealt.full_tensor("hybrid", self.weights, weight, value, self._keeps)
-
-    def local_shard(self, weight: Tensor, full: Tensor) -> Tensor:
-        return layout_dealt.local_shard(self.weights, weight, full)

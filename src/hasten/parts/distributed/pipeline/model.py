@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from hasten.parts.comm.groups import message_device
 from hasten.parts.distributed.pipeline import stages as partition
 from hasten.parts.distributed.pipeline.local_runner import LocalRunner
 from hasten.parts.distributed.pipeline.runtime import (
@@ -390,7 +391,7 @@ def gather_state(local_state: Mapping[str, Tensor], group: dist.ProcessGroup) ->
 
 def _send(tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
     """To the first rank of the group, one after the other."""
-    device = _communication_device(group)
+    device = message_device(group)
     about = [[(name, tuple(t.shape), t.dtype) for name, t in tensors.items()]]
     dist.send_object_list(about, group=group, group_dst=0, device=device)
     for tensor in tensors.values():
@@ -399,7 +400,7 @@ def _send(tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
 
 
 def _received(source: int, group: dist.ProcessGroup) -> Iterator[tuple[str, Tensor]]:
-    device = _communication_device(group)
+    device = message_device(group)
     about: list[Any] = [None]
     dist.recv_object_list(about, group=group, group_src=source, device=device)
     for name, shape, dtype in about[0]:
@@ -407,11 +408,3 @@ def _received(source: int, group: dist.ProcessGroup) -> Iterator[tuple[str, Tens
         if tensor.numel():
             dist.recv(tensor, group=group, group_src=source)
         yield name, tensor
-
-
-def _communication_device(group: dist.ProcessGroup) -> torch.device:
-    """Where messages of a group have to lie."""
-    if dist.get_backend(group) == "gloo":
-        return torch.device("cpu")
-    kind = torch.accelerator.current_accelerator()
-    return torch.device("cpu") if kind is None else torch.device(kind.type)

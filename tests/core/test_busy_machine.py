@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from hasten.core.health import FEWEST_STEPS, BusyMachine
 from hasten.core.timing import StepMetrics
-from hasten.training.busy_machine import FEWEST_STEPS, BusyMachine
 
 
 class FakeLoad:
