@@ -115,9 +115,9 @@ def statistics_of(examples: StoredExamples) -> DataStatistics:
     )
 
 
-def padding_share(lengths: NDArray[np.int32], batch: int, seed: int = 0) -> float:
+def padding_share(lengths: NDArray[np.int32], batch: int) -> float:
     """Share of filler when random batches are padded to their longest example."""
-    order = np.random.default_rng(seed).permutation(len(lengths))
+    order = np.random.default_rng(0).permutation(len(lengths))
     batches = [lengths[order[i : i + batch]] for i in range(0, len(order), batch)]
     positions = sum(len(b) * int(b.max()) for b in batches)
     return 1 - float(lengths.sum(dtype=np.int64)) / positions if positions else 0.0

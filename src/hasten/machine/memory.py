@@ -266,15 +266,15 @@ def minor_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def faults_per_block(size: int = BLOCK, times: int = 12) -> int:
-    """The fewest page faults of ``times`` tensors of ``size`` bytes, each filled and freed.
+def faults_per_block() -> int:
+    """The fewest page faults of twelve tensors of ``BLOCK`` bytes, each filled and freed.
 
     One per 4 KiB if memory goes back each time; next to none once the heap holds enough to keep.
     """
     faults = []
-    for _ in range(times):
+    for _ in range(12):
         before = minor_faults()
-        torch.empty(size // 4).fill_(1.0)
+        torch.empty(BLOCK // 4).fill_(1.0)
         faults.append(minor_faults() - before)
     return min(faults)
 

@@ -180,11 +180,10 @@ class RunsReader:
                 self._over.wait(EVERY_SECONDS)
 
 
-def page_update(run: Run, cursor: Cursor, now: float | None = None) -> dict[str, Any]:
+def page_update(run: Run, cursor: Cursor) -> dict[str, Any]:
     """Returns the data that a page lacks of a run, and moves its cursor on: JSON-ready."""
-    now = time.time() if now is None else now
     with run.lock:
-        update: dict[str, Any] = {"name": run.name, "standing": run.standing(now)}
+        update: dict[str, Any] = {"name": run.name, "standing": run.standing(time.time())}
         update["events"] = run.events.newest(MOST_EVENTS)
         for name in ("steps", "evaluations", "machine"):
             series = getattr(run, name)

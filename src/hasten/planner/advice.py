@@ -443,7 +443,7 @@ class Shape:
     reason: str
 
 
-def shape_advice(cluster_plan: ClusterPlan, most: int = 5) -> list[Shape]:
+def shape_advice(cluster_plan: ClusterPlan) -> list[Shape]:
     """The neighbours that gain the most in the plan's best layout, one for each kind of change."""
     layout = cluster_plan.best[0].layout
     base = cluster_plan.closed_form(layout)
@@ -464,7 +464,7 @@ def shape_advice(cluster_plan: ClusterPlan, most: int = 5) -> list[Shape]:
         reason = f"{PARTS[part]} takes {gaps[part]:.3g} s less of {step:.3g}"
         if kind not in shapes or gain > shapes[kind].gain:
             shapes[kind] = Shape(model, description, size, gain, reason)
-    return sorted(shapes.values(), key=lambda s: -s.gain)[:most]
+    return sorted(shapes.values(), key=lambda s: -s.gain)[:5]
 
 
 def neighbours(model: Architecture) -> Iterator[tuple[str, str, Architecture]]:

@@ -58,8 +58,8 @@ def _text(manifests: list[dict[str, Any]]) -> str:
     return f"{MARK}: kubectl apply -f this file\n{shown}"
 
 
-def _metadata(launch: Launch, suffix: str = "") -> dict[str, Any]:
-    metadata: dict[str, Any] = {"name": launch.name + suffix}
+def _metadata(launch: Launch) -> dict[str, Any]:
+    metadata: dict[str, Any] = {"name": launch.name}
     if launch.scheduler_options.get("namespace"):
         metadata["namespace"] = launch.scheduler_options["namespace"]
     return metadata

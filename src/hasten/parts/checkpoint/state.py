@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -228,9 +228,9 @@ def set_random_state(state: dict[str, Any]) -> None:
         raise ValueError(f"the random state of the checkpoint can't be used: {error}") from error
 
 
-def of_all_ranks(get_state: Callable[[], dict[str, Any]] = random_state) -> list[dict[str, Any]]:
-    """Every rank's state, in the order of ranks, on every rank."""
-    state = get_state()
+def of_all_ranks() -> list[dict[str, Any]]:
+    """Every rank's random state, in the order of ranks, on every rank."""
+    state = random_state()
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return [state]
     rows: list[Any] = [None] * dist.get_world_size()

@@ -233,10 +233,9 @@ class CopiedShards:
         settings: CompressionSettings,
         members: Sequence[tuple[int, ...]],
         loss_scale: Callable[[], float] = lambda: 1.0,
-        timeout_seconds: float = 600.0,
     ) -> None:
         row_codec(settings)  # refuses the method
-        self._members, self._seconds = members, timeout_seconds
+        self._members = members
         self._travel = BucketExchange(settings)
         self._travel.asks, self._travel.scale = True, loss_scale
         self._ranks: Ranks | None = None
@@ -251,7 +250,7 @@ class CopiedShards:
             ValueError: the module isn't sharded, or nothing in it learns.
         """
         self.groups = shard_groups(module)
-        self._ranks = Ranks(self._seconds, None, self._members)
+        self._ranks = Ranks(600.0, None, self._members)
         for group in self.groups:
             group.module.set_all_reduce_hook(self._of(group, self._ranks))
 

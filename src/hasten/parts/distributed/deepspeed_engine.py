@@ -184,8 +184,8 @@ def why_not(on_cpu: bool, folder: Path) -> str | None:
     return None
 
 
-def stale_locks(folder: Path, seconds: float = OLD_LOCK_SECONDS) -> list[Path]:
-    """Locks of builds without any write in their folder for ``seconds``.
+def stale_locks(folder: Path) -> list[Path]:
+    """Locks of builds without any write in their folder for ten minutes.
 
     torch.utils.cpp_extension makes one per operator and waits while it exists.
     """
@@ -193,6 +193,6 @@ def stale_locks(folder: Path, seconds: float = OLD_LOCK_SECONDS) -> list[Path]:
     for lock in sorted(folder.glob("**/lock")):
         with contextlib.suppress(OSError):  # files come and go where somebody is at work
             newest = max((p.lstat().st_mtime for p in lock.parent.iterdir()), default=math.inf)
-            if time.time() - newest > seconds:
+            if time.time() - newest > OLD_LOCK_SECONDS:
                 locks.append(lock)
     return locks
