@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from covering import covering
 from hasten.parts.kernels import adamw, adamw_reference, low_bit, registry
 from hasten.parts.kernels.adamw import TensorUpdate, dice_key, rule_of
-from hasten.parts.optim import compact_adamw, fused_adamw
+from hasten.parts.optim import fused_adamw
 from hasten.parts.optim.compact_adamw import CompactAdamW
 from hasten.parts.optim.fused_adamw import FusedAdamW
 from hasten.parts.optim.master_weights import MasterWeights
@@ -233,7 +233,7 @@ def test_compact_adamw_follows_its_own_way_without_a_kernel(
     """Within the rounding of moments, and of weights where they are bf16."""
     start = some_weights(dtype)
     found = steps(CompactAdamW(start, moments=moments, **SETTINGS), start, 5)
-    by_kernel.setattr(compact_adamw, "_by_kernel", lambda parameter: False)
+    by_kernel.setattr(CompactAdamW, "_by_kernel", lambda *_: False)
     again = some_weights(dtype)
     expected = steps(CompactAdamW(again, moments=moments, **SETTINGS), again, 5)
     for one, other, begin in zip(found, expected, some_weights(dtype), strict=True):
@@ -277,7 +277,7 @@ def test_updates_too_small_for_bf16_are_right_in_the_mean(
 ) -> None:
     """A tenth of a step of bf16 each; rounded to the nearest, no weight would ever move."""
     if not kernel:
-        by_kernel.setattr(compact_adamw, "_by_kernel", lambda parameter: False)
+        by_kernel.setattr(CompactAdamW, "_by_kernel", lambda *_: False)
     weight = nn.Parameter(torch.ones(32, 32, dtype=torch.bfloat16, device=DEVICE))
     rate = 2**-7 / 10
     optimizer = CompactAdamW([weight], lr=rate, weight_decay=0.0, moments="bf16")
@@ -424,7 +424,7 @@ def test_masters_lend_their_bf16_gradients_and_get_their_copies_written(kind: An
 def test_without_the_kernel_compact_adamw_takes_float32_gradients(
     by_kernel: pytest.MonkeyPatch,
 ) -> None:
-    by_kernel.setattr(compact_adamw, "_by_kernel", lambda parameter: False)
+    by_kernel.setattr(CompactAdamW, "_by_kernel", lambda *_: False)
     model, masters = a_model(), MasterWeights()
     masters.prepare(model)
     optimizer = CompactAdamW(model.parameters(), **SETTINGS)

@@ -22,13 +22,12 @@ other random bits than the chunks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from hasten.parts.kernels import adamw
 from hasten.parts.kernels.low_bit import (
@@ -42,7 +41,7 @@ from hasten.parts.kernels.low_bit import (
     to_bf16,
     values_of,
 )
-from hasten.parts.optim.fused_adamw import told_by_scaler
+from hasten.parts.optim.fused_adamw import KernelAdamW
 
 FORMATS = ("bf16", "int8")
 CHUNK = {"cpu": 2**16}  # values at once: what a core's cache holds
@@ -50,79 +49,45 @@ CHUNK_ELSEWHERE = 2**24
 State = dict[str, Any]
 
 
-class CompactAdamW(Optimizer):
+class CompactAdamW(KernelAdamW):
     """AdamW with moments in ``bf16`` or ``int8``.
 
     Args:
         params: parameters or groups, as torch's optimizers take them.
         moments: how moments of matrices are kept between steps.
         seed: of the rounding.
+        settings: lr, betas, eps, weight_decay, as in torch.
 
     Raises:
         ValueError: an unknown format, or a setting out of range.
     """
 
-    grad_scale: Tensor | None  # gradients are divided by it, where it is set
-
     def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        *,
-        moments: str = "bf16",
-        seed: int = 0,
+        self, params: Iterable[Any], *, moments: str = "bf16", seed: int = 0, **settings: Any
     ) -> None:
         if moments not in FORMATS:
             raise ValueError(f"moments is {moments!r}; it is one of {', '.join(FORMATS)}")
-        if lr < 0 or eps <= 0 or weight_decay < 0 or not all(0 <= b < 1 for b in betas):
-            raise ValueError("lr and weight_decay can't be negative; betas lie in [0, 1), eps > 0")
+        if settings.get("eps") == 0:
+            raise ValueError("eps is 0; give more, since moments are rounded")
         self.moments, self.seed = moments, seed
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults)
+        super().__init__(params, **settings)
         self._generators: dict[torch.device, torch.Generator] = {}
-        self._copies: dict[int, Tensor] = {}  # by id of the weight
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Returns True if a kernel divides gradients by ``grad_scale`` in the update itself."""
-        return all(_by_kernel(p) for group in self.param_groups for p in group["params"])
+        return all(self._by_kernel(p) for group in self.param_groups for p in group["params"])
 
     def write_copies(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
         """Where a kernel moves all weights, write them, rounded, into the first of each pair, too.
 
         False: they aren't written.
         """
-        if not all(_by_kernel(weight) and adamw.writes(copy, weight) for copy, weight in pairs):
-            return False
-        self._copies = {id(weight): copy for copy, weight in pairs}
-        return True
+        return all(self._by_kernel(weight) for _, weight in pairs) and super().write_copies(pairs)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One update of every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        divisor, skipped = told_by_scaler(self)
-        if skipped:
-            return loss
-        updates: dict[torch.device, list[adamw.TensorUpdate]] = {}
-        index = 0
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and _by_kernel(parameter):
-                    one = self._planned(parameter, group, index)
-                    updates.setdefault(parameter.device, []).append(one)
-                elif parameter.grad is not None:
-                    self._update(parameter, group, index, divisor)
-                index += 1
-        for of_device in updates.values():
-            adamw.update(of_device, divisor)
-        return loss
+    def _by_kernel(self, weight: Tensor) -> bool:
+        form = adamw.COMPACT if weight.ndim >= 2 else adamw.PLAIN
+        return weight.is_contiguous() and adamw.takes(weight, form)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state like torch's, but moments keep their saved format.
@@ -158,13 +123,12 @@ class CompactAdamW(Optimizer):
                     value = value.to(parameter.device, copy=True)
                 self.state[parameter][name] = value
 
-    def _planned(self, parameter: Tensor, group: State, index: int) -> adamw.TensorUpdate:
-        """Returns the kernel's update of a parameter."""
-        state, copy, grad = self._next(parameter), self._copies.get(id(parameter)), parameter.grad
+    def _planned(self, weight: Tensor, group: State, index: int) -> adamw.TensorUpdate:
+        state, copy, grad = self._next(weight), self._copies.get(id(weight)), weight.grad
         assert grad is not None
         scales = (state["first_scale"], state["second_scale"]) if "first_scale" in state else None
         return adamw.TensorUpdate(
-            parameter.detach().view(-1),
+            weight.detach().view(-1),
             grad.contiguous().view(-1),
             state["first"],
             state["second"],
@@ -174,27 +138,27 @@ class CompactAdamW(Optimizer):
             adamw.dice_key(self.seed, index, state["step"]),
         )
 
-    def _update(self, parameter: Tensor, group: State, index: int, divisor: Tensor | None) -> None:
-        state, grad = self._next(parameter), parameter.grad
+    def _update(self, weight: Tensor, group: State, index: int, divisor: Tensor | None) -> None:
+        state, grad = self._next(weight), weight.grad
         assert grad is not None
-        dice = self._dice(parameter.device, index, state["step"])
-        contiguous = parameter.detach().contiguous()  # itself, but for a weight with odd strides
-        weights, grads = contiguous.view(-1), grad.contiguous().view(-1)
-        in_bf16 = weights.dtype is torch.bfloat16
-        chunk = CHUNK.get(parameter.device.type, CHUNK_ELSEWHERE)
-        for start in range(0, len(weights), chunk):
-            part = slice(start, min(start + chunk, len(weights)))
+        dice = self._dice(weight.device, index, state["step"])
+        contiguous = weight.detach().contiguous()  # itself, but for a weight with odd strides
+        flat, grads = contiguous.view(-1), grad.contiguous().view(-1)
+        in_bf16 = flat.dtype is torch.bfloat16
+        chunk = CHUNK.get(weight.device.type, CHUNK_ELSEWHERE)
+        for start in range(0, len(flat), chunk):
+            part = slice(start, min(start + chunk, len(flat)))
             first, second = _moments(state, part)
             gradient = grads[part].float() if divisor is None else grads[part].float() / divisor
-            moved = weights[part].float() if in_bf16 else weights[part]
+            moved = flat[part].float() if in_bf16 else flat[part]
             _adamw(moved, gradient, first, second, group, state["step"])
             _keep(state, part, first, second, dice)
             if in_bf16:
-                weights[part] = to_bf16(moved, noise(len(moved), dice))
-        if not parameter.is_contiguous():
-            parameter.copy_(contiguous)
-        if (copy := self._copies.get(id(parameter))) is not None:
-            copy.copy_(parameter)
+                flat[part] = to_bf16(moved, noise(len(moved), dice))
+        if not weight.is_contiguous():
+            weight.copy_(contiguous)
+        if (copy := self._copies.get(id(weight))) is not None:
+            copy.copy_(weight)
 
     def _next(self, parameter: Tensor) -> State:
         """A parameter's state in the step that it is about to take."""
@@ -226,11 +190,6 @@ class CompactAdamW(Optimizer):
             self._generators[device] = torch.Generator(device)
         mixed = (self.seed * 1_000_003 + index) * 0x9E3779B97F4A7C15 + step
         return self._generators[device].manual_seed(mixed % 2**63)
-
-
-def _by_kernel(parameter: Tensor) -> bool:
-    form = adamw.COMPACT if parameter.ndim >= 2 else adamw.PLAIN
-    return parameter.is_contiguous() and adamw.takes(parameter, form)
 
 
 def _adamw(

@@ -24,19 +24,13 @@ from torch.optim import Optimizer
 from hasten.parts.kernels import adamw, adamw_reference, rowwise
 
 
-class FusedAdamW(Optimizer):
-    """AdamW for float32 weights on a processor or a GPU; gradients in float32 or bf16.
+class KernelAdamW(Optimizer):
+    """AdamW with one kernel for all tensors that it takes, and a loop for each of the others."""
 
-    Args:
-        params: parameters or groups, as torch's optimizers take them.
-
-    Raises:
-        ValueError: a setting out of range.
-        RuntimeError: the kernels can't run where the parameters are (:func:`why_not`).
-    """
-
-    _step_supports_amp_scaling = True  # grad_scale divides the gradients, as in torch's fused ones
-    grad_scale: Tensor | None  # where it is set
+    grad_scale: Tensor | None  # gradients are divided by it, where it is set
+    # Of a weight, its group, its index among all: the kernel's update, and the loop's.
+    _planned: Callable[[Tensor, dict[str, Any], int], adamw.TensorUpdate]
+    _update: Callable[[Tensor, dict[str, Any], int, Tensor | None], None]
 
     def __init__(
         self,
@@ -53,9 +47,6 @@ class FusedAdamW(Optimizer):
             )
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
-        for device in {p.device for group in self.param_groups for p in group["params"]}:
-            if reason := why_not(device):
-                raise RuntimeError(reason)
         self._copies: dict[int, Tensor] = {}  # by id of the weight
 
     def write_copies(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
@@ -78,26 +69,55 @@ class FusedAdamW(Optimizer):
         divisor, skipped = told_by_scaler(self)
         if skipped:
             return loss
-        factor: float | None = None  # read where a loop on the processor needs it
         updates: dict[torch.device, list[adamw.TensorUpdate]] = {}
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is None:
-                    continue
-                one = self._planned(weight, group)
-                if adamw.takes(weight):
-                    updates.setdefault(weight.device, []).append(one)
-                elif weight.device.type != "cpu":  # whose kernel is refused
-                    adamw_reference.update(one, divisor)
-                else:
-                    if factor is None:
-                        factor = 1.0 if divisor is None else 1 / divisor.item()
-                    rowwise.adamw_(*one[:4], one.copy, (*one.rule, factor))
+        weights = [(weight, group) for group in self.param_groups for weight in group["params"]]
+        for index, (weight, group) in enumerate(weights):
+            if weight.grad is None:
+                continue
+            if self._by_kernel(weight):
+                one = self._planned(weight, group, index)
+                updates.setdefault(weight.device, []).append(one)
+            else:
+                self._update(weight, group, index, divisor)
         for of_device in updates.values():
             adamw.update(of_device, divisor)
         return loss
 
-    def _planned(self, weight: Tensor, group: dict[str, Any]) -> adamw.TensorUpdate:
+    def _by_kernel(self, weight: Tensor) -> bool:
+        return adamw.takes(weight)
+
+
+class FusedAdamW(KernelAdamW):
+    """AdamW for float32 weights on a processor or a GPU; gradients in float32 or bf16.
+
+    Args:
+        params: parameters or groups, as torch's optimizers take them.
+        settings: lr, betas, eps, weight_decay, as in torch.
+
+    Raises:
+        ValueError: a setting out of range.
+        RuntimeError: the kernels can't run where the parameters are (:func:`why_not`).
+    """
+
+    _step_supports_amp_scaling = True  # grad_scale divides the gradients, as in torch's fused ones
+
+    def __init__(self, params: Iterable[Any], **settings: Any) -> None:
+        super().__init__(params, **settings)
+        for device in {p.device for group in self.param_groups for p in group["params"]}:
+            if reason := why_not(device):
+                raise RuntimeError(reason)
+
+    def _update(
+        self, weight: Tensor, group: dict[str, Any], index: int, divisor: Tensor | None
+    ) -> None:
+        one = self._planned(weight, group, index)
+        if weight.device.type != "cpu":  # whose kernel is refused
+            adamw_reference.update(one, divisor)
+        else:
+            factor = 1.0 if divisor is None else 1 / divisor.item()
+            rowwise.adamw_(*one[:4], one.copy, (*one.rule, factor))
+
+    def _planned(self, weight: Tensor, group: dict[str, Any], index: int) -> adamw.TensorUpdate:
         if weight.dtype != torch.float32 or why_not(weight.device):
             raise ValueError(
                 f"fused AdamW moves float32 weights on a processor or an NVIDIA GPU, not "
