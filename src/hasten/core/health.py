@@ -227,7 +227,7 @@ def _gathered(session: Session, numbers: Sequence[int]) -> list[list[int]]:
     """The numbers of every rank, through a sum in which each has places of its own."""
     mask = (1 << PIECE_BITS) - 1
     pieces = [[value >> (PIECE_BITS * p) & mask for p in range(PIECES)] for value in numbers]
-    rows = rank_rows(session.setup.layout, session.setup.context.world.rank, pieces)
+    rows = rank_rows(session.setup.layout, session.setup.context.world, pieces)
     return [
         [sum(int(part) << (PIECE_BITS * p) for p, part in enumerate(v)) for v in row]
         for row in rows.tolist()

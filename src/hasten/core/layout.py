@@ -19,6 +19,7 @@ from hasten.core.timing import BACKWARD
 
 if TYPE_CHECKING:
     from hasten.core.setup import Communication
+    from hasten.machine.environment import World
 
 
 class Layout(Protocol):
@@ -171,15 +172,15 @@ class OneProcess(Layout):
         return values
 
 
-def rank_rows(layout: Layout, rank: int, numbers: Any) -> Tensor:
+def rank_rows(layout: Layout, world: World, numbers: Any) -> Tensor:
     """Each rank's numbers as a row in float64, by a sum in which each has a place of its own.
 
     All ranks call it.
     """
     local_numbers = torch.as_tensor(numbers, dtype=torch.float64)
-    rows = torch.zeros(layout.size, *local_numbers.shape, dtype=torch.float64)
-    rows[rank] = local_numbers
-    return layout.all_reduce_world(rows)
+    rows = torch.zeros(world.size, *local_numbers.shape, dtype=torch.float64)
+    rows[world.rank] = local_numbers
+    return layout.all_reduce_world(rows.flatten()).reshape(rows.shape)
 
 
 def gradients_of(parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -170,7 +170,7 @@ def _level(setup: Setup, local: tuple[MicroBatch, ...]) -> tuple[MicroBatch, ...
 
 def most_on_a_rank(setup: Setup, count: int) -> int:
     """Returns the largest count of any rank; every rank calls it with its own."""
-    return int(rank_rows(setup.layout, setup.context.world.rank, count).max())
+    return int(rank_rows(setup.layout, setup.context.world, count).max())
 
 
 def step_outside(session: Session) -> tuple[MicroBatch, ...] | None:

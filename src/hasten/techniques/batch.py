@@ -317,8 +317,8 @@ class AdaptiveCut:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns every rank's measured memory limits; all ranks call it together."""
-        room, rank = self.room, self.setup.context.world.rank
-        rows = rank_rows(self.setup.layout, rank, [room.size, room.good, room.ceiling])
+        room, world = self.room, self.setup.context.world
+        rows = rank_rows(self.setup.layout, world, [room.size, room.good, room.ceiling])
         rooms = [[int(v) for v in row] for row in rows.tolist()]
         return {"rooms": rooms, "epoch": self._epoch, "joined": list(self.joined)}
 
