@@ -61,7 +61,10 @@ class Case:
     def job(self, **changes: Any) -> Job:
         """A step of five examples, one of two; the gradient's norm is above the limit."""
         given = {"stop": Stop(steps=2), "max_grad_norm": 0.05, **changes}
-        data = examples(7) if self.data is None else self.data()
+        data = examples(7)
+        if self.data is not None:
+            data = self.data()
+            given["eval_data"] = data[:5]
         return language_job(self.build, data=data, batch=5, **given)
 
     def session(self, world: World, **changes: Any) -> Session:

@@ -91,7 +91,7 @@ def crowded() -> nn.Module:
     model: Any = AutoModelForCausalLM.from_config(config)
     model.set_attn_implementation("sdpa")
     for router in routers(model):
-        router.e_score_correction_bias[:2] = 0.5
+        router.e_score_correction_bias[:2] = 0.25
     built: nn.Module = model
     return built
 
@@ -107,7 +107,7 @@ def v3(*techniques: Technique, **changes: Any) -> Session:
 
 def test_a_crowded_model_becomes_balanced_and_without_it_stays_crowded() -> None:
     def ratios(technique: BalancedRouting) -> list[float]:
-        job = language_job(crowded, steps=40, lr=1e-3)
+        job = language_job(crowded, steps=20, lr=1e-3)
         return [m.expert_load_ratio or 0.0 for m in run(session_of(job, technique))]
 
     with_it, without = ratios(FAST), ratios(BalancedRouting(speed=0.0, sequence_loss=0.0))
