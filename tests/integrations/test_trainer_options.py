@@ -334,7 +334,7 @@ LONG = {
     *("sgd", "adagrad", "rmsprop", "adamw_torch_fused", "cosine", "cosine to a least rate"),
     *("constant", "weight decay", "dropped last", "an epoch", "another seed of the data"),
     *("tokens and padding counted", "plateau", "float64", "copies", "adafactor"),
-    *("padding to a multiple", "built by the trainer", "grouped by length", "best model"),
+    *("padding to a multiple", "built by the trainer"),
 }
 
 

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from hasten.core.context import JobContext
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
-from hasten.parts.data.collate import IGNORED, TokenizedExample, tokenized_example
+from hasten.parts.data.collate import IGNORED
 from hasten.parts.distributed.vocabulary_parallel import VocabularyParallelHead
 from hasten.parts.nn import losses
 from hasten.parts.nn.losses import LossTerms, whole_cross_entropy
@@ -33,8 +32,8 @@ from hasten.techniques.layout.hybrid import Hybrid
 from hasten.techniques.layout.tensor import TensorParallel
 from hasten.techniques.loss import LabelledTokenLoss
 from ranks import on_ranks
-from techniques.sharded_rank_jobs import Case, check_same, outcome
-from tiny import COMMON, VOCABULARY, compiled_in, job_context, tiny_model
+from techniques.sharded_rank_jobs import Case, check_same, even_examples, outcome
+from tiny import COMMON, compiled_in, job_context, tiny_model
 
 ONE, TWO = GradientAccumulation(micro_batch_size=1), GradientAccumulation(micro_batch_size=2)
 LABELS = LabelledTokenLoss(chunk=16)
@@ -64,19 +63,6 @@ def dropping() -> nn.Module:
 def mlps_alone() -> nn.Module:
     """A model of which only these are compiled."""
     return compiled_in("mlp", tiny_model(dtype=torch.float64))
-
-
-def even_examples(count: int = 7) -> list[TokenizedExample]:
-    """One even length, which is not padded: each dropout mask has one process's shape.
-
-    Trained tokens are uneven. Each further shape of a batch is worked out by DTensor, for a
-    fifth of a second.
-    """
-    draw = np.random.default_rng(0)
-    return [
-        tokenized_example(draw.integers(3, VOCABULARY, 12), np.arange(12) > draw.integers(11))
-        for _ in range(count)
-    ]
 
 
 SINGLE = torch.float32
