@@ -37,7 +37,7 @@ BOUND = 1.5e-2
 DWEIGHTS = 2  # the number of the routing weights' gradient among the results
 ROUNDING = {torch.float32: 2e-6, BF16: 2**-8, torch.float16: 2**-11}
 dtypes = pytest.mark.parametrize("dtype", ROUNDING, ids=str)
-few = settings(max_examples=5)
+few = settings(max_examples=8)
 
 
 @pytest.fixture(autouse=True)

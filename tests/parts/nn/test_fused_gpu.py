@@ -41,7 +41,7 @@ needs_triton_at_all = pytest.mark.skipif(
 )
 CAPABILITIES = ("80", "86", "89", "90", "100", "120")
 dtypes = pytest.mark.parametrize("dtype", ROUNDING, ids=str)
-few = settings(max_examples=5)
+few = settings(max_examples=8)
 
 
 @pytest.fixture(autouse=True)
