@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from interpreted_triton import replace_once_a_launch
+from interpreted_triton import describe_types_once, replace_once_a_launch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -25,6 +25,7 @@ def _why_no_triton() -> str:
 NO_TRITON = _why_no_triton()
 if DEVICE == "cpu" and not NO_TRITON:
     replace_once_a_launch()
+    describe_types_once()
 needs_triton = pytest.mark.skipif(bool(NO_TRITON), reason=NO_TRITON)
 on_gpu = [pytest.mark.gpu] if DEVICE == "cuda" else []
 

@@ -44,7 +44,7 @@ COMMUNICATIONS: dict[str, Technique] = {
 }
 ON_FOUR = ("int4", "topk", "powersgd", "hierarchical", "stream")
 APART = ("local_steps", "stream")  # weights travel, each rank has its own steps
-SPOILT = 4  # the pass of the last rank whose gradient is infinite
+SPOILT = 3  # the pass of the last rank whose gradient is infinite
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Case:
     beside: tuple[Technique, ...] = ()
     architecture: str = "llama"
     model: Callable[[str], nn.Module] = tiny_model
-    steps: int = 5
+    steps: int = 4
     spoilt: bool = False
 
 
@@ -73,7 +73,7 @@ CASES = {
 # Every communication takes the first, and on two ranks some of the others: each of those meets a
 # communication with a memory and one without. The rest of the product is run by `make test-long`.
 USUAL = {
-    "half": ("infinite", "plain", "bf16", "experts", "overflow"),
+    "half": ("infinite", "bf16", "experts"),
     "int8": ("infinite", "accumulated"),
     "int4": ("infinite", "experts"),
     "topk": ("infinite", "lora", "overflow"),
@@ -156,8 +156,8 @@ def weights(found: Session) -> list[float]:
 
 
 def resumed(world: World, communication: Technique) -> dict[str, Any]:
-    """Ended after three of five steps and gone on with in a fresh session from what rank 0 wrote:
-    what each rank remembered, and the steps that were left, beside a run that never ended."""
+    """Ended after three of four steps and gone on with in a fresh session from what rank 0 wrote:
+    what each rank remembered, and the step that was left, beside a run that never ended."""
     whole = [m.loss for m in run(session(world, communication, Case()))]
     first = session(world, communication, Case(), steps=3)
     run(first)

@@ -291,7 +291,7 @@ def test_it_proves_its_fidelity_and_its_effect_and_names_stay(
     if technique.fidelity is Fidelity.ROUNDING and not is_optimizer:
         size = {"steps": 1, "optimizer": GradientOnly, "max_grad_norm": None}
     elif technique.fidelity is not Fidelity.EXACT:
-        size = {"steps": 6 if is_optimizer else 12, **size}
+        size = {"steps": 6, **size}
     plan = (technique, *ON_TOP_OF.get(type(technique), ()))
     with_it = job(architecture, **size)
     session = session_of(with_it, *plan, architecture=architecture, folder=tmp_path)

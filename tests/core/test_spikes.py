@@ -122,7 +122,7 @@ def test_what_the_policy_remembers_is_resumed(tmp_path: Path) -> None:
 
 
 def test_an_ordinary_noisy_loss_that_falls_is_no_spike() -> None:
-    for seed in range(20):
+    for seed in range(8):
         draw, watch = np.random.default_rng(seed), SpikeWatch(SpikePolicy())
         for step in range(2000):
             loss = 2 + 8 * np.exp(-step / 300) + draw.normal(0, 0.3)

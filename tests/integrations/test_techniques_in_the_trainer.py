@@ -34,7 +34,7 @@ from hasten.techniques.sampler import LengthGrouped, PackedEpoch
 from hasten.techniques.threads import Threads
 from tiny import SILENT, examples, language_job, run, session_of, tiny_model
 
-STEPS, BATCH, RATE, SEED = 6, 8, 1e-2, 3
+STEPS, BATCH, RATE, SEED = 4, 8, 1e-2, 3  # three steps are an epoch
 DATA = examples(24)
 GROUPED = LengthGrouped(window=64)
 compiles = pytest.mark.skipif(rowwise.library().library is None, reason="needs a compiler")
@@ -106,9 +106,9 @@ def losses_of(trainer: Trainer) -> list[float]:
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
-def own_losses(*plan: Technique, architecture: str = "llama") -> list[float]:
+def own_losses(*plan: Technique, architecture: str = "llama", steps: int = STEPS) -> list[float]:
     job = language_job(
-        lambda: tiny_model(architecture), data=DATA, steps=STEPS, batch=BATCH, lr=RATE
+        lambda: tiny_model(architecture), data=DATA, steps=steps, batch=BATCH, lr=RATE
     )
     return [m.loss for m in run(session_of(job, *plan, architecture=architecture))]
 

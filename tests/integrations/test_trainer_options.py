@@ -29,7 +29,7 @@ from hasten.integrations.transformers import _needs_rows
 from technique_counts import TechniqueCounts, counted
 from tiny import SILENT, VOCABULARY, examples, tiny_config, tiny_model
 
-STEPS, BATCH = 3, 4
+STEPS, BATCH = 2, 4
 PACKING = frozenset({"packed", "document_attention", "labelled_token_loss"})
 LOSS = frozenset({"labelled_token_loss"})
 EXAMPLES = [
@@ -297,7 +297,7 @@ CASES: dict[str, Case] = {
         },
         EVALUATED,
     ),
-    "resumed": Case({"save_strategy": "steps", "save_steps": 2}, resumed=True),
+    "resumed": Case({"save_strategy": "steps", "save_steps": 2, "max_steps": 3}, resumed=True),
     "tied head": Case(change=tied),
     "frozen layers": Case(change=frozen),
     "lora": Case(change=with_lora),

@@ -40,6 +40,7 @@ def trained(
         folder,
         per_device_train_batch_size=BATCH // 2,
         ddp_backend="gloo",
+        max_steps=6,
         save_strategy="steps",
         save_steps=4,
     )

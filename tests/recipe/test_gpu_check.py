@@ -6,7 +6,6 @@ place, so that their references are known to be right.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import sys
@@ -32,6 +31,7 @@ from interpreted_triton import round_as_a_gpu
 from ranks import on_ranks
 from sample_data import small
 from tiny import job_context, language_job
+from triton_marks import needs_triton
 
 KERNELS = {kernel.key: kernel for kernel in registry.gpu_kernels()}
 SMALL = Sizes(hidden=40, between=56, heads=4, groups=2, head=16, lengths=(2, 3))
@@ -42,9 +42,6 @@ FAULTS = {
     "hangs": "it hadn't ended after 2 s",
     "takes its process along": r"its process ended \(exit code -6: an illegal memory access",
 }
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton isn't installed"
-)
 
 
 @pytest.fixture(autouse=True)

@@ -35,7 +35,7 @@ APART = Stream(fragments=2)
 
 def job(architecture: str = "llama", **changes: Any) -> Job:
     """Nine examples in fours: the last step of an epoch has one, fewer than there are ranks."""
-    settings = {"data": examples(9), "batch": 4, "stop": Stop(epochs=3), "lr": 3e-3}
+    settings = {"data": examples(9), "batch": 4, "stop": Stop(epochs=2), "lr": 3e-3}
     return language_job(lambda: tiny_model(architecture), **{**settings, **changes})
 
 
@@ -110,7 +110,7 @@ def _accompanied(world: World, names: Iterable[str]) -> dict[str, Any]:
     for name in names:
         architecture, others = COMPANY[name]
         for communication in (APART, LocalSteps(every=2, outer="nesterov")):
-            made = job(architecture, stop=Stop(epochs=4))
+            made = job(architecture)
             session = session_on(world, made, communication, *others, architecture=architecture)
             steps = list(training(session))
             apart = float(weights(session).sum())

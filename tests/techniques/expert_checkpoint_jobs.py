@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hasten.core.job import Stop
-from hasten.core.loop import evaluate
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
@@ -62,7 +61,7 @@ def session_on(
 
 
 def trained(session: Session) -> dict[str, Any]:
-    losses = [m.loss for m in training(session)] + [evaluate(session).eval_loss]
+    losses = [m.loss for m in training(session)]
     session.finish()
     with session.setup.layout.gather(session.model) as whole:
         weights = {n: p.detach().clone() for n, p in session.model.named_parameters() if whole}
@@ -119,7 +118,7 @@ def beside(here: dict[str, Any], straight: dict[str, Any] | None) -> dict[str, A
         return {}
     losses = zip(here["losses"], straight["losses"][FIRST:], strict=True)
     return {
-        "steps": len(here["losses"]) - 1,
+        "steps": len(here["losses"]),
         "weights": apart(here["weights"], straight["weights"]),
         "losses": max(abs(a - b) for a, b in losses),
         "biases": here["biases"] == straight["biases"],

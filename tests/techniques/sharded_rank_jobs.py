@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -23,7 +24,7 @@ from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
-from hasten.parts.data.collate import TokenizedExample
+from hasten.parts.data.collate import TokenizedExample, tokenized_example
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.average import WeightAverage
@@ -34,7 +35,20 @@ from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import FusedAdamW, Muon
 from hasten.techniques.precision import BF16MasterWeights
-from tiny import examples, job_context, language_job, tiny_config, tiny_model
+from tiny import VOCABULARY, examples, job_context, language_job, tiny_config, tiny_model
+
+
+def even_examples(count: int = 7) -> list[TokenizedExample]:
+    """One even length, which is not padded: each dropout mask has one process's shape.
+
+    Trained tokens are uneven. Each further shape of a batch is worked out by DTensor, for a
+    fifth of a second.
+    """
+    draw = np.random.default_rng(0)
+    return [
+        tokenized_example(draw.integers(3, VOCABULARY, 12), np.arange(12) > draw.integers(11))
+        for _ in range(count)
+    ]
 
 
 @dataclass(frozen=True)
@@ -61,7 +75,10 @@ class Case:
     def job(self, **changes: Any) -> Job:
         """A step of five examples, one of two; the gradient's norm is above the limit."""
         given = {"stop": Stop(steps=2), "max_grad_norm": 0.05, **changes}
-        data = examples(7) if self.data is None else self.data()
+        data = examples(7)
+        if self.data is not None:
+            data = self.data()
+            given["eval_data"] = data[:5]
         return language_job(self.build, data=data, batch=5, **given)
 
     def session(self, world: World, **changes: Any) -> Session:

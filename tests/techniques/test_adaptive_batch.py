@@ -112,7 +112,7 @@ def _session(world: World, place: str, *techniques: Technique) -> Session:
 
     masters = any(isinstance(t, BF16MasterWeights) for t in techniques)
     dtype = torch.float32 if masters else torch.float64
-    job = language_job(lambda: tiny_model(dtype=dtype), data=examples(24), steps=5, batch=8)
+    job = language_job(lambda: tiny_model(dtype=dtype), data=examples(24), steps=4, batch=8)
     job = replace(job, loss=Memory)
     if "last" in place:
         techniques = tuple(
@@ -154,7 +154,7 @@ def _much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trained(small: bool, *techniques: Any, dtype: Any = torch.float64) -> tuple[Session, list[Any]]:
-    job = language_job(lambda: tiny_model(dtype=dtype), data=examples(24), steps=9, batch=12)
+    job = language_job(lambda: tiny_model(dtype=dtype), data=examples(24), steps=6, batch=12)
     if small:
         job = replace(job, loss=SmallMemory)
     session = session_of(job, *techniques)
@@ -175,7 +175,7 @@ def test_losses_and_weights_are_those_of_the_step_in_one_piece(more: Any) -> Non
     assert 0 < failures <= 5
     proof = AdaptiveBatch().check_effect(session)
     assert proof.effective
-    assert "9 steps" in proof.evidence
+    assert "6 steps" in proof.evidence
 
 
 def test_gradients_of_a_failed_attempt_do_not_reach_the_masters() -> None:

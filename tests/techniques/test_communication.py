@@ -36,7 +36,7 @@ INT8 = Quantised(minimum=0, check_every=1)
 
 
 def session(
-    world: World, *techniques: Technique, architecture: str = "llama", steps: int = 6
+    world: World, *techniques: Technique, architecture: str = "llama", steps: int = 5
 ) -> Session:
     job = language_job(lambda: tiny_model(architecture), data=examples(16), steps=steps)
     context = job_context(job, architecture, world)

@@ -41,7 +41,7 @@ def session(
     *techniques: Technique,
     layout: Technique | None = None,
     architecture: str = "llama",
-    steps: int = 5,
+    steps: int = 4,
 ) -> Session:
     job = language_job(lambda: tiny_model(architecture), data=examples(16), steps=steps)
     plan = Plan((layout or FSDP2(), *techniques))
@@ -100,7 +100,7 @@ def runs(world: World) -> dict[str, Any]:
 def resumed(
     world: World, communication: Technique, before: Technique, after: Technique
 ) -> dict[str, Any]:
-    """Saved after 3 of 5 steps under one layout, read back by a fresh session under another."""
+    """Saved after 3 of 4 steps under one layout, read back by a fresh session under another."""
     whole = [m.loss for m in run(session(world, communication, layout=after))]
     first = session(world, communication, layout=before, steps=3)
     run(first)
@@ -159,13 +159,13 @@ def merged(world: World) -> dict[str, Any]:
 
 
 def overflow(world: World) -> dict[str, Any]:
-    """A gradient that is infinite on rank 1 in the fourth step."""
+    """A gradient that is infinite on rank 1 in the third step."""
     found, passes = session(world, INT8), []
     model: Any = found.model
 
     def spoil(grad: Tensor) -> Tensor:
         passes.append(0)
-        return grad * torch.inf if len(passes) == 4 and world.rank == 1 else grad
+        return grad * torch.inf if len(passes) == 3 and world.rank == 1 else grad
 
     def watch(module: nn.Module, given: Any, output: Tensor) -> None:
         if output.requires_grad:

@@ -34,6 +34,7 @@ from techniques.expert_checkpoint_jobs import (
     shared_folder,
     trained,
 )
+from techniques.sharded_rank_jobs import even_examples
 from tiny import examples, job_context, language_job, tiny_model
 
 Case = tuple[str, tuple[Technique, ...], Technique]  # model, plan, layout
@@ -62,8 +63,9 @@ def session_on(
     steps: int,
     folder: Path | None,
 ) -> Session:
+    data = even_examples(24) if isinstance(layout, TensorParallel) else examples(24)
     job = language_job(
-        lambda: built(architecture), data=examples(24), batch=4, stop=Stop(steps=steps), lr=1e-3
+        lambda: built(architecture), data=data, batch=4, stop=Stop(steps=steps), lr=1e-3
     )
     kept = () if folder is None else (Checkpoints(interval=FIRST),)
     own = (layout,) if world.size > 1 else ()

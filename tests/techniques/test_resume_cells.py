@@ -38,9 +38,9 @@ from hasten.techniques.sampler import LengthGrouped, PackedEpoch
 from ranks import on_ranks
 from tiny import VOCABULARY, job_context, language_job
 
-COUNT, EPOCHS, STEP_RECORDS, STEP_TOKENS = 16, 2, 4, 90
+COUNT, EPOCHS, STEP_RECORDS, STEP_TOKENS = 12, 2, 4, 90
 NAMES, WORDS = range(3, 3 + COUNT), 30  # names, and the first token that is none
-AT = 5  # steps that are saved: into the second epoch; one more is done and lost
+AT = 4  # steps that are saved: into the second epoch; one more is done and lost
 SAMPLERS: dict[str, tuple[Technique, ...]] = {
     "shuffled": (),
     "token budget": (),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -91,7 +92,7 @@ def crowded() -> nn.Module:
     model: Any = AutoModelForCausalLM.from_config(config)
     model.set_attn_implementation("sdpa")
     for router in routers(model):
-        router.e_score_correction_bias[:2] = 0.5
+        router.e_score_correction_bias[:2] = 0.25
     built: nn.Module = model
     return built
 
@@ -107,13 +108,15 @@ def v3(*techniques: Technique, **changes: Any) -> Session:
 
 def test_a_crowded_model_becomes_balanced_and_without_it_stays_crowded() -> None:
     def ratios(technique: BalancedRouting) -> list[float]:
-        job = language_job(crowded, steps=40, lr=1e-3)
+        job = language_job(crowded, steps=20, lr=1e-3)
         return [m.expert_load_ratio or 0.0 for m in run(session_of(job, technique))]
 
-    with_it, without = ratios(FAST), ratios(BalancedRouting(speed=0.0, sequence_loss=0.0))
+    with_it, without = (
+        ratios(BalancedRouting(speed=speed, sequence_loss=0.0)) for speed in (0.01, 0.0)
+    )
     assert with_it[0] == without[0] == pytest.approx(4.0)
     assert min(without) == pytest.approx(4.0, rel=0.05)
-    assert max(with_it[-5:]) < 2.0
+    assert mean(with_it[-5:]) < 2.0
 
 
 def leaning() -> nn.Module:

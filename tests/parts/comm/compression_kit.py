@@ -14,7 +14,7 @@ from hasten.machine.environment import World
 from hasten.parts.comm.gradient_compressor import GradientCompressor
 
 METHODS = ("none", "half", "bf16", "int8", "int4", "topk", "powersgd")
-LEARNT = "none", "int8", "int4", "topk", "powersgd"
+LEARNT = ("none", "int4", "topk", "powersgd")  # int8 has the code of int4
 WIDE = 40
 
 

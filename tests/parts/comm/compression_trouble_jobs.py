@@ -127,9 +127,9 @@ def _scaled(method: str, world: World) -> dict[str, float]:
 def _formats(method: str, world: World, dtype: torch.dtype) -> dict[str, Any]:
     ddp, c = replicas(Small().to(dtype), find_unused_parameters=True), compressor(method)
     c.attach(ddp)
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
     losses = []
-    for step in range(16):
+    for step in range(8):
         x = inputs(world.rank, step % 2)
         loss = (ddp(x.to(dtype)).float() - target(x)).square().mean()
         loss.backward()
@@ -190,9 +190,9 @@ def _frozen(world: World) -> dict[str, Any]:
 def _by_hand(method: str, world: World) -> dict[str, Any]:
     """The articles' loop: each gradient is compressed by hand, then all are averaged."""
     model, c = Small(), compressor(method)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     dist_error, losses = 0.0, []
-    for step in range(12):
+    for step in range(8):
         loss = loss_of(model, inputs(world.rank, step % 2))
         loss.backward()
         for p in model.parameters():

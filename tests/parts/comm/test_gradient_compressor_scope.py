@@ -15,8 +15,6 @@ from hasten.machine.environment import World
 from hasten.parts.comm import exchange
 from hasten.parts.comm.weight_methods import PATIENCE
 from parts.comm.compression_kit import (
-    LEARNT,
-    METHODS,
     Small,
     averaged,
     compressor,
@@ -30,12 +28,16 @@ from parts.comm.compression_kit import (
 from parts.comm.compression_trouble_jobs import infinite, resumed
 from ranks import on_ranks
 
+# bf16 and int8 differ from two of these in the format alone.
+REMEMBERING = ("int4", "topk", "powersgd")
+SCOPED = ("none", "half", *REMEMBERING)
+
 
 def between_hosts(world: World) -> dict[str, Any]:
     """Two hosts of two ranks, dealt: ranks 0 and 2 share one."""
     exchange.host_name = lambda: f"host-{world.rank % 2}"
     return {
-        "methods": {m: _scoped(m, world) for m in METHODS},
+        "methods": {m: _scoped(m, world) for m in SCOPED},
         "loop": _loop(world),
         "infinite": infinite("int4", world, scope="hosts"),
         "resumed": resumed("int4", world, scope="hosts"),
@@ -172,23 +174,23 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return on_ranks(whole_models, tmp_path_factory.mktemp("two"))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", SCOPED)
 def test_all_ranks_get_the_same_bits_and_nothing_is_lost(four: list[Any], method: str) -> None:
-    bounds = {"half": 1e-3, "bf16": 5e-3, "powersgd": 5e-3}  # no memory, or sums in bf16
+    bounds = {"half": 1e-3, "powersgd": 5e-3}  # no memory, or sums in bf16
     for rank in four:
         seen = rank["methods"][method]
         assert seen["same"]
         assert seen["error"] < bounds.get(method, 1e-6)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", SCOPED)
 def test_a_host_sends_what_one_rank_of_two_would(four: list[Any], method: str) -> None:
     for rank in four:
         assert rank["methods"][method]["sent"] == rank["methods"][method]["predicted"]
 
 
 def test_memory_lies_once_on_each_host(four: list[Any]) -> None:
-    for method in LEARNT[1:]:
+    for method in REMEMBERING:
         names = [set(rank["methods"][method]["remembers"]) for rank in four]
         assert not names[0] & names[2]
         assert not names[1] & names[3]

@@ -22,6 +22,7 @@ from hasten.techniques.communication.compressed import members
 from ranks import on_ranks
 
 METHODS = ("half", "bf16", "int8", "int4", "topk")
+BETWEEN_COPIES = ("half", "int4", "topk")  # a format, a code of numbers, a choice of numbers
 STEPS, PASSES, DENSE, GIVEN_UP = 6, 2, 1, 3
 
 
@@ -130,7 +131,7 @@ def parts_on_two(world: World) -> dict[str, Any]:
 
 
 def parts_on_four(world: World) -> dict[str, Any]:
-    return {method: sums(world, MeshSizes(dp=2, shard=2), method) for method in METHODS}
+    return {method: sums(world, MeshSizes(dp=2, shard=2), method) for method in BETWEEN_COPIES}
 
 
 CPU = torch.device("cpu")
@@ -159,7 +160,7 @@ def test_what_was_given_is_applied_or_remembered(two: list[Any], method: str) ->
         assert not [name for name in found["remembers"] if "frozen" in name]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", BETWEEN_COPIES)
 def test_between_copies_too(four: list[Any], method: str) -> None:
     for rank in four:
         found = rank[method]
@@ -174,7 +175,7 @@ def test_bytes_are_foretold_exactly(two: list[Any], four: list[Any], method: str
         found = rank[method]
         full = DENSE * PASSES * 4 * found["numbers"]  # to the one other rank
         assert found["sent"] == full + (STEPS - DENSE) * PASSES * found["predicted"]
-    for rank in four:  # an all-reduce in a ring of two sends as many bytes as there are
+    for rank in four * (method in BETWEEN_COPIES):  # a ring of two sends as many bytes as there are
         found = rank[method]
         full = DENSE * 4 * found["numbers"]
         assert found["sent"] == full + (STEPS - DENSE) * found["predicted"]

@@ -74,7 +74,7 @@ def test_a_product_is_right_in_every_orientation(
 @pytest.mark.parametrize("to", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "size",
-    [(1, 1, 1), (33, 17, 65), (40, 50, 700), (70, 400, 5000)],  # the last in pieces of the sum
+    [(1, 1, 1), (33, 17, 65), (40, 50, 700), (70, 140, 5000)],  # the last in pieces of the sum
     ids=str,
 )
 def test_a_product_is_written_or_added(

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -44,16 +44,20 @@ def documents(seed: int, bucket: int = 64) -> dict[str, Any]:
     return filled_rows(packed(examples(4, seed=seed, longest=12)), bucket)
 
 
-def pair_of_models(architecture: str) -> tuple[nn.Module, nn.Module]:
+def pair_of_models(architecture: str, part: str = "all") -> tuple[nn.Module, nn.Module]:
     plain = tiny_model(architecture)
     use_document_attention(plain)
+    if part != "all":
+        compiled_in(part, plain)
     compiled = copy.deepcopy(plain)
     return WholeLogitsLoss(plain), WholeLogitsLoss(compiled)
 
 
-def pair(architecture: str, **settings: Any) -> tuple[nn.Module, nn.Module, CompiledBlocks]:
-    """The same model twice, document by document; the second compiled."""
-    one, other = pair_of_models(architecture)
+def pair(
+    architecture: str, part: str = "all", **settings: Any
+) -> tuple[nn.Module, nn.Module, CompiledBlocks]:
+    """The same model twice, document by document; this part of the second's blocks compiled."""
+    one, other = pair_of_models(architecture, part)
     blocks = CompiledBlocks(**{"backend": "aot_eager", **settings})
     blocks(other)
     return one, other, blocks
@@ -66,38 +70,38 @@ def gradients(module: nn.Module, inputs: dict[str, Any]) -> Tensor:
     return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
 
 
-@pytest.mark.parametrize("architecture", ["llama", "deepseek_v3"])
-def test_gradients_are_those_of_the_plain_blocks_at_every_step(architecture: str) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "parts", "kinds"),
+    [
+        # Two norms, attention and MLP of two blocks: norm, attention before and after its kernel,
+        # MLP. The second block of the other models has an MLP of experts.
+        ("llama", 8, 4),
+        ("deepseek_v3", 8, 5),
+        pytest.param("deepseek_v2", 8, 5, marks=pytest.mark.long),
+    ],
+)
+def test_gradients_are_those_of_the_plain_blocks_and_each_kind_of_part_compiles_once(
+    architecture: str, parts: int, kinds: int
+) -> None:
+    """Other documents, an evaluation and blocks of the same kind compile nothing again."""
     plain, compiled, blocks = pair(architecture)
     for seed in range(3):
         inputs = documents(seed)
         torch.testing.assert_close(
             gradients(compiled, inputs), gradients(plain, inputs), rtol=1e-4, atol=1e-5
         )
-    assert blocks.passes == 3 * blocks.parts
+        assert graphs() == kinds
+    assert blocks.parts == parts
+    assert blocks.passes == 3 * parts
     assert blocks.eager_passes == 0
-
-
-@pytest.mark.parametrize("architecture", ["deepseek_v2"])
-def test_other_documents_compile_nothing_again(architecture: str) -> None:
-    _, compiled, _ = pair(architecture)
-    gradients(compiled, documents(0))
-    first = graphs()
-    assert first > 0
-    for seed in range(1, 6):
-        gradients(compiled, documents(seed))
-    assert graphs() == first
-
-
-def test_blocks_share_their_code() -> None:
-    _, compiled, blocks = pair("llama")
-    gradients(compiled, documents(0))
-    assert blocks.parts == 8  # two norms, attention and MLP of two blocks
-    assert graphs() == 4  # norm, attention before and after its kernel, MLP
+    rows = padded(examples(3, seed=5))
+    with torch.no_grad():
+        assert compiled(**rows)[0].item() == pytest.approx(plain(**rows)[0].item(), rel=1e-5)
+    assert graphs() == kinds
 
 
 def test_shapes_beyond_the_limit_run_as_they_are_and_are_counted() -> None:
-    plain, compiled, blocks = pair("llama", shapes=2)
+    plain, compiled, blocks = pair("llama", "mlp", shapes=2)
     for bucket in (64, 96, 128):
         inputs = documents(0, bucket)
         torch.testing.assert_close(
@@ -110,23 +114,14 @@ def test_shapes_beyond_the_limit_run_as_they_are_and_are_counted() -> None:
     assert graphs() == compiled_so_far
 
 
-def test_dynamic_lengths_are_one_shape() -> None:
-    _, compiled, blocks = pair("llama", dynamic=True)
+@pytest.mark.parametrize("part", ["mlp", pytest.param("all", marks=pytest.mark.long)])
+def test_dynamic_lengths_are_one_shape(part: str) -> None:
+    _, compiled, blocks = pair("llama", part, dynamic=True)
     gradients(compiled, documents(0, 64))
     first = graphs()
     gradients(compiled, documents(1, 96))
     assert graphs() == first
     assert blocks.eager_passes == 0
-
-
-def test_evaluation_neither_compiles_nor_sees_documents_of_a_training_pass() -> None:
-    plain, compiled, _ = pair("llama")
-    gradients(compiled, documents(0))
-    before = graphs()
-    rows = padded(examples(3, seed=5))
-    with torch.no_grad():
-        assert compiled(**rows)[0].item() == pytest.approx(plain(**rows)[0].item(), rel=1e-5)
-    assert graphs() == before
 
 
 def test_recomputed_blocks_run_their_compiled_parts_twice() -> None:
@@ -197,9 +192,7 @@ def test_inductor_computes_the_same_gradients(part: str) -> None:
     """One kind of part stands for all, which the other tests trace."""
     if " " in torch.__path__[0]:
         pytest.skip("inductor can't call the C++ compiler if torch's path has a space")
-    plain, compiled = pair_of_models("llama")
-    if part != "all":
-        compiled_in(part, cast(Any, compiled).model)
+    plain, compiled = pair_of_models("llama", part)
     blocks = CompiledBlocks(backend="inductor")
     blocks(compiled)
     assert blocks.parts == (8 if part == "all" else 2)
