@@ -32,9 +32,13 @@ class NotFiniteError(Exception):
 
 
 def pretend(arguments: Mapping[str, Any], serve: Serve) -> int:
+    return serve(lambda: job_of(arguments))
+
+
+def job_of(arguments: Mapping[str, Any]) -> Pretended:
     told = json.loads(Path(arguments["recipe"]).read_text())
     name = "+".join(entry["technique"] for entry in arguments["plan"]) or "baseline"
-    return serve(lambda: Pretended(name, told["variants"].get(name, {}), Path(told["log"])))
+    return Pretended(name, told["variants"].get(name, {}), Path(told["log"]))
 
 
 class Pretended:

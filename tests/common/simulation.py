@@ -1,4 +1,4 @@
-"""Experiments whose variants only pretend: real processes and pipes, made-up numbers."""
+"""Experiments whose variants only pretend: made-up numbers, from processes where these may fail."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import simulate_job
 from hasten.core.plan import Plan
 from hasten.measure.ablation import Design, Kind
 from hasten.measure.experiment import ExperimentContext, Measured, measure_variants
 from hasten.measure.record import ExperimentRecord
-from hasten.measure.workers import WorkerPool, WorkerSpec
+from hasten.measure.workers import Reply, WorkerPool, WorkerSpec
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
 from hasten.techniques.optimizer import FusedAdamW
@@ -38,6 +39,32 @@ NAMES = {
 }
 
 
+class Worker:
+    """In place of `hasten.measure.workers.Worker` and its process: replies at once."""
+
+    can_slice = False
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._job = simulate_job.job_of(spec.arguments)
+
+    def ready(self, timeout: float) -> Reply:
+        return self._job.ready()
+
+    def request(self, op: str, timeout: float, **arguments: Any) -> Reply:
+        return self._job.handle(op, arguments)
+
+    def close(self, kill: bool = False) -> None: ...
+
+
+class Workers:
+    """In place of a `WorkerPool`."""
+
+    on_cpu = True
+
+    def start(self, spec: WorkerSpec, name: str) -> Worker:
+        return Worker(spec)
+
+
 def pretend(
     folder: Path,
     design: Design,
@@ -53,7 +80,8 @@ def pretend(
 ) -> Measured:
     """Measure; ``variants`` says by name of the variant how it behaves.
 
-    Turns are whole ones unless ``slices`` are asked for: then it is known whose turn it is.
+    Turns are whole ones unless ``slices`` are asked for: then it is known whose turn it is. There
+    are processes where a variant fails, and for slices.
     """
     design = dataclasses.replace(design, slices=slices)
     told = {_name(plans or PLANS, name): how for name, how in (variants or {}).items()}
@@ -64,7 +92,9 @@ def pretend(
         given = {"recipe": str(recipe), "plan": (plans or PLANS)[name].to_list()}
         return WorkerSpec(JOB, given)
 
-    with WorkerPool(folder) as pool:
+    with WorkerPool(folder) as processes:
+        real = slices or any("fails" in how for how in told.values())
+        pool = processes if real else cast(WorkerPool, Workers())
         at = ExperimentContext(pool, spec, memory, 2, joules)
         return measure_variants(
             at, plans or PLANS, design, kinds=kinds or KINDS, record=record, **more

@@ -1,4 +1,4 @@
-"""Variants that take turns: real processes and pipes, and variants that only pretend to train."""
+"""Variants that take turns, and only pretend to train; those that may fail are processes."""
 
 from __future__ import annotations
 
