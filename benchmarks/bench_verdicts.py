@@ -144,8 +144,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--builds", type=int, default=2, help="of each variant in a real one")
     parser.add_argument("--spread", type=int, default=0, help="builds of copies of one program")
     parser.add_argument("--record", type=Path, help="where to write a recording")
-    modes = {"coverage": True, "draws": 3, "replays": 1}
-    if len(sys.argv) > 2:  # a mode of those that start processes
+    modes = {"coverage": True, "draws": 3}
+    if len(sys.argv) > 2:  # a mode of those that train
         modes = {"rounds": 6, "steps": 2}
     chosen = asked_of(parser, **modes, BUSY_ROUNDS=(8,), CALM_ROUNDS=(5,), CALM=(0.01,))
     if not (chosen.coverage or chosen.replays or chosen.real or chosen.record or chosen.spread):

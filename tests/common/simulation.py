@@ -61,6 +61,10 @@ class Workers:
 
     on_cpu = True
 
+    @classmethod
+    def of_pretenders(cls) -> WorkerPool:
+        return cast(WorkerPool, cls())
+
     def start(self, spec: WorkerSpec, name: str) -> Worker:
         return Worker(spec)
 
@@ -94,7 +98,7 @@ def pretend(
 
     with WorkerPool(folder) as processes:
         real = slices or any("fails" in how for how in told.values())
-        pool = processes if real else cast(WorkerPool, Workers())
+        pool = processes if real else Workers.of_pretenders()
         at = ExperimentContext(pool, spec, memory, 2, joules)
         return measure_variants(
             at, plans or PLANS, design, kinds=kinds or KINDS, record=record, **more

@@ -155,13 +155,18 @@ def chosen(
     ],
 )
 def test_planted_truths_are_told_apart_19_times_of_20(
-    sums: dict[str, Any], tmp_path: Path, noise: Any, monkeypatch: pytest.MonkeyPatch
+    sums: dict[str, Any], noise: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # With or without bf16 there are other rows, and so other draws of noise: one plan everywhere.
     monkeypatch.setattr("hasten.techniques.precision._slow_bf16", lambda facts: ())
-    right = dict.fromkeys(TRUTHS, 0)
+    recipe, right = recipe_from(dict(sums), "a test"), dict.fromkeys(TRUTHS, 0)
+    settings = recipe.auto_plan
+    assert settings is not None
+    subject = prepared(recipe.model_copy(update={"auto_plan": None}), SilentProgress())
     for seed in range(20):
-        found = chosen(sums, tmp_path, race(TRUTHS, noise(seed)), fresh=True, more=PLANTED).entries
+        monkeypatch.setattr(module, "measured", race(TRUTHS, noise(seed)))
+        search = module.PlanComparison(subject, settings, SilentProgress(), PLANTED)
+        found = search.run().entries
         right["sleeps"] += "sleeps" not in found
         right["does_nothing"] += "does_nothing" not in found
         right["gains"] += "gains" in found

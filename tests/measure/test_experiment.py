@@ -24,7 +24,7 @@ from hasten.report.speedup import ablate, greedy_recipe
 from hasten.techniques import CATALOGUE
 from hasten.techniques.collate import Packed
 from hasten.techniques.loss import LabelledTokenLoss
-from simulation import JOB, log
+from simulation import JOB, Workers, log
 from tiny import job_context, language_job
 
 DESIGN = Design(rounds=4, steps=1, warmup=1)
@@ -89,7 +89,7 @@ def recipe(sums: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rec
         return WorkerSpec(JOB, {"recipe": str(path), "plan": plan.to_list()})
 
     def table(pool: WorkerPool, spec: Any, ranks: int, meter: Any) -> ExperimentContext:
-        return ExperimentContext(pool, spec, 10_000, 2)
+        return ExperimentContext(Workers.of_pretenders(), spec, 10_000, 2)
 
     monkeypatch.setattr(recipe_experiment, "recipe_worker", worker)
     monkeypatch.setattr(recipe_experiment, "experiment_context", table)

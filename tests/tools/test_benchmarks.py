@@ -43,6 +43,7 @@ MORE = (
     "bench_plan.py own",
     "bench_step.py --loss --profile --variants hasten hf_best",
     "bench_verdicts.py --real 1",
+    "bench_verdicts.py --replays 1",
     "bench_verdicts.py --record speeds.json",
     "bench_verdicts.py --spread 2",
     "bench_communication.py loss",

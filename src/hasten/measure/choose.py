@@ -58,7 +58,7 @@ from hasten.recipe.candidates import (
     fitted_to_memory,
     with_document_attention,
 )
-from hasten.recipe.memory_check import largest_micro_batch
+from hasten.recipe.memory_check import largest_micro_batch, size_of
 from hasten.recipe.schema import AutoPlan, Recipe
 from hasten.recipe.suggest import entry_of
 from hasten.techniques.layout.ddp import DDP
@@ -143,6 +143,7 @@ class PlanComparison:
     ) -> None:
         self._subject, self._audience = subject, audience
         self._recipe, self._context = subject.recipe, subject.context
+        self._size = size_of(self._recipe, self._context)  # builds the model's modules
         self._began = time.monotonic()
         self._candidates = candidates(self._recipe, self._context, settings.fidelity, more)
         self._plain = Plan(t for t in subject.plan if t.slot is not Slot.CHECKPOINT)
@@ -266,7 +267,7 @@ class PlanComparison:
         return {name: neighbours[name] for name in sorted(fit, key=openness)}
 
     def _fits(self, plan: Plan) -> bool:
-        return fits_in_memory(plan, self._recipe, self._context, self._slots)
+        return fits_in_memory(plan, self._size, self._context, self._slots)
 
     def _compared(self, variants: Mapping[str, Plan], budget: float) -> Choice:
         """First every change by itself, then what they make together, and no technique at all."""

@@ -17,6 +17,7 @@ from hasten.core.context import JobContext
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Technique
+from hasten.models.memory import ModelSize
 from hasten.recipe.build import batch_of
 from hasten.recipe.memory_check import fitting_plan, needs_of, room_of, size_of
 from hasten.recipe.schema import AutoPlan, Recipe
@@ -130,9 +131,9 @@ def fitted_to_memory(
     plan: Plan, recipe: Recipe, context: JobContext, positions: int
 ) -> tuple[Plan, str]:
     """The plan, with what it takes to fit into memory, and why; as it is where nothing helps."""
-    if fits_in_memory(plan, recipe, context, positions):
-        return plan, ""
     size, room = size_of(recipe, context), room_of(context)
+    if fits_in_memory(plan, size, context, positions):
+        return plan, ""
     fuller, _, needed = fitting_plan(FOR_MEMORY, size, context, plan, positions, room)
     if needed > room:
         return plan, ""
@@ -140,9 +141,9 @@ def fitted_to_memory(
     return fuller, f"{added}: else memory would run out"
 
 
-def fits_in_memory(plan: Plan, recipe: Recipe, context: JobContext, positions: int) -> bool:
+def fits_in_memory(plan: Plan, size: ModelSize, context: JobContext, positions: int) -> bool:
     """Returns True if the predicted memory of the fullest rank is available."""
-    return needs_of(size_of(recipe, context), context, plan, positions).total <= room_of(context)
+    return needs_of(size, context, plan, positions).total <= room_of(context)
 
 
 def _judged(  # noqa: C901  # a clause for each reason
