@@ -43,7 +43,7 @@ LORA = {"finetuning_type": "lora", "lora_targets": "all-linear", "from_scratch":
 TOYS = {
     "full": {},
     "lora": LORA,
-    "deeper": {"layers": 3, "passes": 3},
+    "smaller": {"layers": 1, "passes": 1},
     "experts": {"config": TOY_EXPERTS, "plan": (*MASTERS, "experts_implementation")},
 }
 # Launches of a toy's step per layer and pass: bound, as they are today.
@@ -62,7 +62,7 @@ def traced(recipes: Mapping[str, Recipe]) -> dict[str, SimulatedTrace | InputErr
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SimulatedTrace | InputError]:
     folder = tmp_path_factory.mktemp("paper")
     recipes = {name: toy(folder / name, **keys) for name, keys in TOYS.items()}
-    recipes["ddp"] = LAYOUTS["ddp"].recipe(folder / "ddp", RANKS)
+    recipes["ddp"] = toy(folder / "ddp", nproc=RANKS, layers=1, passes=1, plan=["packed", "ddp"])
     recipes["refused"] = toy(folder / "refused", plan=[{"tensor_parallel": {"size": 2}}])
     return traced(recipes)
 
@@ -100,7 +100,7 @@ def test_a_step_of_one_rank_waits_no_more_often_than_it_may(
 def test_waits_do_not_grow_with_layers_passes_or_parameters(
     steps: dict[str, SimulatedTrace],
 ) -> None:
-    few, many = step(steps, "full"), step(steps, "deeper")
+    few, many = step(steps, "smaller"), step(steps, "full")
     assert (many.layers, many.passes) > (few.layers, few.passes)
     assert many.by_name("syncs") == few.by_name("syncs")
 
@@ -108,13 +108,12 @@ def test_waits_do_not_grow_with_layers_passes_or_parameters(
 def test_the_optimizer_launches_once_for_twenty_million_values(
     steps: dict[str, SimulatedTrace],
 ) -> None:
-    few, many = step(steps, "full"), step(steps, "deeper")
+    few, many = step(steps, "smaller"), step(steps, "full")
     few_launches = few.total("launches", "optimizer")
-    assert few_launches <= OPTIMIZER
     more_values = (many.total("between_steps") - few.total("between_steps")) / STATE_BYTES
     assert more_values > 0
     more = math.ceil(more_values / VALUES_A_LAUNCH)
-    assert many.total("launches", "optimizer") <= few_launches + more
+    assert many.total("launches", "optimizer") <= min(few_launches + more, OPTIMIZER)
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
