@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import random
 import shutil
@@ -119,6 +120,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                     item.add_marker(absent)
 
 
+def pytest_collection_finish() -> None:
+    shorten_runs()
+    # For each part of a test, pytest adds its handlers to the root logger and to all that don't
+    # propagate to it: torch has forty of them.
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
+            logger.propagate = True
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _nothing_old_is_searched() -> None:
     """Looking for garbage among all that is loaded takes half a second each time."""
@@ -126,51 +136,40 @@ def _nothing_old_is_searched() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _cold_start(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every process that a test with the mark ``cold`` starts is a fresh interpreter."""
-    with warm.cold() if request.node.get_closest_marker("cold") else contextlib.nullcontext():
+def _alike(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No test depends on one before it; in one fixture, since each costs every test its share.
+
+    What a test draws without a seed is the same, and torch has one thread. Every process that a
+    test with the mark ``cold`` starts is a fresh interpreter. A run that left ignores the signals
+    that asked it to, for a process that ends with it.
+    """
+    random.seed(1)
+    np.random.seed(1)
+    torch.default_generator.manual_seed(1)
+    torch.set_num_threads(1)
+    is_cold = request.node.get_closest_marker("cold")
+    with warm.cold() if is_cold else contextlib.nullcontext():
         yield
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
 
 
-@pytest.fixture(autouse=True)
-def _short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def shorten_runs() -> None:
     """What each training would repeat for seconds."""
     if HAS_RECIPES:
         # All of Python's own modules take 5 s.
-        monkeypatch.setattr(read_conversations, "stdlib_corpus", sample_data.some_modules)
+        read_conversations.stdlib_corpus = sample_data.some_modules
         # Half of a short training is the sample of 60 tokens at its end.
-        monkeypatch.setattr(sample, "ANSWER_TOKENS", warm.ANSWER_TOKENS)
+        sample.ANSWER_TOKENS = warm.ANSWER_TOKENS
     # What kernels gain here is no test's business: a measurement takes four seconds.
-    monkeypatch.setattr(registry, "figures_here", lambda device="cpu", fresh=False: FIGURES)
+    registry.figures_here = lambda device="cpu", fresh=False: FIGURES
 
 
 @pytest.fixture
 def published_presets() -> Iterator[None]:
     with narrow_presets.as_published():
         yield
-
-
-@pytest.fixture(autouse=True)
-def _same_draws() -> None:
-    """What a test draws without a seed depends on no test before it."""
-    random.seed(1)
-    np.random.seed(1)
-    torch.default_generator.manual_seed(1)
-
-
-@pytest.fixture(autouse=True)
-def _signals_end_a_process() -> Iterator[None]:
-    """A run that left ignores the signals that asked it to, for a process that ends with it."""
-    yield
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    """Whatever a test before this one did to it."""
-    torch.set_num_threads(1)
 
 
 @pytest.fixture

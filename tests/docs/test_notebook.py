@@ -73,7 +73,6 @@ def test_a_notebook_runs_to_its_end(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     names: dict[str, Any] = {"__name__": "__main__"}
     for cell in cells(path):
