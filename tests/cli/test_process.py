@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import pytest
 import yaml
 
+import warm
 from hasten.__main__ import main
 from hasten.machine.signals import HASTE, StopSignal, raise_in_command
 from sample_data import small, small_recipe
@@ -39,18 +40,18 @@ main()
 """
 
 
-def started(path: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
+def started(path: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "hasten", "train", str(path), *words],
+        [sys.executable, "-m", "hasten", "train", str(path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, **variables},
     )
 
 
 def become(*words: object, encoding: str = "utf-8") -> NoReturn:
     """From here on this process, a fork, is a command's, with the descriptors that it has."""
+    warm.serve_this_fork()
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout, sys.stderr = (
         open(number, "w", encoding=encoding, closefd=False)  # noqa: SIM115
@@ -280,11 +281,16 @@ def was_read(terminal: int) -> bool:
     ids=str,
 )
 def test_a_wrong_variable_is_a_sentence_and_exit_code_2(
-    tmp_path: Path, variables: dict[str, str], sentence: str
+    tmp_path: Path,
+    hasten: Hasten,
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    sentence: str,
 ) -> None:
-    path = small_recipe(tmp_path)
-    _, err = (process := started(path, **variables)).communicate(timeout=120)
-    assert process.returncode == 2, err
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    code, _, err = hasten("train", small_recipe(tmp_path))
+    assert code == 2, err
     assert sentence in err
     assert "Traceback" not in err
 

@@ -165,6 +165,13 @@ def end_servers() -> None:
     _servers.clear()
 
 
+def serve_this_fork() -> None:
+    """To be called in a fork of a process that has servers, which are not the fork's: it gets its
+    own, a fork again."""
+    _servers.clear()
+    _give_it_a_server([])
+
+
 @contextlib.contextmanager
 def cold() -> Iterator[None]:
     """Inside, every start is a plain one."""

@@ -32,7 +32,7 @@ from hasten.machine.processes import ATTEMPT, exit_with_parent
 from labs import enter, places
 from netlab import Lab
 
-STEPS, BEFORE, MOST = 40, 4, 12  # of the run, and before the cut, for which ranks wait
+STEPS, BEFORE, MOST = 20, 4, 12  # of the run, and before the cut, for which ranks wait
 HANG_SECONDS = 30.0  # longer than a cut that is waited for
 PORT = 29700  # another for each attempt, as a supervisor's meeting place is
 PLACE = "HASTEN_RENDEZVOUS"  # a file that both hosts see, which machines don't have
