@@ -29,6 +29,7 @@ from hasten.parts.kernels import registry
 from hasten.parts.nn import kernel_variants
 
 try:
+    from hasten.data import tokenize
     from hasten.recipe import read_conversations, sample
 
     HAS_RECIPES = True
@@ -162,6 +163,8 @@ def shorten_runs() -> None:
         read_conversations.stdlib_corpus = sample_data.some_modules
         # Half of a short training is the sample of 60 tokens at its end.
         sample.ANSWER_TOKENS = warm.ANSWER_TOKENS
+        # The process that renders chat templates stays for the next training.
+        tokenize.stop_renderer = lambda: None
     # What kernels gain here is no test's business: a measurement takes four seconds.
     registry.figures_here = lambda device="cpu", fresh=False: FIGURES
 

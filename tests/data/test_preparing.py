@@ -19,9 +19,10 @@ from tokenizers import Regex, pre_tokenizers
 
 from data import preparation
 from data.preparation import CHUNK, COUNT, dialogues
-from hasten.data import arrow_file
+from hasten.data import arrow_file, renderer
 from hasten.data import tokenize as preparing
 from hasten.data import tokenize as workers_module
+from hasten.data.chat_template import answer_end
 from hasten.data.conversation import Conversation
 from hasten.data.token_store import tokenize
 from hasten.errors import InputError
@@ -33,6 +34,7 @@ def _small_chunks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preparing, "_CHUNK_RECORDS", CHUNK)
         patch.setattr(preparing, "_WORTH_A_WORKER", 1)
+        patch.setattr(preparing, "stop_renderer", renderer.stop)
         yield
 
 
@@ -108,9 +110,12 @@ def kill_all(processes: list[psutil.Process], killed: list[int]) -> None:
 
 
 @pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.long), 3])
-def test_any_number_of_workers_writes_the_same_bytes(
-    tokenizer: Any, undisturbed: bytes, tmp_path: Path, workers: int
+def test_any_number_of_workers_writes_the_same_bytes_and_leaves_no_process(
+    tokenizer: Any, undisturbed: bytes, tmp_path: Path, started: Any, workers: int
 ) -> None:
+    assert answer_end(tokenizer) is not None
+    rendering = started()
+    assert len(rendering) == 1
     calls: list[int] = []
     store = tokenize(
         dialogues(COUNT),
@@ -124,6 +129,7 @@ def test_any_number_of_workers_writes_the_same_bytes(
     assert calls == sorted(calls)
     assert calls[-1] == COUNT
     assert [path.name for path in (tmp_path / "out").iterdir()] == [store.path.name]
+    assert gone([process.pid for process in [*rendering, *started()]])
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -27,8 +27,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hasten.data import arrow_file, renderer
+from hasten.data import arrow_file
 from hasten.data.prompt_formats import ensure_chat_template
+from hasten.data.renderer import end_words, start_child
+from hasten.data.renderer import stop as stop_renderer
 from hasten.data.spool import IndexedConversations, packed
 from hasten.data.worker import ExampleChunk, TokenizeWork, write_part
 from hasten.errors import InputError
@@ -83,8 +85,9 @@ def run(  # noqa: C901  # one loop over all that workers answer
                     raise _failed(task, f"{type(error).__name__}: {error}") from error
                 yield task.examples
         finally:
-            renderer.stop()
+            stop_renderer()
         return
+    stop_renderer()  # each worker has its own
     remaining, payload = iter(tasks), pickle.dumps(work)
     with ExitStack() as stack:
         idle = [stack.enter_context(_started()) for _ in range(workers)]
@@ -131,7 +134,7 @@ def _check_answer(worker: _Worker, task: TokenizeTask) -> None:
     try:
         answer = worker.link.recv()
     except (EOFError, OSError):
-        raise _DiedError(renderer.end_words(worker.process.wait())) from None
+        raise _DiedError(end_words(worker.process.wait())) from None
     if answer is not None:
         users, what = answer
         raise InputError(what) if users else _failed(task, what)
@@ -144,7 +147,7 @@ def _failed(task: TokenizeTask, what: str) -> InputError:
 @contextmanager
 def _started() -> Iterator[_Worker]:
     """A worker, killed, if need be, when the context ends."""
-    process, link = renderer.start_child("hasten.data.worker")
+    process, link = start_child("hasten.data.worker")
     try:
         yield _Worker(process, link)
     finally:
