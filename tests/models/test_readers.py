@@ -145,6 +145,7 @@ def test_folders_open_with_equal_logits_in_this_transformers(
     assert check(saved, rows, tokenizer) == {transformers.__version__}
 
 
+@pytest.mark.long  # what older readers need is looked at in the files below, and in test_save.py
 @pytest.mark.slow
 @pytest.mark.skipif(
     not READERS.exists(), reason="no environment of transformers 4.57: scripts/test_versions.py"
