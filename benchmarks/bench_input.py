@@ -2,11 +2,16 @@
 
     git worktree add /tmp/before COMMIT
     python benchmarks/bench_input.py /tmp/before/src [--rounds 10]
+    python benchmarks/bench_input.py /tmp/before/src --instructions import
 
 In each round each tree has a new process: a process that lies badly in memory can be slower by a
 third for all its life. The two do each task in turns. What counts is the least processor time of
 three, so that other programs disturb little. A ratio above 1 says that this tree takes longer than
 the other one. It has a 95 % interval over rounds.
+
+``--instructions`` counts the instructions of a task with valgrind's cachegrind, in one thread: the
+difference between a process that does the task COUNTED[1] times and one that does it COUNTED[0]
+times. Other programs change nothing in it.
 """
 
 from __future__ import annotations
@@ -17,12 +22,13 @@ import gc
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +37,9 @@ from turns import timed
 
 EXAMPLES, LENGTHS, STEPS, IMPORTS = 500, 300_000, 20_000, 12
 REPEATS = 3  # of a task in a turn: the shortest counts
+COUNTED = (2, 12)  # times of a task whose instructions are counted
 ALLOWED = 1.03
+VALGRIND = ("valgrind", "--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null")
 TASKS = ("tokenising", "packing", "monitor", "import")
 
 
@@ -50,7 +58,7 @@ def tasks(folder: Path) -> dict[str, Callable[[], Any]]:
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config.write_text(
         "model_name_or_path: a\nstage: sft\ndo_train: true\nfinetuning_type: lora\ndataset: d\n"
-        "template: qwen\ncutoff_len: 2048\nlearning_rate: 1e-4\nnum_train_epochs: 3.0\n"
+        "template: qwen\nlearning_rate: 1e-4\nnum_train_epochs: 3.0\n"
         "per_device_train_batch_size: 1\ngradient_accumulation_steps: 8\nbf16: true\n"
     )
     run.mkdir()
@@ -86,26 +94,52 @@ def tasks(folder: Path) -> dict[str, Callable[[], Any]]:
     return dict(zip(TASKS, work, strict=True))
 
 
-def work() -> None:
+def work(only: Sequence[str]) -> None:
     """The process of a tree: for each line on stdin, the processor seconds of the task it names."""
     with tempfile.TemporaryDirectory() as folder:
         work_by_name = tasks(Path(folder))
-        for act in work_by_name.values():
-            act()  # imports and caches
+        for name in only:
+            work_by_name[name]()  # imports and caches
         gc.freeze()  # a collection doesn't walk through all that is imported
         for line in sys.stdin:
             print(timed(work_by_name[line.strip()], time.process_time), flush=True)
 
 
+def instructions(tree: Path, task: str, smoke: bool) -> float:
+    """What one call of a task takes."""
+    command = [*VALGRIND, sys.executable, *work_of(tree, smoke), "--only", task]
+    counts = []
+    for times in COUNTED:
+        done = subprocess.run(
+            command,
+            input=f"{task}\n" * times,
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**environment_of(tree), "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"},
+        )
+        found = re.search(r"I +refs: +([\d,]+)", done.stderr)
+        assert found is not None, done.stderr
+        counts.append(int(found[1].replace(",", "")))
+    return (counts[1] - counts[0]) / (COUNTED[1] - COUNTED[0])
+
+
+def work_of(tree: Path, smoke: bool) -> list[str]:
+    return [str(Path(__file__).resolve()), str(tree), "--work", *(["--smoke"] if smoke else [])]
+
+
+def environment_of(tree: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+
+
 def started(tree: Path, smoke: bool) -> subprocess.Popen[str]:
     """A worker with a tree's package."""
-    command = [sys.executable, str(Path(__file__).resolve()), str(tree), "--work"]
     return subprocess.Popen(
-        [*command, *(["--smoke"] if smoke else [])],
+        [sys.executable, *work_of(tree, smoke)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"},
+        env=environment_of(tree),
     )
 
 
@@ -139,14 +173,21 @@ def main() -> None:
         "before", type=Path, nargs="?", default=here, help="folder src of the other tree"
     )
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--instructions", choices=TASKS, nargs="+", default=[], metavar="TASK")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--only", nargs="+", default=TASKS, help=argparse.SUPPRESS)
     asked = arguments(parser, rounds=2, EXAMPLES=60, LENGTHS=500, STEPS=100)
     if asked.work:
-        work()
+        work(asked.only)
+        return
+    trees = {"before": asked.before, "now": here}
+    for task in asked.instructions:
+        before, now = (instructions(tree, task, asked.smoke) for tree in trees.values())
+        print(f"{task}: {now / before:.3f} times the instructions ({now:,.0f} / {before:,.0f})")
+    if asked.instructions:
         return
     from hasten.measure.statistics import paired_ratio  # not of the tree that a worker measures
 
-    trees = {"before": asked.before, "now": here}
     rounds = [one_round(trees, asked.smoke, [*trees][number % 2]) for number in range(asked.rounds)]
     print("| task | processor time, now / before | within 3 % |")
     print("|---|---|---|")

@@ -38,6 +38,7 @@ def test_other_gpus_run_without_the_kernels_of_codecs_and_attention(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     for found in (attention._has_varlen, codecs._takes_triton):
         found.cache_clear()

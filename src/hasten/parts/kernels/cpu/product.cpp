@@ -25,19 +25,20 @@ struct Call {
 };
 
 // 0 < rows <= ROWS, 0 < columns <= COLUMNS of sums to the output.
-template <int C, class Out>
+template <class Unit, class Out>
 void write(const float* sums, int64_t next, Out* to, int64_t stride, int64_t rows, int64_t columns,
            bool add) {
-  auto row = [&](auto count) {
-    if (add)
-      for (int64_t j = 0; j < count; j++) set(to[j], sums[j] + get(to[j]));
-    else
-      for (int64_t j = 0; j < count; j++) set(to[j], sums[j]);
-  };
-  for (int64_t i = 0; i < rows; i++, to += stride, sums += next) {
-    if (columns == C) row(std::integral_constant<int, C>());
-    else row(columns);
-  }
+  constexpr int L = Unit::LANES, C = Unit::VECTORS * L;
+  for (int64_t i = 0; i < rows; i++, to += stride, sums += next)
+    if (columns < C) {
+      for (int64_t j = 0; j < columns; j++) set(to[j], add ? sums[j] + get(to[j]) : sums[j]);
+    } else {
+#pragma GCC unroll 4
+      for (int j = 0; j < C; j += L) {
+        auto sum = load<L>(sums + j);
+        store<L>(to + j, add ? sum + load<L>(to + j) : sum);
+      }
+    }
 }
 
 // One task: its part of C, a block of columns after the other.
@@ -73,11 +74,11 @@ void block(const Call& call, Matrix<T> a, Matrix<T> b, Out* out, int64_t m, int6
               multiply<Unit>(here, y, words, (float*)to, call.stride, f > 0 || call.add);
             } else if (direct || once) {
               multiply<Unit>(here, y, words, tile, C, false);
-              write<C>(tile, C, to, call.stride, down, right, f > 0 || call.add);
+              write<Unit>(tile, C, to, call.stride, down, right, f > 0 || call.add);
             } else {
               float* c = sums + (i0 + i) * pitch + j;
               multiply<Unit>(here, y, words, c, pitch, f > 0);
-              if (last) write<C>(c, pitch, to, call.stride, down, right, call.add);
+              if (last) write<Unit>(c, pitch, to, call.stride, down, right, call.add);
             }
           }
       }
