@@ -182,8 +182,8 @@ def main() -> None:
         return
     trees = {"before": asked.before, "now": here}
     for task in asked.instructions:
-        before, now = (instructions(tree, task, asked.smoke) for tree in trees.values())
-        print(f"{task}: {now / before:.3f} times the instructions ({now:,.0f} / {before:,.0f})")
+        theirs, ours = (instructions(tree, task, asked.smoke) for tree in trees.values())
+        print(f"{task}: {ours / theirs:.3f} times the instructions ({ours:,.0f} / {theirs:,.0f})")
     if asked.instructions:
         return
     from hasten.measure.statistics import paired_ratio  # not of the tree that a worker measures
