@@ -102,6 +102,16 @@ def pytest_unconfigure() -> None:
     shutil.rmtree(os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Ten thousand tests are made and stay: looking for garbage takes half of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that wait come first, then slow ones: no worker is idle at the end. Tests of data and
     of the articles may skip."""
