@@ -152,8 +152,8 @@ class RunsReader:
 
     def read_all(self) -> None:
         """Read everything once, here and now, without threads; for a single look."""
-        found = find_runs(self._places)
-        self._runs |= {n: Run(n, f) for n, f in found.items() if n not in self._runs}
+        folders = find_runs(self._places)
+        self._runs |= {n: Run(n, f) for n, f in folders.items() if n not in self._runs}
         for run in self.runs:
             while run.look():
                 pass

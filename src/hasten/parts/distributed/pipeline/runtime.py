@@ -163,7 +163,10 @@ class PipelineWork:
 
 
 class GradientSeed(torch.autograd.Function):
-    """Zero added to a stage's output for a loss of its own, as Megatron's MoEAuxLossAutoScaler."""
+    """Returns zero to add to a stage's output; backward gives ``loss`` the gradient ``scale``.
+
+    As Megatron's MoEAuxLossAutoScaler.
+    """
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, scale: float) -> Tensor:
