@@ -93,7 +93,7 @@ class TrainerVariant:
             optimizers=(self._optimizer, None),
         )
         trainer.remove_callback(PrinterCallback)
-        watch = watch_class()()
+        watch = clock_class()()
         trainer.add_callback(watch)
         trainer.train()
         # The next turn's Trainer wraps the optimizer again. The model stays wrapped, and marked so:
@@ -103,11 +103,11 @@ class TrainerVariant:
         return Work(sum(lengths), sum(n * n for n in lengths), watch.seconds)
 
 
-def watch_class() -> Any:
+def clock_class() -> Any:
     """The clock of a loop, made once transformers is wanted."""
     from transformers import TrainerCallback
 
-    class EvaluationSchedule(TrainerCallback):
+    class LoopClock(TrainerCallback):
         seconds = 0.0
 
         def on_train_begin(self, *given: Any, **more: Any) -> None:
@@ -118,7 +118,7 @@ def watch_class() -> Any:
             _wait()
             self.seconds = time.perf_counter() - self.began
 
-    return EvaluationSchedule
+    return LoopClock
 
 
 def _wait() -> None:

@@ -22,9 +22,9 @@ def train(
     recipe = recipe_of(given.settings, given.folder, out, plan)
     watch = None
     if profile:
-        from step.where import EvaluationSchedule
+        from step.where import StepProfile
 
-        watch = EvaluationSchedule(given)
+        watch = StepProfile(given)
 
     def on_start(session: Session) -> None:
         clock.started()

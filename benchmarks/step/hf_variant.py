@@ -18,7 +18,7 @@ from step.common import device, model_of, tokens_of
 from step.given import Given
 
 
-class EvaluationSchedule(TrainerCallback):
+class StepTimes(TrainerCallback):
     """Tells the clock when a step is over; ``counts`` are the tokens of each collated batch."""
 
     def __init__(self, clock: Clock, counts: list[int], budget: int | None = None) -> None:
@@ -81,7 +81,7 @@ def train(
         args=TrainingArguments(**settings),
         train_dataset=features,
         data_collator=collate,
-        callbacks=[EvaluationSchedule(clock, counts)],
+        callbacks=[StepTimes(clock, counts)],
     )
     clock.started()
     trainer.train()

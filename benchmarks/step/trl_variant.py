@@ -17,7 +17,7 @@ from trl import SFTConfig, SFTTrainer
 from step.clock import Clock
 from step.common import model_of, tokens_of
 from step.given import IGNORED, Given
-from step.hf_variant import EvaluationSchedule, arguments
+from step.hf_variant import StepTimes, arguments
 
 
 def train(
@@ -57,7 +57,7 @@ def train(
         args=SFTConfig(**settings),
         train_dataset=data,
         processing_class=AutoTokenizer.from_pretrained(given.model),
-        callbacks=[EvaluationSchedule(clock, counts, given.budget())],
+        callbacks=[StepTimes(clock, counts, given.budget())],
     )
     flatten = trainer.data_collator
 

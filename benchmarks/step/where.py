@@ -23,14 +23,15 @@ GROUPS = (
     *("products, forward", "products, input gradient", "products, weight gradient"),
     *("attention", "head and loss", "fused elementwise", "optimizer", "other", "outside"),
 )
-_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_grouped_mm", "hasten::product")
+_ADDED = ("aten::addmm", "hasten::product_into")  # their first argument is added or written
+_PRODUCTS = ("aten::mm", "aten::bmm", "aten::_grouped_mm", "hasten::product", *_ADDED)
 _LOSS = ("CrossEntropy", "cross_entropy", "nll_loss", "log_softmax")
 _ATTENTION = ("attention", "Attend", "softmax")
 _FUSED = ("hasten::rms_norm", "hasten::swiglu", "hasten::rotate", "_RMSNorm", "_SwiGLU", "_Rotate")
 _OPTIMIZER = ("Optimizer.", "adamw", "clip_grad", "_foreach_norm", "linalg_vector_norm")
 
 
-class EvaluationSchedule:
+class StepProfile:
     """Profiles the first steps after the warm-up."""
 
     def __init__(self, given: Given) -> None:
@@ -90,9 +91,8 @@ def _any(names: list[str], parts: tuple[str, ...]) -> bool:
 
 
 def _second_matrix(event: Any) -> list[int] | None:
-    """The shape of what is multiplied with; of addmm the first argument is added, the last may be
-    the place of the result."""
-    shapes, place = event.input_shapes or [], 2 if event.name == "aten::addmm" else 1
+    """The shape of what is multiplied with."""
+    shapes, place = event.input_shapes or [], 2 if event.name in _ADDED else 1
     return shapes[place] if len(shapes) > place and len(shapes[place]) >= 2 else None
 
 

@@ -1,13 +1,15 @@
-"""One line about other processes, once, and only where they are the cause."""
+"""Other processes: one line, once, where they are the cause; and idle threads sleep sooner."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hasten.core.health import FEWEST_STEPS, BusyMachine
+from hasten.core import health
+from hasten.core.health import CALM_LOOKS, FEWEST_STEPS, BusyMachine
 from hasten.core.timing import StepMetrics
 
 
@@ -63,3 +65,22 @@ def test_nothing_is_told_without_both_causes(seconds: float, share: float) -> No
 def test_the_first_steps_are_not_judged() -> None:
     steps = [step(0, 0.01), *(step(i, 0.9) for i in range(1, FEWEST_STEPS))]
     assert lines_of(steps, []) == []
+
+
+def test_idle_threads_sleep_sooner_as_long_as_others_are_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(health.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(health.host, "usable_cores", lambda: 4)
+    shares = [0.0, 0.05, 0.07, *[0.05] * (CALM_LOOKS - 1), 0.5, *[0.0] * (CALM_LOOKS + 1)]
+    load: Any = FakeLoad(shares)
+    machine = BusyMachine(print, load)
+    monkeypatch.setattr(machine, "idle_threads", SimpleNamespace(sleep_sooner=False))
+    found = []
+    for second in range(1, len(shares) + 1):
+        for now[0] in (second - 0.5, second):  # one look a second
+            machine.look()
+        found.append(machine.idle_threads.sleep_sooner)
+    busy = 1 + CALM_LOOKS + CALM_LOOKS - 1  # 0.07 of four cores are more than a quarter of one
+    assert found == [False, False, *[True] * busy, False, False]

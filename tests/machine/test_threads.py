@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import os
 import subprocess
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hasten.machine import environment, threads
-from hasten.machine.memory import is_loaded
+from hasten.machine.memory import loaded_library
 
 linux = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="core masks are Linux's")
 
@@ -221,14 +222,42 @@ def test_idle_threads_wait_briefly_unless_the_user_decided(
     assert environment.variable("GOMP_SPINCOUNT") == expected
 
 
-@pytest.mark.skipif(not is_loaded("libgomp"), reason="torch has another OpenMP library")
-def test_several_threads_without_a_decision_are_advised(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in environment.WAITING_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    with threads.with_threads(2):
-        assert "export GOMP_SPINCOUNT=10000" in threads.waiting_advice()
-        monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-        assert threads.waiting_advice() == ""
-        monkeypatch.delenv("OMP_WAIT_POLICY")
-    with threads.with_threads(1):
-        assert threads.waiting_advice() == ""
+# Two threads, of which the idle one spins for a second if it is let.
+SPINNING = """
+import sys, time, torch
+from hasten.machine import environment, threads
+environment.BRIEF_WAITING = {"GOMP_SPINCOUNT": sys.argv[1]}
+torch.set_num_threads(2)
+idle = threads.IdleThreads()
+
+def spinning():
+    torch.zeros(1_000_000).add_(1)
+    began = time.process_time()
+    time.sleep(0.5)
+    return time.process_time() - began
+
+found = []
+for sooner in (False, True, False):
+    idle.sleep_sooner = sooner
+    time.sleep(0.1)  # the thread of the other team comes and goes
+    found.append((idle.sleep_sooner, spinning()))
+print(found)
+"""
+
+
+@pytest.mark.skipif(not loaded_library("libgomp"), reason="torch has another OpenMP library")
+@pytest.mark.skipif(len(threads.usable_cores()) < 2, reason="idle threads need a second core")
+@pytest.mark.parametrize("is_users", [False, True], ids=["default", "user's own"])
+def test_idle_threads_sleep_sooner_and_spin_again(is_users: bool) -> None:
+    count = "300000000"
+    done = subprocess.run(
+        [sys.executable, "-c", SPINNING, "10000" if is_users else count],
+        env={**os.environ, "GOMP_SPINCOUNT": count, "OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    sooner, spun = zip(*ast.literal_eval(done.stdout), strict=True)
+    assert sooner == (False, not is_users, False)
+    assert all(seconds > 0.05 for seconds, asleep in zip(spun, sooner, strict=True) if not asleep)
+    assert is_users or spun[1] < 0.02

@@ -157,7 +157,7 @@ def event(name: str, shapes: list[Any] = [], parent: Any = None) -> Any:  # noqa
 
 
 def test_products_are_told_apart_by_what_they_sum_over() -> None:
-    watch = object.__new__(where.EvaluationSchedule)
+    watch = object.__new__(where.StepProfile)
     watch._weight_sides = {384, 1024}
     back = event("_LinearBackward")
     rows = [100, 384]
@@ -166,6 +166,8 @@ def test_products_are_told_apart_by_what_they_sum_over() -> None:
     assert watch._group(product) == "products, input gradient"
     product = event("hasten::product", [[100, 1024], rows, [], []], back)
     assert watch._group(product) == "products, weight gradient"
+    product = event("hasten::product_into", [rows, [100, 1024], [1024, 384], [], [], []], back)
+    assert watch._group(product) == "products, input gradient"
     assert watch._group(event("aten::mm", [rows, [384, 1024]], event("_ChunkedCrossEntropy"))) == (
         "head and loss"
     )

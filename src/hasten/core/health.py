@@ -8,7 +8,8 @@
   rank.
 - spikes: if the loss rises sharply and stays high, the run returns to a checkpoint.
 - slow link: if steps wait for communication, a message reports the link's rate.
-- busy machine: if other processes slow down a step, a message reports their share.
+- busy machine: while other processes use the processor, idle threads sleep sooner. If
+  they slow down a step, a message reports their share.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from hasten.core.timing import StepMetrics
 from hasten.errors import InputError, StoppedError
 from hasten.machine import host
 from hasten.machine.processes import LoadMeter
+from hasten.machine.threads import IdleThreads
 
 if TYPE_CHECKING:
     from hasten.core.session import Session
@@ -421,37 +423,57 @@ class SlowLink:
         )
 
 
-# One line when other processes slow down a step.
+# Other processes on this machine: idle threads sleep sooner, and one line says what they cost.
 
 FEWEST_STEPS, WATCHED_STEPS = 8, 50  # that a step is compared with
 SLOWER = 3.0  # times the median seconds of a position
 LEAST_SHARE = 0.1  # of the processor's time that others used
+LEAST_CORES = 0.25  # cores that others use, from which idle threads sleep sooner
+CALM_LOOKS = 5  # in a row, after which they no longer do
 SPAN_SECONDS = 1.0  # reading the clocks takes a third of a millisecond: not in each step
 
 
 class BusyMachine:
-    """Prints once if a step is slow and other processes used the processor meanwhile.
+    """Lets idle threads sleep sooner while other processes use the processor; reports a slow step.
 
-    A step is slow if a position takes over three times the median of the steps before it.
-    It is for a single process, because other ranks of a run would count as others.
+    A step is slow if a position takes over three times the median of the steps before it. One
+    message names the first slow step with busy processes. Use it in a single process, because
+    other ranks of a run would count as busy processes.
 
     Args:
-        ``tell``: prints the line.
+        ``tell``: prints a message.
         load: the meter of what other processes take of this machine.
     """
 
     def __init__(self, tell: Callable[[str], None], load: LoadMeter | None = None) -> None:
         self._tell = tell
-        self._load = load or LoadMeter(host.usable_cores())
+        self._cores = host.usable_cores()
+        self._load = load or LoadMeter(self._cores)
         self._load_since = time.monotonic()
         self._seconds: deque[float] = deque(maxlen=WATCHED_STEPS)  # of a position
         self._is_over = False
+        self._calm = 0  # looks in a row
+        self.idle_threads = IdleThreads()
 
     def note(self, metrics: StepMetrics) -> None:
         """After each step."""
-        if self._is_over or not metrics.positions:
+        if not self._is_over and metrics.positions:
+            self._compare(metrics.step, metrics.step_seconds / metrics.positions)
+        self.look()
+
+    def look(self) -> None:
+        """Often; once a second it looks what other processes use."""
+        if time.monotonic() - self._load_since < SPAN_SECONDS:
             return
-        seconds = metrics.step_seconds / metrics.positions
+        self._load.lap("steps")
+        busy = self._load.share("steps") * self._cores >= LEAST_CORES
+        self._calm = 0 if busy else self._calm + 1
+        if busy or self._calm >= CALM_LOOKS:
+            self.idle_threads.sleep_sooner = busy
+        self._load.begin()
+        self._load_since = time.monotonic()
+
+    def _compare(self, step: int, seconds: float) -> None:
         before = statistics.median(self._seconds) if self._seconds else 0.0
         if len(self._seconds) >= FEWEST_STEPS and seconds > SLOWER * before:
             self._load.lap("steps")
@@ -459,10 +481,7 @@ class BusyMachine:
             if share >= LEAST_SHARE:
                 self._is_over = True
                 self._tell(
-                    f"step {metrics.step} took {seconds / before:.1f} times as long as the median "
+                    f"step {step} took {seconds / before:.1f} times as long as the median "
                     f"step: other processes used {share:.0%} of the processor meanwhile"
                 )
         self._seconds.append(seconds)
-        if time.monotonic() - self._load_since >= SPAN_SECONDS:
-            self._load.begin()
-            self._load_since = time.monotonic()

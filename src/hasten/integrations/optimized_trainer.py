@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 
 from hasten.core import context as facts
 from hasten.core.context import JobContext, ModelFacts
+from hasten.core.health import BusyMachine
 from hasten.core.job import Job, Stop
 from hasten.core.loop import EvaluationSchedule, Outcome, fit
 from hasten.core.plan import Plan
@@ -46,7 +47,6 @@ from hasten.errors import InputError
 from hasten.integrations.given_loader import GivenLoader, by_batch, micro_batch
 from hasten.launch.cluster import CloudConfig
 from hasten.launch.ranks import process_group
-from hasten.machine import threads
 from hasten.parts.checkpoint import checkpoints
 from hasten.parts.comm.gradient_compressor import GradientCompressor
 from hasten.parts.data.dynamic_batch import DynamicBatcher
@@ -230,11 +230,14 @@ class OptimizedTrainer:
         display = Display(by_thread=False) if shows else contextlib.nullcontext(SilentProgress())
         with display as audience:
             epochs = EpochProgress(audience, setup.job.stop.epochs or 1, loader.steps)
+            machine = BusyMachine(_LOG.warning) if setup.context.world.size == 1 else None
 
             def after_step(metrics: StepMetrics) -> None:
                 if not steps and self._weighs_by_examples(session) and setup.context.world.is_main:
                     _say_how_means_are_weighted(self.loss_fn)
                 steps.append(metrics)
+                if machine is not None:
+                    machine.note(metrics)
                 assert isinstance(session.engine, PlainEngine)  # no switch brings another
                 count = session.engine.loss_count  # the last loss is the mean over it, all ranks'
                 assert count is not None  # the job isn't counted before its passes
@@ -417,8 +420,6 @@ def _say_how_means_are_weighted(loss_fn: Any) -> None:
 
 def _say_what_is_here(cloud: CloudConfig | None, context: JobContext) -> None:
     device_count = max(context.world.size, len(context.hardware.accelerators), 1)
-    if not context.on_gpu and context.world.is_main and (advice := threads.waiting_advice()):
-        _LOG.warning("%s", advice)
     if cloud is None or not context.world.is_main:
         return
     if cloud.devices > device_count:

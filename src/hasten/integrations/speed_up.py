@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hasten.core.context import ExampleStats, JobContext
+from hasten.core.health import BusyMachine
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
@@ -29,7 +30,7 @@ from hasten.errors import InputError
 from hasten.integrations.adapt import context_of
 from hasten.integrations.batches import row_sizes
 from hasten.integrations.checkpoints import StepLog, TokenCount
-from hasten.machine import threads, versions
+from hasten.machine import versions
 from hasten.techniques import CATALOGUE
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
@@ -151,8 +152,6 @@ def _chosen(  # noqa: C901  # a clause for each reason
         _LOG.warning("speed_up: %s", outside)
     names = ", ".join(t.name() for t in chosen) or "no technique"
     lines = "".join(f"\n  left out: {reason}" for reason in left_out.values())
-    if not context.on_gpu and (advice := threads.waiting_advice()):
-        lines += f"\n  {advice}"
     _LOG.warning("speed_up: %s joined%s%s", names, note.promise, lines)
     return chosen, note
 
@@ -233,6 +232,7 @@ class SpeedNote(StepLog):
             self._plain = speed / gain["median"]
         self._speeds: list[float] = []
         self._steps, self._last = 0, time.perf_counter()
+        self._machine = BusyMachine(_LOG.warning) if context.world.size == 1 else None
 
     @property
     def promise(self) -> str:
@@ -247,6 +247,8 @@ class SpeedNote(StepLog):
 
     def step(self, step: int, count: TokenCount, loss: float | None = None) -> None:
         """Records a step; at the last of the measured steps, reports the speed."""
+        if self._machine is not None:
+            self._machine.look()
         if self._steps >= WATCHED_STEPS:
             return
         if self._context.on_gpu:

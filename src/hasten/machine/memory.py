@@ -248,9 +248,10 @@ def library(kind: str) -> str | None:
     return None
 
 
-def is_loaded(name: str) -> bool:
-    """Returns True if this process has a library of that name mapped."""
-    return any(name in Path(line.split()[-1]).name for line in _text("/proc/self/maps") if line)
+def loaded_library(name: str) -> str:
+    """Path of the shared library of this process with ``name`` in its file name; or empty."""
+    paths = (line.split(maxsplit=5)[-1] for line in _text("/proc/self/maps") if name in line)
+    return next((path for path in paths if name in Path(path).name), "")
 
 
 def huge_page_mode(path: str = "/sys/kernel/mm/transparent_hugepage/enabled") -> str:

@@ -8,9 +8,9 @@ later ones inherit it. OMP_PROC_BIND would pin each thread to one core. It would
 main thread too, and with it every process that it starts.
 
 An idle OpenMP thread spins for a moment before it sleeps, because the next operator
-often comes at once and a wake-up costs time. The commands of hasten shorten this moment.
-A thread can also be set to sleep at once, for processes that share its core, or to keep
-spinning.
+often comes at once and a wake-up costs time. The commands of hasten shorten this moment,
+and while other processes use the processor it is shorter still (`IdleThreads`). A thread
+can also be set to sleep at once, for processes that share its core, or to keep spinning.
 
 Python's collector of cyclic garbage walks all live objects whenever enough were made.
 Most of them are modules that stay for ever. Here they are excluded (``gc.freeze``), and
@@ -20,9 +20,11 @@ the collector runs after a fixed number of updates instead.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import re
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -33,7 +35,7 @@ from torch.optim import Optimizer
 
 from hasten.machine import environment
 from hasten.machine.host import numa_nodes
-from hasten.machine.memory import is_loaded
+from hasten.machine.memory import loaded_library
 
 WAITING = {  # how idle threads may wait
     "auto": "briefly, then asleep",
@@ -49,21 +51,53 @@ def waiting(how: str) -> dict[str, str]:
     asleep = how == "asleep"
     variables = {"OMP_WAIT_POLICY": "PASSIVE" if asleep else "ACTIVE"}
     variables["GOMP_SPINCOUNT"] = "0" if asleep else "INFINITY"  # libgomp prefers it to the policy
-    if is_loaded("libiomp5"):  # it spins 200 ms after work unless told otherwise
+    if loaded_library("libiomp5"):  # it spins 200 ms after work unless told otherwise
         variables["KMP_BLOCKTIME"] = "0" if asleep else "200"
     return variables
 
 
-def waiting_advice() -> str:
-    """One line on what to export before Python starts; empty if nothing would change.
+class IdleThreads:
+    """Idle threads of this process, which can sleep sooner than OpenMP's library lets them.
 
-    That is so if the user decided, one thread computes, or torch has another OpenMP library.
+    With GNU's library, an idle thread looks for work 300,000 times before it sleeps. If the
+    process has more OpenMP threads than cores, it looks 100 times (GOMP_SPINCOUNT in its manual).
+    Therefore one more team of threads makes all others sleep sooner. It computes nothing, and
+    ends with the thread that started it. No result depends on it.
     """
-    decided = any(environment.variable(name) for name in environment.WAITING_VARIABLES)
-    if decided or torch.get_num_threads() == 1 or not is_loaded("libgomp"):
-        return ""
-    ((name, value),) = environment.BRIEF_WAITING.items()
-    return f"if other processes use this processor, export {name}={value} before Python starts"
+
+    def __init__(self) -> None:
+        self._end: threading.Event | None = None  # of the extra team
+
+    @property
+    def sleep_sooner(self) -> bool:
+        """Returns True while the extra team is there."""
+        return self._end is not None
+
+    @sleep_sooner.setter
+    def sleep_sooner(self, wanted: bool) -> None:
+        """Nothing changes with another library, with one thread, or if the user decided."""
+        if wanted == self.sleep_sooner:
+            return
+        if self._end is not None:
+            self._end.set()
+            self._end = None
+            return
+        library, threads = loaded_library("libgomp"), torch.get_num_threads()
+        brief = environment.BRIEF_WAITING.items()
+        decided = {n: v for n in environment.WAITING_VARIABLES if (v := environment.variable(n))}
+        if not library or threads == 1 or not decided.items() <= brief:
+            return
+        self._end = threading.Event()
+        weakref.finalize(self, self._end.set)
+        size = max(len(usable_cores()) - threads, 0) + 2
+        stay = threading.Thread(target=_keep_team, args=(library, size, self._end), daemon=True)
+        stay.start()
+
+
+def _keep_team(library: str, size: int, end: threading.Event) -> None:
+    yielding = ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p)
+    ctypes.CDLL(library).GOMP_parallel(yielding, None, ctypes.c_uint(size), ctypes.c_uint(0))
+    end.wait()
 
 
 def own_cores(

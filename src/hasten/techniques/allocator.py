@@ -125,7 +125,7 @@ class HostAllocator:
                 0, "glibc keeps freed memory" if self._keeps_memory else "glibc refused"
             )
         else:
-            loaded = memory.is_loaded(technique.kind)
+            loaded = bool(memory.loaded_library(technique.kind))
             effective = loaded
             evidence.insert(0, f"{technique.kind} is {'loaded' if loaded else 'not loaded'}")
         if technique.huge_pages:

@@ -138,7 +138,7 @@ def test_what_does_not_multiply_is_refused(dtype: torch.dtype) -> None:
         products.product_into(torch.empty(4, 4).t(), a, a, False, True)
 
 
-@pytest.mark.parametrize("rows", [1, 63, 64, 65, 200, 1100, 2111])
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 200, 1100, 2111, 2500])
 def test_pieces_of_a_product_join_without_a_seam(dtype: torch.dtype, rows: int) -> None:
     x, weight = numbers(dtype, rows, 40), numbers(dtype, 30, 40, seed=1)
     check_product(fused_functions.matmul(x, weight.t()), x, weight.t())
@@ -180,8 +180,8 @@ def operators(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:
             (numbers(dtype, 6, 5), numbers(dtype, 7, 6), True, True),
         ),
         "product added": (
-            products.add_product_,
-            (numbers(dtype, 5, 7), numbers(dtype, 5, 6), numbers(dtype, 6, 7), False, False),
+            products.product_into,
+            (numbers(dtype, 5, 7), numbers(dtype, 5, 6), numbers(dtype, 6, 7), False, False, True),
         ),
     }
 

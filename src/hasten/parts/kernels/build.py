@@ -31,6 +31,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from hasten.machine import memory
 from hasten.machine.processor import isa_limit, processor_flags
 
 SOURCES = Path(__file__).parent / "cpu"
@@ -89,14 +90,14 @@ def _kernels(*names: str, folder: Path | None = None) -> _Target:
     folder = folder or SOURCES
     # Two OpenMP runtimes in one process would each keep threads and let them spin against each
     # other: link the one that torch has loaded.
-    runtime = _loaded("libgomp")
+    runtime = memory.loaded_library("libgomp")
     wide = (WIDE,) if "avx512f" in processor_flags() else ()
     return _Target(
         name="-".join(names),
         sources=tuple(folder / f"{name}.cpp" for name in names),
         flags=(*FLAGS, *isa_limit().compiler_flags, *wide),
         libraries=(runtime or "-fopenmp",),
-        depends=(*(h.read_text() for h in sorted(folder.glob("*.h"))), str(runtime)),
+        depends=(*(h.read_text() for h in sorted(folder.glob("*.h"))), runtime),
     )
 
 
@@ -242,16 +243,6 @@ def _key(compiler: str, target: _Target) -> str:
     digest.update(repr((compiler, stamp.st_size, stamp.st_mtime_ns, target.flags)).encode())
     digest.update(repr((sorted(processor_flags()), target.libraries, target.depends)).encode())
     return digest.hexdigest()[:16]
-
-
-def _loaded(name: str) -> str | None:
-    """Path of the shared library of that name that this process already has."""
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return None
-    paths = (line.split(maxsplit=5)[-1] for line in lines if name in line)
-    return next((p for p in paths if Path(p).name.startswith(name)), None)
 
 
 @contextlib.contextmanager

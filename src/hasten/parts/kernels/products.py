@@ -96,16 +96,11 @@ def _threads(flops: int) -> c_int:
 def product(a: Tensor, b: Tensor, a_turned: bool, b_turned: bool) -> Tensor:
     """``a @ b`` (m, n), either of them given transposed; the result has their format."""
     out = a.new_empty(_product_shape(a, b, a_turned, b_turned))
-    product_into(out, a, b, a_turned, b_turned)
+    _multiply(out, a, b, a_turned, b_turned, add=False)
     return out
 
 
-@operator("hasten::add_product_", no_results, mutates=("out",))
-def add_product_(out: Tensor, a: Tensor, b: Tensor, a_turned: bool, b_turned: bool) -> None:
-    """``out += a @ b``, in float32 or bf16, either of the factors given transposed."""
-    product_into(out, a, b, a_turned, b_turned, add=True)
-
-
+@operator("hasten::product_into", no_results, mutates=("out",))
 def product_into(
     out: Tensor, a: Tensor, b: Tensor, a_turned: bool, b_turned: bool, add: bool = False
 ) -> None:
@@ -114,6 +109,10 @@ def product_into(
     Raises:
         ValueError: shapes that don't multiply, or a format that the kernel doesn't take.
     """
+    _multiply(out, a, b, a_turned, b_turned, add)
+
+
+def _multiply(out: Tensor, a: Tensor, b: Tensor, a_turned: bool, b_turned: bool, add: bool) -> None:
     if _product_shape(a, b, a_turned, b_turned) != tuple(out.shape):
         raise ValueError(f"{tuple(a.shape)} times {tuple(b.shape)} is not {tuple(out.shape)}")
     if not fits_attention(a, b) or out.dtype not in DTYPES:

@@ -21,6 +21,7 @@ from hasten.parts.kernels.registry import is_refused
 from hasten.parts.nn import fused_gpu, rebind
 
 ROUND = 64  # rows that a piece is a multiple of
+MOST_FILLED = 4 * ROUND  # remaining rows, beyond which the package's own product is faster
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
@@ -122,34 +123,32 @@ def joinable(layer: Any, bound: Callable[..., Any]) -> bool:
 def matmul(x: Tensor, matrix: Tensor, out: Tensor | None = None) -> Tensor:
     """``x @ matrix`` (rows, n) by the processor's kernels; added to any ``out``.
 
-    With AMX this product is torch's, in one or two pieces of round size. The library behind
+    With AMX most rows go through torch's product, which is faster there. The library behind
     ``torch.mm`` compiles a kernel for each shape and keeps it. So rows of ever new lengths
-    would cost time and memory without end. The first piece has the row count rounded down
-    to its three leading bits. So between n and 2 n rows there are at most four of them.
-    The remaining rows are filled up to the next multiple of 64.
+    would cost time and memory without end. Therefore torch gets the row count rounded down to
+    its three leading bits: between n and 2 n rows there are at most four shapes. Few remaining
+    rows are filled up to the next multiple of 64, which are four shapes more. Many of them go
+    through the package's own product, which takes any shape.
     """
-    beta = 0 if out is None else 1
-    if products.unit(x.dtype) != "tiles":
+    adds = out is not None
+    out = x.new_empty(x.shape[0], matrix.shape[1]) if out is None else out
+    full_rows, fills = 0, products.unit(x.dtype) == "tiles"
+    if fills:
+        step = max(1 << max(x.shape[0].bit_length() - 3, 0), ROUND)
+        full_rows = x.shape[0] // step * step
+        fills = x.shape[0] - full_rows <= MOST_FILLED
+    if full_rows:
+        torch.addmm(out[:full_rows], x[:full_rows], matrix, beta=int(adds), out=out[:full_rows])
+    remaining, place = x[full_rows:], out[full_rows:]
+    if not fills:
         turned = matrix.stride(0) == 1 and matrix.stride(1) != 1
         factor = matrix.t() if turned else matrix
-        if out is None:
-            return products.product(x, factor, False, turned)
-        products.add_product_(out, x, factor, False, turned)
-        return out
-    out = x.new_empty(x.shape[0], matrix.shape[1]) if out is None else out
-    step = max(1 << max(x.shape[0].bit_length() - 3, 0), ROUND)
-    full_rows = x.shape[0] // step * step
-    if full_rows:
-        torch.addmm(out[:full_rows], x[:full_rows], matrix, beta=beta, out=out[:full_rows])
-    remaining_rows = x.shape[0] - full_rows
-    if remaining_rows:
-        filled = x.new_zeros(-(-remaining_rows // ROUND) * ROUND, x.shape[1])
-        filled[:remaining_rows] = x[full_rows:]
-        product = torch.mm(filled, matrix)[:remaining_rows]
-        if beta:
-            out[full_rows:].add_(product)
-        else:
-            out[full_rows:] = product
+        products.product_into(place, remaining, factor, False, turned, adds)
+    elif len(remaining):
+        filled = x.new_zeros(-(-len(remaining) // ROUND) * ROUND, x.shape[1])
+        filled[: len(remaining)] = remaining
+        product = torch.mm(filled, matrix)[: len(remaining)]
+        place.add_(product) if adds else place.copy_(product)
     return out
 
 

@@ -317,7 +317,7 @@ def _times(x: Tensor, matrix: Tensor) -> Tensor:
 def _add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
     """``total += grad.T @ x``, in the wide format of ``total``."""
     if products.fits(grad, x):
-        products.add_product_(total, grad, x, True, False)
+        products.product_into(total, grad, x, True, False, add=True)
     elif total.dtype == grad.dtype:
         total.addmm_(grad.T, x)  # no product of the head's size beside the sum
     else:
