@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from smoke import arguments
 from turns import in_turns, timed
 
+from hasten.core.health import BusyMachine
 from hasten.machine import environment, host
 from hasten.parts.kernels import products
 from hasten.parts.nn import fused_functions
@@ -41,13 +42,13 @@ WAITING: dict[str, dict[str, str]] = {
     "as the library does": {},
     "asleep": {"OMP_WAIT_POLICY": "PASSIVE"},
     "1,000 turns": {"GOMP_SPINCOUNT": "1000"},
-    "3,000 turns": {"GOMP_SPINCOUNT": "3000"},
     "10,000 turns": {"GOMP_SPINCOUNT": "10000"},
+    "10,000 turns, sooner asleep beside others": environment.BRIEF_WAITING,  # as in a training
     "one thread": {"OMP_NUM_THREADS": "1"},
 }
 BUSY = (0, 1, 3)
 MODEL = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "vocab_size": 4096}
-TOKENS, STEPS = 2048, 12
+TOKENS, STEPS = 2048, 30
 FORMATS = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -136,9 +137,13 @@ def small_model(dtype: torch.dtype) -> Any:
     return LabelOnlyLoss(model).train()
 
 
-def train(dtype: torch.dtype, steps: int, new_lengths: bool) -> dict[str, Any]:
-    """Trains the small model; tokens/s after three steps, and peak memory along the way."""
+def train(dtype: torch.dtype, steps: int, new_lengths: bool, looks: bool) -> dict[str, Any]:
+    """Trains the small model; tokens/s after three steps, and peak memory along the way.
+
+    Where it ``looks``, idle threads sleep sooner beside busy processes, as in a training.
+    """
     loss_of = small_model(dtype)
+    machine = BusyMachine(print)
     optimizer = torch.optim.AdamW(loss_of.parameters(), lr=1e-4, fused=dtype == torch.float32)
     draw = torch.Generator().manual_seed(0)
     peaks, began, counted = [], 0.0, 0
@@ -161,18 +166,18 @@ def train(dtype: torch.dtype, steps: int, new_lengths: bool) -> dict[str, Any]:
         (loss / count).backward()
         optimizer.step()
         optimizer.zero_grad()
+        if looks:
+            machine.look()
         counted += tokens if step >= 3 else 0
         peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     return {"tokens_per_second": counted / (time.perf_counter() - began), "peaks": peaks}
 
 
-def in_process(
-    name: str, steps: int, new_lengths: bool, variables: dict[str, str]
-) -> dict[str, Any]:
+def in_process(name: str, steps: int, variables: dict[str, str], *switches: str) -> dict[str, Any]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
     command = [sys.executable, __file__, "train", "--format", name, "--steps", str(steps)]
     done = subprocess.run(
-        [*command, *(["--new-lengths"] if new_lengths else [])],
+        [*command, *switches],
         env={**clean, **variables},
         capture_output=True,
         text=True,
@@ -188,12 +193,12 @@ def bench_growth(steps: int) -> None:
     )
     for name in FORMATS:
         variables = {**environment.defaults({}), "OMP_NUM_THREADS": "1"}  # as commands have them
-        peaks = in_process(name, steps, True, variables)["peaks"]
+        peaks = in_process(name, steps, variables, "--new-lengths")["peaks"]
         early, late = peaks[max(len(peaks) // 10, 1)] / 1024, peaks[-1] / 1024
         print(f"| {name} | {early:.0f} | {late:.0f} | {late / early - 1:+.1%} |", flush=True)
 
 
-def bench_waiting(rounds: int) -> None:
+def bench_waiting(rounds: int, name_of_format: str) -> None:
     rates: dict[tuple[int, str], list[float]] = {}
     for number in range(rounds):
         for busy in BUSY:
@@ -202,7 +207,8 @@ def bench_waiting(rounds: int) -> None:
             ]
             try:
                 for name, variables in WAITING.items():
-                    found = in_process("float32", STEPS, False, variables)
+                    looks = ["--looks"] if variables is environment.BRIEF_WAITING else []
+                    found = in_process(name_of_format, STEPS, variables, *looks)
                     rates.setdefault((busy, name), []).append(found["tokens_per_second"])
                     print(
                         f"round {number + 1}, {busy} busy, {name}: {rates[busy, name][-1]:.0f}",
@@ -233,8 +239,9 @@ def main() -> None:
     parser.add_argument("part", choices=parts, nargs="?", default="products")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=1000, help="of growth")
-    parser.add_argument("--format", choices=FORMATS, default="float32", help="of train")
+    parser.add_argument("--format", choices=FORMATS, default="float32", help="of waiting")
     parser.add_argument("--new-lengths", action="store_true", help="of train")
+    parser.add_argument("--looks", action="store_true", help="of train")
     chosen = arguments(
         parser,
         rounds=1,
@@ -245,7 +252,8 @@ def main() -> None:
         MODEL={**MODEL, "hidden_size": 64, "num_hidden_layers": 1},
     )
     if chosen.part == "train":
-        print(json.dumps(train(FORMATS[chosen.format], chosen.steps, chosen.new_lengths)))
+        found = train(FORMATS[chosen.format], chosen.steps, chosen.new_lengths, chosen.looks)
+        print(json.dumps(found))
         return
     units = ", ".join(f"{name} by {products.unit(dtype)}" for name, dtype in FORMATS.items())
     print(f"{host.hardware().short}; {units}; torch {torch.__version__}\n")
@@ -258,7 +266,7 @@ def main() -> None:
     if chosen.part == "growth" or chosen.smoke:
         bench_growth(chosen.steps)
     if chosen.part == "waiting":
-        bench_waiting(chosen.rounds)
+        bench_waiting(chosen.rounds, chosen.format)
 
 
 if __name__ == "__main__":
