@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hasten.machine import memory
+from hasten.machine import memory, processes
 
 glibc = pytest.mark.skipif(not memory.is_glibc(), reason="glibc alone has these settings")
 # A fault fills a page, or 2 MiB where huge pages are given to everybody.
@@ -78,5 +78,5 @@ def test_a_library_is_found_where_it_lies(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux says what is mapped")
 def test_what_is_loaded_is_told_from_what_is_not() -> None:
-    assert Path(memory.loaded_library("libtorch")).exists()
-    assert memory.loaded_library("libnobodyhasthis") == ""
+    assert Path(processes.loaded_library("libtorch")).exists()
+    assert processes.loaded_library("libnobodyhasthis") == ""

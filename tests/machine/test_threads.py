@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hasten.machine import environment, threads
-from hasten.machine.memory import loaded_library
+from hasten.machine.processes import loaded_library
 
 linux = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="core masks are Linux's")
 

@@ -248,12 +248,6 @@ def library(kind: str) -> str | None:
     return None
 
 
-def loaded_library(name: str) -> str:
-    """Path of the shared library of this process with ``name`` in its file name; or empty."""
-    paths = (line.split(maxsplit=5)[-1] for line in _text("/proc/self/maps") if name in line)
-    return next((path for path in paths if name in Path(path).name), "")
-
-
 def huge_page_mode(path: str = "/sys/kernel/mm/transparent_hugepage/enabled") -> str:
     """Returns ``always``, ``madvise`` or ``never``; ``unknown`` if it isn't reported."""
     chosen = re.search(r"\[(\w+)\]", " ".join(_text(path)))

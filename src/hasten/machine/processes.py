@@ -95,6 +95,15 @@ def tree_seconds(processes: Sequence[psutil.Process]) -> float:
     return total
 
 
+def loaded_library(name: str) -> str:
+    """Path of the shared library of this process with ``name`` in its file name; or empty."""
+    lines: list[str] = []
+    with contextlib.suppress(OSError):  # another system
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    paths = (line.split(maxsplit=5)[-1] for line in lines if name in line)
+    return next((path for path in paths if name in Path(path).name), "")
+
+
 def available_bytes(limit_bytes: int) -> int:
     """Memory that can be had now without swapping, at most ``limit_bytes``."""
     return min(int(psutil.virtual_memory().available), limit_bytes)

@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 
 from hasten.machine import environment
 from hasten.machine.host import numa_nodes
-from hasten.machine.memory import loaded_library
+from hasten.machine.processes import loaded_library
 
 WAITING = {  # how idle threads may wait
     "auto": "briefly, then asleep",

@@ -10,7 +10,7 @@ from hasten.core.session import Session
 from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Technique, knob
-from hasten.machine import environment, memory
+from hasten.machine import environment, memory, processes
 from hasten.machine.threads import started_with
 
 KINDS = ("glibc", "tcmalloc", "jemalloc", "expandable")
@@ -125,7 +125,7 @@ class HostAllocator:
                 0, "glibc keeps freed memory" if self._keeps_memory else "glibc refused"
             )
         else:
-            loaded = bool(memory.loaded_library(technique.kind))
+            loaded = bool(processes.loaded_library(technique.kind))
             effective = loaded
             evidence.insert(0, f"{technique.kind} is {'loaded' if loaded else 'not loaded'}")
         if technique.huge_pages:

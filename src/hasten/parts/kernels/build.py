@@ -31,7 +31,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from hasten.machine import memory
+from hasten.machine.processes import loaded_library
 from hasten.machine.processor import isa_limit, processor_flags
 
 SOURCES = Path(__file__).parent / "cpu"
@@ -90,7 +90,7 @@ def _kernels(*names: str, folder: Path | None = None) -> _Target:
     folder = folder or SOURCES
     # Two OpenMP runtimes in one process would each keep threads and let them spin against each
     # other: link the one that torch has loaded.
-    runtime = memory.loaded_library("libgomp")
+    runtime = loaded_library("libgomp")
     wide = (WIDE,) if "avx512f" in processor_flags() else ()
     return _Target(
         name="-".join(names),
