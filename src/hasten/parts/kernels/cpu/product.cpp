@@ -1,7 +1,8 @@
 // Matrix products of float or bf16 numbers with float sums, for any shape and any processor.
 //
 //   (1) C is cut into tasks along its longer side; a thread takes the next one when it is free
-//   (2) for each block of B's columns and each chunk of k: B's panels are laid out, in the cache
+//   (2) for each block of B's columns and each chunk of k: B's panels are laid out, in the cache;
+//       tasks of rows of one product read panels that all threads laid out together before
 //   (3) for each block of A's rows: a copy of them, then all panels over it, ROWS x COLUMNS at a time
 //   (4) sums go on from chunk to chunk in float; after the last they are rounded once and written
 //
@@ -13,7 +14,8 @@
 namespace {
 
 constexpr int64_t CHUNK = 256, PANELS = 500000, BLOCK = 96;  // words of k, words of B's, rows of A's
-constexpr int64_t TASK = 384;                                // rows or columns of C, at least
+constexpr int64_t TASK = 384;          // rows or columns of C, at least, of a task that lays out B
+constexpr int64_t TOGETHER = 8000000;  // words of B that all threads lay out together
 
 struct Group {  // one of several products that share their formats and strides
   int64_t a, b, out, m, n, k;
@@ -41,25 +43,38 @@ void write(const float* sums, int64_t next, Out* to, int64_t stride, int64_t row
     }
 }
 
-// One task: its part of C, a block of columns after the other.
+template <class Unit>
+int64_t chunk_of(int64_t k) {
+  return k <= CHUNK * Unit::EACH * 3 / 2 ? k : CHUNK * Unit::EACH;
+}
+
+// Where the panel of column ``j`` lies in B's whole layout, over the chunk of k from ``f`` on.
+template <class Unit>
+int64_t panel_place(int64_t n, int64_t j, int64_t f, int64_t words) {
+  return f / Unit::EACH * ceil_to(n, Unit::VECTORS * Unit::LANES) + j * words;
+}
+
+// One task: its part of C, a block of columns after the other. ``whole``: B's layout, or nullptr.
 template <class Unit, class T, class Out>
-void block(const Call& call, Matrix<T> a, Matrix<T> b, Out* out, int64_t m, int64_t n, int64_t k) {
+void block(const Call& call, Matrix<T> a, Matrix<T> b, Out* out, int64_t m, int64_t n, int64_t k,
+           const typename Unit::Word* whole) {
   typedef typename Unit::Word Word;
   constexpr int R = Unit::ROWS, C = Unit::VECTORS * Unit::LANES, E = Unit::EACH;
   static thread_local Scratch sums_memory, b_memory, a_memory;
-  int64_t chunk = k <= CHUNK * E * 3 / 2 ? k : CHUNK * E, most = (chunk + E - 1) / E;
+  int64_t chunk = chunk_of<Unit>(k), most = (chunk + E - 1) / E;
   int64_t wide = std::max<int64_t>(C, PANELS / most / C * C);
   bool once = chunk >= k;
   constexpr bool direct = std::is_same<Out, float>::value;  // sums go to the output itself
   for (int64_t j0 = 0; j0 < n; j0 += wide) {
     int64_t columns = std::min(wide, n - j0), pitch = ceil_to(columns, C);
-    Word* panels = b_memory.get<Word>(pitch * most);
+    Word* own = whole ? nullptr : b_memory.get<Word>(pitch * most);
     float* sums = direct || once ? nullptr : sums_memory.get<float>(ceil_to(m, BLOCK) * pitch);
     for (int64_t f = 0; f < k; f += chunk) {
       int64_t depth = std::min(chunk, k - f), words = (depth + E - 1) / E;
       bool last = f + chunk >= k;
-      for (int64_t j = 0; j < columns; j += C)
-        panel<Unit>(b.from(j0 + j, f), std::min<int64_t>(C, columns - j), depth, panels + j * words);
+      for (int64_t j = 0; own && j < columns; j += C)
+        panel<Unit>(b.from(j0 + j, f), std::min<int64_t>(C, columns - j), depth, own + j * words);
+      const Word* panels = own ? own : whole + panel_place<Unit>(n, j0, f, words);
       for (int64_t i0 = 0; i0 < m; i0 += BLOCK) {
         int64_t rows = std::min(BLOCK, m - i0);
         auto x = left<Unit>(a.from(i0, f), rows, depth, a_memory.get<Word>(left_room(BLOCK, most)));
@@ -86,6 +101,34 @@ void block(const Call& call, Matrix<T> a, Matrix<T> b, Out* out, int64_t m, int6
   }
 }
 
+// Tasks of rows of one product: all threads lay out B, as many columns at a time as fit.
+template <class Unit, class T, class Out>
+void rows_together(const Call& call, Matrix<T> a, Matrix<T> b, Out* out, int64_t m, int64_t n,
+                   int64_t k, int threads) {
+  typedef typename Unit::Word Word;
+  constexpr int C = Unit::VECTORS * Unit::LANES, E = Unit::EACH;
+  static thread_local Scratch memory;
+  int64_t chunk = chunk_of<Unit>(k), chunks = (k + chunk - 1) / chunk, words = (k + E - 1) / E;
+  int64_t wide = std::min(std::max<int64_t>(C, TOGETHER / words / C * C), ceil_to(n, C));
+  int64_t each = ceil_to((m + 4 * threads - 1) / (4 * threads), BLOCK), tasks = (m + each - 1) / each;
+  Word* whole = memory.get<Word>(wide * words);
+#pragma omp parallel num_threads(threads)
+  for (int64_t j0 = 0; j0 < n; j0 += wide) {
+    int64_t columns = std::min(wide, n - j0), panels = (columns + C - 1) / C;
+#pragma omp for schedule(dynamic, 8)
+    for (int64_t p = 0; p < chunks * panels; p++) {
+      int64_t f = p / panels * chunk, j = p % panels * C, depth = std::min(chunk, k - f);
+      int64_t place = panel_place<Unit>(columns, j, f, (depth + E - 1) / E);
+      panel<Unit>(b.from(j0 + j, f), std::min<int64_t>(C, columns - j), depth, whole + place);
+    }
+#pragma omp for schedule(dynamic)
+    for (int64_t t = 0; t < tasks; t++) {
+      int64_t from = t * each, rows = std::min(each, m - from);
+      block<Unit>(call, a.from(from, 0), b, out + from * call.stride + j0, rows, columns, k, whole);
+    }
+  }
+}
+
 template <class Unit, class T, class Out>
 void products(const T* a, const T* b, Out* out, const Call& call, const int64_t* groups,
               int64_t count, int threads) {
@@ -94,31 +137,41 @@ void products(const T* a, const T* b, Out* out, const Call& call, const int64_t*
     int64_t from, to;
     bool rows;
   };
+  auto left_of = [&](const Group& g) {
+    return Matrix<T>{a + g.a, call.a_turned ? 1 : call.a_stride, call.a_turned ? call.a_stride : 1};
+  };
+  auto right_of = [&](const Group& g) {
+    return Matrix<T>{b + g.b, call.b_turned ? call.b_stride : 1, call.b_turned ? 1 : call.b_stride};
+  };
   std::vector<Task> tasks;
-  for (int64_t g = 0; g < count; g++) {
-    Group group{groups[6 * g],     groups[6 * g + 1], groups[6 * g + 2],
-                groups[6 * g + 3], groups[6 * g + 4], groups[6 * g + 5]};
-    bool rows = group.m >= group.n;
-    int64_t side = rows ? group.m : group.n;
-    if (!group.m || !group.n) continue;
-    // A task pays for laying out the other side; four of them for each thread even out their ends.
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t* at = groups + 6 * i;
+    Group g{at[0], at[1], at[2], at[3], at[4], at[5]};
+    bool rows = g.m >= g.n;
+    int64_t side = rows ? g.m : g.n;
+    if (!g.m || !g.n) continue;
+    if (count == 1 && rows && threads > 1 && g.k && g.m > BLOCK) {
+      rows_together<Unit>(call, left_of(g), right_of(g), out + g.out, g.m, g.n, g.k, threads);
+      return;
+    }
+    // A task pays for laying out the other side. Up to four for each thread even out their ends.
     int64_t parts = std::max<int64_t>(1, std::min<int64_t>(side / TASK, threads > 1 ? 4 * threads : 1));
+    if (parts > threads) parts = parts / threads * threads;
     if (threads > 1 && parts < threads) parts = std::min<int64_t>(threads, (side + 95) / 96);
     int64_t each = ceil_to((side + parts - 1) / parts, 96);
     for (int64_t from = 0; from < side; from += each)
-      tasks.push_back({group, from, std::min(side, from + each), rows});
+      tasks.push_back({g, from, std::min(side, from + each), rows});
   }
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1 && tasks.size() > 1)
   for (size_t t = 0; t < tasks.size(); t++) {
     const Group& g = tasks[t].group;
     int64_t from = tasks[t].from, to = tasks[t].to;
     int64_t m = tasks[t].rows ? to - from : g.m, n = tasks[t].rows ? g.n : to - from;
-    Matrix<T> x{a + g.a, call.a_turned ? 1 : call.a_stride, call.a_turned ? call.a_stride : 1};
-    Matrix<T> y{b + g.b, call.b_turned ? call.b_stride : 1, call.b_turned ? 1 : call.b_stride};
+    Matrix<T> x = left_of(g), y = right_of(g);
     Out* place = out + g.out + (tasks[t].rows ? from * call.stride : from);
     (tasks[t].rows ? x.at : y.at) += from * (tasks[t].rows ? x.line : y.line);
     if (g.k)
-      block<Unit>(call, x, y, place, m, n, g.k);
+      block<Unit>(call, x, y, place, m, n, g.k, nullptr);
     else if (!call.add)
       for (int64_t i = 0; i < m; i++) std::memset((void*)(place + i * call.stride), 0, n * sizeof(Out));
   }
