@@ -134,7 +134,6 @@ def test_an_attempt_knows_what_those_before_it_measured(tmp_path: Path) -> None:
     file = tmp_path / "evaluations.jsonl"
     session = session_of(language_job(steps=2))
     assert evaluations_before(session, file, "eval_loss") == []
-    session.progress.step = 4
     lines = [
         *('{"step": 2, "tokens": 7, "eval_loss": 1.5, "own": 3}', '{"step": 3}', "[1]"),
         *('{"step": 3, "tokens": 8, "eval_loss": null}', "half a"),
@@ -142,7 +141,7 @@ def test_an_attempt_knows_what_those_before_it_measured(tmp_path: Path) -> None:
         *('{"step": 6, "tokens": 9, "eval_loss": 0.5}', '{"step": 7, "tok'),
     ]
     file.write_text("\n".join(lines))
-    by_loss = [Evaluation(2, 7, 1.5), Evaluation(4, 9, 1.0)]
+    by_loss = [Evaluation(2, 7, 1.5), Evaluation(4, 9, 1.0), Evaluation(6, 9, 0.5)]
     assert evaluations_before(session, file, "eval_loss") == by_loss
     assert evaluations_before(session, file, "own") == [Evaluation(2, 7, 1.5, {"own": 3.0})]
 

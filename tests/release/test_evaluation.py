@@ -12,9 +12,12 @@ import torch
 import yaml
 from tokenizers.processors import TemplateProcessing
 
+from finished_runs import trained
 from hasten.errors import InputError
 from hasten.parts.data.collate import tokenized_example
+from hasten.recipe.prepared_data import prepare_data
 from hasten.recipe.sample import prompt_of
+from hasten.recipe.schema import load_recipe
 from hasten.release.evaluation import (
     EXACT,
     LOSS,
@@ -40,6 +43,28 @@ def test_the_loss_is_the_one_that_training_reported(full_run: Path) -> None:
     assert row.verdict == "better"
     assert row.before is not None
     assert row.difference == pytest.approx(row.after - row.before)
+
+
+def test_eval_examples_are_those_of_the_training_though_its_files_change(
+    full_run: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "data.jsonl"
+    source = Path(load_recipe(full_run / "recipe.yaml").datasets[0].path).read_text()
+    rows = source.splitlines(keepends=True)
+    data.write_text("".join(rows[:40]))
+    run = trained(tmp_path, dataset=str(data), max_examples=None, max_steps=1)
+
+    def examples() -> list[bytes]:
+        return [row.input_ids.tobytes() for row in eval_examples(run, lambda text: None)]
+
+    before = examples()
+    data.write_text("".join(rows[:60]))
+    assert examples() == before
+    prepare_data(load_recipe(run / "recipe.yaml"), run / "data")  # as another command does
+    with pytest.raises(InputError, match="have changed since the training"):
+        examples()
+    data.write_text("".join(rows[:40]))
+    assert examples() == before
 
 
 def test_only_the_answer_that_the_model_gives_is_an_exact_match(full_run: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,8 @@ from typer.testing import CliRunner
 import hasten
 from hasten.cli.main import app
 from hasten.errors import InputError
-from hasten.measure.choice import Choice
+from hasten.measure import choose as choosing
+from hasten.measure.choice import Choice, ChoiceRow
 from hasten.progress import SilentProgress
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.recipe.shorthands import catalogue
@@ -49,17 +51,32 @@ def test_a_run_has_the_chosen_plan_and_goes_on_with_it(
     assert train(more, tell=told.append)["plan"] == summary["plan"]
     assert f"plan: auto: continuing with the plan of {output}" in told
 
+    more = Recipe(**{**values, "max_steps": 4, "resume": "auto", "checkpoint_every": 3})
+    recipe, _ = with_chosen_plan(more, SilentProgress())
+    assert {"checkpoints": {"interval": 3}} in recipe.plan  # the recipe's own, as it is now
+    assert {t.name() for t in hasten.Plan.from_list(recipe.plan, catalogue())} == set(names)
 
-def test_a_technique_whose_proof_failed_is_left_out(
+
+def test_a_technique_whose_proof_failed_is_left_out_now_and_of_the_stored_choice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = small(tmp_path, plan="auto", max_steps=2)
-    raced = Choice(["packed", "labelled_token_loss"], "measured", "the fastest")
+    raced = Choice(
+        ["packed", "labelled_token_loss"],
+        "measured",
+        "the fastest",
+        [ChoiceRow("without packed", "not taken", ""), ChoiceRow("fused_adamw", "not taken", "")],
+        gain={"median": 2.0, "low": 1.9, "high": 2.1},
+        tokens_per_second=1000.0,
+    )
     rows = [
         {"technique": "packed", "verdict": "differs", "text": "gradient off by 0.3"},
         {"technique": "labelled_token_loss", "verdict": "equal", "text": ""},
     ]
-    monkeypatch.setattr(chosen_plan, "choose", lambda *args, **more: raced)
+    race = SimpleNamespace(run=lambda: raced)
+    monkeypatch.setattr(choosing, "PlanComparison", lambda *args: race)
+    choose = partial(choosing.choose, folder=tmp_path / "choices")
+    monkeypatch.setattr(chosen_plan, "choose", choose)
     verification = lambda *args, **more: {"verification": rows, "invariance": []}  # noqa: E731
     monkeypatch.setattr(chosen_plan, "verified", verification)
     told: list[str] = []
@@ -69,6 +86,14 @@ def test_a_technique_whose_proof_failed_is_left_out(
     assert choice is not None
     assert "a proof of equal quality failed" in choice.why
     assert any("without packed: its proof of equal quality failed" in line for line in told)
+    assert (choice.gain, choice.tokens_per_second) == (None, None)  # those of another plan
+    assert [(row.name, row.decision) for row in choice.rows] == [
+        ("fused_adamw", "not taken"),
+        ("packed", "left out"),
+    ]
+    recipe, again = with_chosen_plan(Recipe(**values), audience)
+    assert again is not None
+    assert (again.source, recipe.plan) == ("remembered", ["labelled_token_loss"])
 
 
 def test_a_recipe_with_a_list_is_left_alone(tmp_path: Path) -> None:

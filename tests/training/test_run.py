@@ -302,6 +302,31 @@ def test_a_later_attempt_does_not_take_a_worse_model_for_the_best(
     assert [e["step"] for e in lines(tmp_path / "run" / "evaluations.jsonl")][-1] == 6
 
 
+@pytest.mark.parametrize("later_best", [False, True], ids=["", "best of a later step"])
+def test_a_resumed_run_has_the_best_model_and_the_patience_of_an_uninterrupted_one(
+    tmp_path: Path, later_best: bool
+) -> None:
+    rates = {"learning_rate": 0.3, "lr_schedule": "constant"}  # the loss rises
+    values = small(tmp_path, eval_every=2, patience=2, checkpoint_every=1, max_steps=12, **rates)
+    output, sessions = tmp_path / "run", list[Session]()
+
+    def interrupt(metrics: StepMetrics) -> None:
+        sessions[0].stop_requested = metrics.step == 5
+
+    quiet: Any = {"tell": lambda text: None}
+    train(Recipe(**values), on_start=sessions.append, on_step=interrupt, **quiet)
+    best = (output / "best" / "model.safetensors").read_bytes()
+    if later_best:
+        with (output / "evaluations.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 8, "tokens": 9, "eval_loss": 0.1}) + "\n")
+    summary = train(Recipe(**values, resume="auto"), **quiet)
+    assert (summary["stopped"], summary["steps"]) == ("early stop", 6)
+    assert [e["step"] for e in lines(output / "evaluations.jsonl")] == [2, 4, 5, 6]
+    place = output / "previous" / "1" if later_best else output
+    assert (place / "best" / "model.safetensors").read_bytes() == best
+    assert lines(output / "metrics.jsonl")[0]["step"] == 6
+
+
 def test_the_schedule_ends_with_the_data_whatever_the_order_makes_of_it(tmp_path: Path) -> None:
     order = [{"packed_epoch": {"row_tokens": 96}}, "packed"]
     values = small(tmp_path, max_steps=None, epochs=2, lr_schedule="linear", plan=order)

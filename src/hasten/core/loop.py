@@ -397,11 +397,10 @@ def fit(session: Session, watch: EvaluationSchedule | None = None) -> Outcome:
             if watch.every_steps and metrics.step % watch.every_steps == 0:
                 _evaluate(session, watch, outcome)
                 best, evaluations = outcome.best, outcome.evaluations
-                if (
-                    watch.patience
-                    and best is not None
-                    and len(evaluations) - 1 - evaluations.index(best) >= watch.patience
-                ):
+                # An interrupt evaluates between two evaluations of the schedule.
+                since = evaluations[evaluations.index(best) + 1 :] if best is not None else []
+                in_time = sum(e.step % watch.every_steps == 0 for e in since)
+                if watch.patience and in_time >= watch.patience:
                     outcome.stopped = "early stop"
                     break
         session.is_trained = True

@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,7 @@ def choose(
     more: Iterable[type[Technique]] = (),
     folder: Path | None = None,
     job: str = "recipe",
+    prove: Callable[[Choice], Choice] = lambda choice: choice,
 ) -> Choice:
     """The plan for a recipe with ``plan: auto``; prepares the recipe's data on the way.
 
@@ -95,6 +96,7 @@ def choose(
         folder: folder of stored choices; default: in the user's cache.
         job: the worker's job. For one that imports the techniques of ``more``, see
             `hasten.measure.recipe_experiment.ExperimentSubject`.
+        prove: receives a measured choice; the choice that it returns is stored.
 
     Raises:
         InputError: an unusable recipe.
@@ -108,6 +110,7 @@ def choose(
     chooser = PlanComparison(subject, settings, audience, tuple(more))
     choice = chooser.run()
     if choice.source == "measured":
+        choice = prove(choice)
         store_choice(path, choice, subject.context, settings)
     return choice
 

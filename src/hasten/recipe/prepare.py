@@ -89,12 +89,12 @@ def first_example(data: PreparedData) -> str:
 
 
 def evaluations_before(session: Session, file: Path, metric: str) -> list[Evaluation]:
-    """Evaluations of earlier attempts up to the step from which this one resumes.
+    """Evaluations of the earlier attempts.
 
     The first rank reads the file, and all ranks get the same rows. Metrics that a user
     added are left out.
     """
-    rows = _rows(file, session.progress.step, metric) if session.setup.context.world.is_main else []
+    rows = _rows(file, metric) if session.setup.context.world.is_main else []
     everywhere = session.setup.layout.all_reduce_world
     count = int(everywhere(torch.tensor([len(rows)], dtype=torch.float64)).item())
     if not count:
@@ -107,15 +107,14 @@ def evaluations_before(session: Session, file: Path, metric: str) -> list[Evalua
     ]
 
 
-def _rows(file: Path, last: int, metric: str) -> list[list[float]]:
+def _rows(file: Path, metric: str) -> list[list[float]]:
     """Step, tokens, eval loss and metric of each whole line that has them."""
     rows: list[list[float]] = []
     with contextlib.suppress(InputError):
         for line in read_bounded(file, LARGEST_LOG, "log").splitlines():
             with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
                 values = json.loads(line)
-                row = [float(values[key]) for key in ("step", "tokens", "eval_loss", metric)]
-                rows += [row] if row[0] <= last else []
+                rows.append([float(values[k]) for k in ("step", "tokens", "eval_loss", metric)])
     return rows
 
 

@@ -29,10 +29,16 @@ from hasten.measure.significance import holm
 from hasten.measure.statistics import DOUBT, mean_and_error, student_quantile, student_tail
 from hasten.models.load import quiet
 from hasten.parts.data.collate import IGNORED, TokenizedExample, aligned_labels
-from hasten.recipe.prepared_data import prepare_data
+from hasten.recipe.prepared_data import prepare_data, stored_data
 from hasten.recipe.sample import prompt_of
 from hasten.recipe.yaml_reader import read_yaml_file
-from hasten.release.trained_model import LoadedModel, Sampling, generate, recipe_of
+from hasten.release.trained_model import (
+    LoadedModel,
+    Sampling,
+    generate,
+    is_data_of,
+    recipe_of,
+)
 
 LOSS, EXACT = "eval loss", "exact match"
 LOWER_IS_BETTER = (
@@ -84,11 +90,18 @@ def eval_examples(run: Path, tell: Callable[[str], None]) -> Sequence[TokenizedE
     """The eval examples that the run's recipe sets apart.
 
     Raises:
-        InputError: it sets none apart.
+        InputError: it sets none apart, or the data is no longer that of the training.
     """
     recipe = recipe_of(run)
-    data = prepare_data(recipe, run / "data", tell)
-    examples = [data.eval_data[i] for i in range(len(data.eval_data))]
+    prepared = stored_data(recipe, run / "data")
+    if prepared is None or not is_data_of(run, prepared):
+        prepared = prepare_data(recipe, run / "data", tell)
+    if not is_data_of(run, prepared):
+        raise InputError(
+            f"dataset: the files in the recipe of {run} have changed since the training, so its "
+            "eval examples are unknown: restore the files, or give examples with --tasks FILE"
+        )
+    examples = [prepared.eval_data[i] for i in range(len(prepared.eval_data))]
     if not examples:
         raise InputError(
             f"eval_data: {recipe.eval_data} in the recipe of {run} sets no examples apart: give "

@@ -45,7 +45,7 @@ from hasten.recipe.build import lora_of, model_for, requested_plan
 from hasten.recipe.prepare import saved_formats
 from hasten.recipe.prepared_data import PreparedData, stop_token, stored_data
 from hasten.recipe.schema import Recipe
-from hasten.release.trained_model import check_adapter_base, recipe_of
+from hasten.release.trained_model import check_adapter_base, is_data_of, recipe_of
 from hasten.report.card import write_card
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.checkpoint import Checkpoints
@@ -323,7 +323,9 @@ def _trained_of(request: Export) -> _Trained:
             )
         if lora is not None:
             check_adapter_base(source, recipe)
-    data = stored_data(recipe, run / "data")
+    prepared = stored_data(recipe, run / "data")
+    # Another command may have prepared changed files since.
+    data = prepared if prepared is not None and is_data_of(run, prepared) else None
     if request.weights != "checkpoint":
         tokenizer = load_tokenizer(str(source))
     elif data is not None:

@@ -9,6 +9,7 @@ Weights are float32 on a processor and bfloat16 on an accelerator.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +22,13 @@ from hasten.data.chat_template import answer_end, chat_template_of, render_turns
 from hasten.data.template_sandbox import UnrenderedError
 from hasten.data.turns import Message
 from hasten.errors import InputError
+from hasten.foreign_files import read_json_object
 from hasten.models.adapters import merge, other_base, round_base, with_adapter
 from hasten.models.load import load_model, load_tokenizer, quiet, take_own_attention
 from hasten.models.weights import ADAPTER
 from hasten.parts.nn.quantised import Kind
 from hasten.recipe.build import lora_of, model_for, requested_plan
-from hasten.recipe.prepared_data import stop_token
+from hasten.recipe.prepared_data import PreparedData, stop_token
 from hasten.recipe.schema import Recipe, load_recipe
 
 RECIPE = "recipe.yaml"  # of a run, as it was resolved
@@ -75,6 +77,14 @@ def recipe_of(run: Path) -> Recipe:
     if not (run / RECIPE).is_file():
         raise InputError(f"{run} has no {RECIPE}: give the folder of a finished run")
     return load_recipe(run / RECIPE)
+
+
+def is_data_of(run: Path, prepared: PreparedData) -> bool:
+    """False if a run's ``run.json`` names other training data than this."""
+    trained_data = None
+    with contextlib.suppress(InputError):
+        trained_data = read_json_object(run / "run.json", "start of a run").get("data")
+    return trained_data in (None, prepared.identity)
 
 
 def load_run(run: Path, weights: str = "") -> LoadedModel:

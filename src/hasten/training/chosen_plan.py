@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ import torch.distributed as dist
 
 from hasten.core.context import JobContext
 from hasten.core.plan import name_of
+from hasten.core.slot import Slot
 from hasten.core.timing import StepMetrics
 from hasten.machine import host
 from hasten.machine.environment import World
 from hasten.machine.files import write_atomic
 from hasten.machine.processes import LoadMeter
-from hasten.measure.choice import Choice
+from hasten.measure.choice import Choice, ChoiceRow
 from hasten.measure.choose import LONGEST_SECONDS, choose, choose_by_forecast
 from hasten.measure.quality.requirements import FAILED
 from hasten.measure.quality.verification import VerificationDesign, verified
@@ -62,9 +64,8 @@ def with_chosen_plan(
     if recipe.resume != "never" and (saved_entries := _of_the_run(recipe)) is not None:
         audience.tell(f"plan: auto: continuing with the plan of {recipe.output}")
         return _with_plan(recipe, saved_entries), None
-    choice = choose(recipe, audience, fresh=fresh)
-    if choice.source == "measured":
-        choice = _proven(recipe, choice, audience)
+    prove = partial(_proven, recipe, audience)
+    choice = choose(recipe, audience, fresh=fresh, prove=prove)
     audience.tell(choice.sentence)
     folder = Path(recipe.output)
     folder.mkdir(parents=True, exist_ok=True)
@@ -92,16 +93,21 @@ def _with_plan(recipe: Recipe, entries: list[Any]) -> Recipe:
 
 
 def _of_the_run(recipe: Recipe) -> list[Any] | None:
-    """Returns the plan of the checkpoint that the run resumes from.
+    """Returns the plan of the checkpoint that the run resumes from, with the recipe's techniques.
 
     Returns None if there is none, or if it is old.
     """
-    path = newest_checkpoint(recipe, requested_plan(recipe))
+    requested = requested_plan(recipe)
+    path = newest_checkpoint(recipe, requested)
     if path is None:
         return None
     try:
         plan = read_manifest(path)["meta"]["job"]["plan"]
-        return [{"technique": name, **entry["settings"]} for name, entry in plan.items()]
+        return recipe.plan + [
+            {"technique": name, **entry["settings"]}
+            for name, entry in plan.items()
+            if Slot[entry["slot"]] not in requested
+        ]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         _LOG.warning(
             "%s contains no plan (%s), so a plan is chosen again", path, type(error).__name__
@@ -109,8 +115,11 @@ def _of_the_run(recipe: Recipe) -> list[Any] | None:
         return None
 
 
-def _proven(recipe: Recipe, choice: Choice, audience: Audience) -> Choice:
-    """Returns the choice without techniques that failed their proof of equal quality."""
+def _proven(recipe: Recipe, audience: Audience, choice: Choice) -> Choice:
+    """Returns the choice without techniques that failed their proof of equal quality.
+
+    The speed of the remaining plan wasn't measured.
+    """
     settled = _with_plan(recipe, choice.entries)
     prepared = prepare_run(settled, lambda text: None, ranks=settled.nproc)
     context, plan, data = prepared.context, prepared.plan, prepared.data
@@ -139,7 +148,13 @@ def _proven(recipe: Recipe, choice: Choice, audience: Audience) -> Choice:
         proof = "a proof of equal quality failed"
     elif untested:
         proof = f"equal quality not tested of {', '.join(untested)}: hasten verify does"
-    return replace(choice, entries=entries, why=f"{choice.why}; {proof}")
+    choice = replace(choice, entries=entries, why=f"{choice.why}; {proof}")
+    if not wrong:
+        return choice
+    failed = "its proof of equal quality failed"
+    rows = [row for row in choice.rows if not wrong.keys() & {*row.name.split()}]
+    rows += [ChoiceRow(name, "left out", f"{failed}: {text}") for name, text in wrong.items()]
+    return replace(choice, rows=rows, gain=None, tokens_per_second=None, next_best=None)
 
 
 class TrainingSpeed:

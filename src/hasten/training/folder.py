@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,11 @@ ADJUSTMENTS = "adjustments.jsonl"  # settings that were tried while training
 WATCHED = ("run.json", ADJUSTMENTS, "machine.jsonl", "ranks", "tensorboard", "wandb", "mlflow")
 RESULTS = (*STEP_LINES, *FAULT_LINES, *WATCHED, "summary.json", "rejected.jsonl", "recipe.yaml")
 MODELS = ("model", "adapter", "model_average", "adapter_average")
+BEST = "best"
 
 
-def archive_previous_run(output: Path, keep_checkpoints: bool) -> str:
-    """Moves an earlier run's results to ``previous/N``; its prepared data stays.
+def archive_previous_run(output: Path, keep_checkpoints: bool, keep: Collection[str] = ()) -> str:
+    """Moves an earlier run's results to ``previous/N``, except its prepared data and ``keep``.
 
     Returns:
         A message if that run wasn't done and can be resumed, and how; otherwise "".
@@ -49,7 +50,7 @@ def archive_previous_run(output: Path, keep_checkpoints: bool) -> str:
         InputError: they can't be moved there.
     """
     output.mkdir(parents=True, exist_ok=True)
-    names = [*RESULTS, *MODELS, "best"]
+    names = [name for name in (*RESULTS, *MODELS, BEST) if name not in keep]
     if not keep_checkpoints:
         names.append("checkpoints")
     for path in output.glob(TEMPORARY):  # a killed run's

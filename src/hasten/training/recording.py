@@ -202,6 +202,7 @@ def recording_of(session: Session, recipe: Recipe, output: Path) -> Recording:
     start = {
         "model": recipe.model,
         "dataset": recipe.model_dump(mode="json")["dataset"],
+        "data": setup.job.terms.get("data"),
         "total_steps": setup.job.schedule.total_steps,
         "world_size": size,
         "plan": setup.plan.to_list(),

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -85,6 +85,7 @@ from hasten.training.auto_adjust import adjust, adjusted
 from hasten.training.chosen_plan import SpeedWatch, same_on_all_ranks, with_chosen_plan
 from hasten.training.first_pass import proven
 from hasten.training.folder import (
+    BEST,
     STEP_LINES,
     LineFile,
     archive_previous_run,
@@ -183,11 +184,15 @@ class _LinesOnly:
     def show(self, text: str, share: float) -> None: ...
 
 
-def _open_folder(recipe: Recipe, data: PreparedData, tell: Tell) -> None:
-    """Make room for this run, and leave there what it was asked for and what it left out."""
+def _open_folder(recipe: Recipe, data: PreparedData, keep: Sequence[str], tell: Tell) -> None:
+    """Make room for this run, and leave there what it was asked for and what it left out.
+
+    ``keep`` are names of the earlier run's results that this run continues.
+    """
     output = Path(recipe.output)
     if attempt_number() == 1:  # a later attempt goes on in the same files
-        if unfinished := archive_previous_run(output, keep_checkpoints=recipe.resume != "never"):
+        keep_checkpoints = recipe.resume != "never"
+        if unfinished := archive_previous_run(output, keep_checkpoints, keep):
             tell(unfinished)
         try:
             (output / STOP_FILE).unlink(missing_ok=True)  # it was meant for an earlier run
@@ -274,8 +279,11 @@ def _train(
     adjust(session, recipe, run.output, run.tell)
     if recipe.resume != "never":
         resume_from(session, recipe.resume, run.tell)
+    earlier, keep = _earlier_evaluations(session, recipe, run.output)
     if main:  # after all that may be refused
-        _open_folder(recipe, prepared.data, run.tell)
+        _open_folder(recipe, prepared.data, keep, run.tell)
+        if keep or attempt_number() > 1:
+            keep_lines_until(run.output, session.progress.step)
     session.startup_seconds |= seconds
     session.meter = meter_of(recipe, context, session.model)
     session.setup.clock = clock_on(context.device)
@@ -290,6 +298,7 @@ def _train(
     watch = _schedule(
         run,
         session,
+        earlier,
         heartbeat,
         call_all(*steps, recording.step),
         call_all(*evaluations, recording.evaluation),
@@ -317,23 +326,48 @@ def _train(
     return _leave(run, session, outcome, summary)
 
 
+def _earlier_evaluations(
+    session: Session, recipe: Recipe, output: Path
+) -> tuple[list[Evaluation], Sequence[str]]:
+    """Evaluations before the checkpoint of this folder that the run resumes from.
+
+    Also returns the names of the earlier run's results that stay: the best weights do unless they
+    are of a later step. Every rank calls it.
+    """
+    step, folder = session.progress.step, Path(recipe.resume).resolve().parent
+    is_same_run = recipe.resume == "auto" or folder == (output / "checkpoints").resolve()
+    if attempt_number() == 1 and not (step and is_same_run):
+        return [], ()
+    evaluations = evaluations_before(session, output / EVALUATED, recipe.best_metric)
+    lower_is_better = recipe.best_metric == "eval_loss"
+    best = Outcome(
+        evaluations=evaluations, best_by=recipe.best_metric, lower_is_better=lower_is_better
+    ).best
+    keep = (EVALUATED, BEST) if best is not None and best.step <= step else (EVALUATED,)
+    return [e for e in evaluations if e.step <= step], keep
+
+
 def _schedule(
-    run: _Run, session: Session, heartbeat: Heartbeat, on_step: OnStep, on_evaluation: OnEvaluation
+    run: _Run,
+    session: Session,
+    earlier: Sequence[Evaluation],
+    heartbeat: Heartbeat,
+    on_step: OnStep,
+    on_evaluation: OnEvaluation,
 ) -> EvaluationSchedule:
     """When to evaluate, and that the best model is kept."""
-    recipe, resumes = run.prepared.recipe, attempt_number() > 1
+    recipe = run.prepared.recipe
 
     def keep_best(evaluation: Evaluation) -> None:
         heartbeat.beat(evaluation.step)
-        best = run.output / "best"
+        best = run.output / BEST
         for problem in save_weights(session, run.prepared.data, best, run.formats).problems:
             run.tell(f"warning: {best}: {problem}")
 
-    evaluated = run.output / EVALUATED
     return EvaluationSchedule(
         every_steps=share_of(recipe.eval_every, session.setup.job.schedule.total_steps),
         patience=recipe.patience,
-        earlier=evaluations_before(session, evaluated, recipe.best_metric) if resumes else (),
+        earlier=earlier,
         on_step=on_step,
         on_evaluation=on_evaluation,
         on_best=keep_best if recipe.eval_every else _silent,
@@ -348,8 +382,6 @@ def _observers(
     """The functions after each step and evaluation: all ranks have a heartbeat, rank 0 lines."""
     recipe, world = run.prepared.recipe, run.prepared.context.world
     heartbeat.beat(session.progress.step)
-    if world.is_main and attempt_number() > 1:
-        keep_lines_until(run.output, session.progress.step)
 
     def first_step(metrics: StepMetrics) -> None:
         spent = time.perf_counter() - run.began + session.startup_seconds["imports"]
