@@ -217,7 +217,7 @@ def test_without_a_race_the_figures_of_the_machine_decide_and_the_speed_is_compa
     monkeypatch.setattr(kernel_variants, "layers_gain", lambda device: slower)
     monkeypatch.setattr(precision, "_slow_bf16", lambda facts: ())  # as if this one had bf16
     trainer = trainer_of(tmp_path)
-    hasten.speed_up(trainer)
+    hasten.speed_up(hasten.speed_up(trainer))  # the second call replaces all of the first
     joined, _, left = said(caplog)[0].partition("\n  left out: ")
     assert "fused_layers" not in joined
     assert "fused_layers: measured on this machine: 0.80× [0.70, 0.90] the speed" in left
@@ -252,7 +252,7 @@ def test_in_lightning_they_join_when_fit_is_called(monkeypatch: pytest.MonkeyPat
         return module, other
 
     monkeypatch.setattr(lightning_host, "with_techniques", with_techniques)
-    trainer = hasten.speed_up(Trainer(), plan=[Packed()])
+    trainer = hasten.speed_up(hasten.speed_up(Trainer(), ["fused_layers"]), [Packed()])
     assert not seen
     assert trainer.fit(module, loader) == "fitted"
     assert seen == [(module, loader, ["packed"])]

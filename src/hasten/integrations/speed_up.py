@@ -43,6 +43,7 @@ AnyTrainer = TypeVar("AnyTrainer")
 Carry = Callable[[Sequence[Technique]], None]
 ALIKE = 0.1  # examples are of the same data if number and tokens differ by this share at most
 WATCHED_STEPS, WARM_UP = 50, 10
+REPLACED_FIT = "hasten_replaced_fit"  # the attribute of a Lightning trainer's changed ``fit``
 _LOG = logging.getLogger(__name__)
 
 
@@ -82,6 +83,9 @@ def speed_up(trainer: AnyTrainer, plan: Iterable[Any] | None = None) -> AnyTrain
         )
     from hasten.integrations import transformers as host
 
+    for callback in [*trainer.callback_handler.callbacks]:  # of an earlier call
+        if isinstance(callback, host.StepEvidence) and isinstance(callback.log, SpeedNote):
+            trainer.remove_callback(callback)
     if techniques is not None:
         return host.with_techniques(trainer, techniques)
     model: Any = trainer.model
@@ -281,7 +285,7 @@ class SpeedNote(StepLog):
 
 def _at_fit(trainer: Any, techniques: list[Technique] | None) -> None:
     """Adds the techniques in ``fit``, where Lightning's trainer receives model and loader."""
-    usual = trainer.fit
+    usual = getattr(trainer.fit, REPLACED_FIT, trainer.fit)  # not that of an earlier call
 
     def fit(model: nn.Module, train_dataloaders: Any = None, *args: Any, **more: Any) -> Any:
         from torch.utils.data import DataLoader
@@ -312,4 +316,5 @@ def _at_fit(trainer: Any, techniques: list[Technique] | None) -> None:
         module, loader = host.with_techniques(trainer, model, loader, chosen)
         return usual(module, loader, *args, **more)
 
+    setattr(fit, REPLACED_FIT, usual)
     trainer.fit = fit  # this instance alone

@@ -598,7 +598,7 @@ class StepEvidence(TrainerCallback):
     """
 
     def __init__(self, folder: str | Path | StepLog) -> None:
-        self._file = step_log(folder)
+        self.log = step_log(folder)
         self.count = TokenCount()
         self._hook: Any = None
 
@@ -606,7 +606,7 @@ class StepEvidence(TrainerCallback):
         model: nn.Module = kwargs["model"]
         if self._hook is None:
             self._hook = model.register_forward_pre_hook(self._called, with_kwargs=True)
-        self._file.begin()
+        self.log.begin()
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module.training:  # an evaluation's tokens are nobody's step
@@ -614,21 +614,21 @@ class StepEvidence(TrainerCallback):
             self.count.add({**first_input, **kwargs})
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._file.step(state.global_step, self.count)
+        self.log.step(state.global_step, self.count)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if isinstance(logs, dict):
-            self._file.loss(logs.get("loss"))
-        self._file.begin()
+            self.log.loss(logs.get("loss"))
+        self.log.begin()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._file.begin()
+        self.log.begin()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._file.begin()
+        self.log.begin()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        self._file.close()
+        self.log.close()
