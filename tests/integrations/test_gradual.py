@@ -191,6 +191,8 @@ def test_two_ranks_decide_alike_and_train_together(tmp_path: Path) -> None:
 
 def test_calls_of_wrong_kinds_are_refused() -> None:
     model = nn.Linear(5, 3)
+    with pytest.raises(InputError, match="the loader gives its batches once"):
+        gradual_optimize(model, iter(batches()))
     for given in ((model,), (7,), ("recipe.yaml", batches()), (model, None)):
         with pytest.raises(TypeError, match="takes a recipe, or a model and its loader"):
             gradual_optimize(*given)

@@ -22,6 +22,7 @@ from hasten.parts import checkpoint
 from hasten.parts.kernels import adamw
 from hasten.parts.optim.muon import MuonAdamW
 from hasten.recipe.schema import Recipe
+from hasten.release.evaluation import eval_examples
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.average import WeightAverage
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW, Muon
@@ -213,6 +214,30 @@ def test_saved_versions_are_the_weights_and_their_mean(
         seen.append(suffix)
     assert seen == suffixes
     assert all(torch.equal(w, b) for w, b in zip(weights, before, strict=True))
+
+
+@torch.no_grad()
+def _loss_of(model: Any, examples: Any) -> float:
+    """The loss per trained token, an example at a time."""
+    model.eval()
+    total, count = 0.0, 0
+    for example in examples:
+        ids = torch.from_numpy(example.input_ids.astype("int64"))
+        log_probabilities = model(input_ids=ids[None]).logits[0].double().log_softmax(-1)
+        trained = torch.from_numpy(example.trained)[1:]
+        of_labels = log_probabilities[:-1].gather(1, ids[1:, None])[:, 0]
+        total, count = total - float(of_labels[trained].sum()), count + int(trained.sum())
+    return total / count
+
+
+def test_the_eval_loss_of_a_run_is_that_of_the_saved_model(tmp_path: Path) -> None:
+    rates = {"learning_rate": 0.03, "lr_schedule": "constant"}
+    plan = [{"weight_average": {"decay": 0.9, "save": "average"}}]
+    summary = train(Recipe(**small(tmp_path, plan=plan, **rates)), tell=lambda text: None)
+    folder = tmp_path / "run"
+    examples = eval_examples(folder, lambda text: None)
+    loss = _loss_of(load_model(str(folder / "model")), examples)
+    assert summary["eval_loss"] == pytest.approx(loss, rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])

@@ -411,8 +411,14 @@ def fit(session: Session, watch: EvaluationSchedule | None = None) -> Outcome:
     if in_haste:
         outcome.seconds = time.perf_counter() - began
         return outcome
-    evaluations = outcome.evaluations[len(watch.earlier) :]
-    if not evaluations or evaluations[-1].step != session.progress.step:
+    evaluations, average = outcome.evaluations[len(watch.earlier) :], session.setup.average
+    if average is not None and average.replaces_model:
+        precision = session.setup.precision
+        for _ in average.versions(precision.parameters()):
+            precision.update_model_weights()
+            _evaluate(session, watch, outcome)
+        precision.update_model_weights()
+    elif not evaluations or evaluations[-1].step != session.progress.step:
         _evaluate(session, watch, outcome)
     outcome.seconds = time.perf_counter() - began
     return outcome

@@ -98,6 +98,10 @@ class Average(Protocol):
     def versions(self, parameters: Sequence[Tensor]) -> Iterator[str]:
         """Suffixes of the folders to save, the weights in place while each is out."""
 
+    @property
+    def replaces_model(self) -> bool:
+        """Returns True if the average is saved as the model."""
+
 
 class Routing(Protocol):
     """ROUTING: how tokens are balanced over experts."""

@@ -102,7 +102,8 @@ def gradual_optimize(
 
     Raises:
         TypeError: something else was given.
-        InputError: the loader has too few batches, or a technique no switch takes.
+        InputError: the loader has too few batches or gives them once, or a technique no switch
+            takes.
     """
     if isinstance(job, nn.Module) and dataloader is not None and not experiment:
         return _of_model(
@@ -185,6 +186,11 @@ class _Comparison:
         context: JobContext,
     ) -> None:
         self.context, self._model, self._optimizer = context, model, optimizer
+        if isinstance(loader, Iterator):
+            raise InputError(
+                "the loader gives its batches once, and both the comparison and the training need "
+                "them: give a list or a DataLoader"
+            )
         rank_loader = GivenLoader(loader, context.world, deal=True)
         most = int((rounds + 1) * steps / (1 - EVAL_DATA)) + 1
         drawn = [rows[0].batch for rows in itertools.islice(rank_loader.epoch(0), most)]

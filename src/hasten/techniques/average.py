@@ -64,11 +64,16 @@ class SavedAverage(WeightAveragePart):
 
     def versions(self, parameters: Sequence[Tensor]) -> Iterator[str]:
         """See `hasten.core.setup.Average`; without an update there is no mean to save."""
-        if self.save != "average" or not self.updates:
+        if not self.replaces_model:
             yield ""
         if self.save != "last" and self.updates:
             with self.swapped(parameters):
-                yield "" if self.save == "average" else "_average"
+                yield "" if self.replaces_model else "_average"
+
+    @property
+    def replaces_model(self) -> bool:
+        """See `hasten.core.setup.Average`."""
+        return self.save == "average" and self.updates > 0
 
 
 def _losses(session: Session, mean: WeightAveragePart) -> tuple[float | None, float | None]:

@@ -232,14 +232,17 @@ def save_all(
             unsaved.append(_retry(session, output))
     if session.preempted:  # samples take long on a large model
         return folders[0], [], unsaved
+    samples: Sequence[Sample] = []
+    first_version = session.versions()  # the weights of the first folder, until it is deleted
+    next(first_version)
     with session.setup.layout.gather(session.model):
         if session.setup.context.world.is_main:
             try:
                 samples = write_samples(session, data.tokenizer, data.eval_data)
-                return folders[0], samples, unsaved
             except Exception as error:  # all is saved by now, and a summary is worth more
                 unsaved.append(f"no sample could be written: {_line(error)}")
-    return folders[0], [], unsaved
+    del first_version
+    return folders[0], samples, unsaved
 
 
 def _retry(session: Session, output: Path) -> str:
