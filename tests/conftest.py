@@ -67,7 +67,7 @@ settings.register_profile(
     derandomize=True,
     deadline=None,
     database=None,
-    max_examples=30,
+    max_examples=20,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.register_profile("thorough", settings.get_profile("steady"), max_examples=300)
@@ -132,6 +132,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    # Tests leave little garbage: Python's own 700 new objects are a look every millisecond.
+    gc.set_threshold(20_000)
     shorten_runs()
     # For each part of a test, pytest adds its handlers to the root logger and to all that don't
     # propagate to it: torch has forty of them.
