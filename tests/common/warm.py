@@ -86,7 +86,7 @@ MADV_COLLAPSE = 25  # linux/mman.h, from Linux 6.1 on
 NAME = b"warm-server"  # of a server in lists of processes
 LONGEST = 1 << 17  # bytes of a request
 NAMESPACES = ("user", "mnt", "net", "pid_for_children")
-LOADS_TORCH = r"^\s*(import|from) (torch|hasten|transformers|tiny|ranks)\b"
+LOADS_TORCH = r"^\s*(import|from) (torch|hasten|transformers|tiny|ranks|measure)\b"
 RESET = (signal.SIGINT, signal.SIGTERM)
 HIGH = 200  # descriptors are moved above this number while they are sorted out
 
