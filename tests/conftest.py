@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -29,6 +30,8 @@ from hasten.parts.kernels import registry
 from hasten.parts.nn import kernel_variants
 
 try:
+    from typer import testing
+
     from hasten.data import tokenize
     from hasten.recipe import read_conversations, sample
 
@@ -177,6 +180,8 @@ def shorten_runs() -> None:
         sample.ANSWER_TOKENS = warm.ANSWER_TOKENS
         # The process that renders chat templates stays for the next training.
         tokenize.stop_renderer = lambda: None
+        # For each call, typer would read the parameters of all commands: 80 ms.
+        testing._get_command = functools.cache(testing._get_command)
     # What kernels gain here is no test's business: a measurement takes four seconds.
     registry.figures_here = lambda device="cpu", fresh=False: FIGURES
 
