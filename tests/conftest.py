@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -29,6 +30,8 @@ from hasten.parts.kernels import registry
 from hasten.parts.nn import kernel_variants
 
 try:
+    from typer import testing
+
     from hasten.data import tokenize
     from hasten.recipe import read_conversations, sample
 
@@ -67,7 +70,7 @@ settings.register_profile(
     derandomize=True,
     deadline=None,
     database=None,
-    max_examples=30,
+    max_examples=20,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.register_profile("thorough", settings.get_profile("steady"), max_examples=300)
@@ -132,6 +135,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    # Tests leave little garbage: Python's own 700 new objects are a look every millisecond.
+    gc.set_threshold(20_000)
     shorten_runs()
     # For each part of a test, pytest adds its handlers to the root logger and to all that don't
     # propagate to it: torch has forty of them.
@@ -175,6 +180,8 @@ def shorten_runs() -> None:
         sample.ANSWER_TOKENS = warm.ANSWER_TOKENS
         # The process that renders chat templates stays for the next training.
         tokenize.stop_renderer = lambda: None
+        # For each call, typer would read the parameters of all commands: 80 ms.
+        testing._get_command = functools.cache(testing._get_command)
     # What kernels gain here is no test's business: a measurement takes four seconds.
     registry.figures_here = lambda device="cpu", fresh=False: FIGURES
 

@@ -19,11 +19,13 @@ ALWAYS_HUGE = memory.huge_page_mode() == "always"
 PAGES = memory.BLOCK // (2 * 2**20 if ALWAYS_HUGE else mmap.PAGESIZE)
 
 
-def in_a_process(code: str, **variables: str) -> object:
-    """What a fresh process prints as JSON: the allocator's settings can't be taken back."""
+def in_a_process(folder: Path, code: str, **variables: str) -> object:
+    """What another process prints as JSON: the allocator's settings can't be taken back."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))}
+    script = folder / "faults.py"
+    script.write_text("from hasten.machine import memory\nimport json\n" + code)
     found = subprocess.run(
-        [sys.executable, "-c", "from hasten.machine import memory\nimport json\n" + code],
+        [sys.executable, str(script)],
         env={**environment, **variables},
         capture_output=True,
         text=True,
@@ -33,9 +35,9 @@ def in_a_process(code: str, **variables: str) -> object:
 
 
 @glibc
-def test_a_freed_block_faults_again_until_memory_is_kept() -> None:
+def test_a_freed_block_faults_again_until_memory_is_kept(tmp_path: Path) -> None:
     before, settled, after = in_a_process(  # type: ignore[misc]
-        "f = memory.faults_per_block\nprint(json.dumps([f(), memory.keep(), f()]))"
+        tmp_path, "f = memory.faults_per_block\nprint(json.dumps([f(), memory.keep(), f()]))"
     )
     assert settled is True
     assert before > 0.9 * PAGES
@@ -43,8 +45,9 @@ def test_a_freed_block_faults_again_until_memory_is_kept() -> None:
 
 
 @glibc
-def test_the_variables_do_what_the_call_does() -> None:
-    found = in_a_process("print(json.dumps(memory.faults_per_block()))", **memory.keeping())
+def test_the_variables_do_what_the_call_does(tmp_path: Path) -> None:
+    code = "print(json.dumps(memory.faults_per_block()))"
+    found = in_a_process(tmp_path, code, **memory.keeping())
     assert isinstance(found, int)
     assert found < 0.1 * PAGES
 

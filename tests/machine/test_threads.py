@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import gc
+import json
 import os
 import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -96,15 +97,12 @@ def test_a_mask_holds_for_threads_that_ran_before_it_too(tmp_path: Path) -> None
 
 
 @linux
-def test_variables_of_the_start_are_told_from_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_the_start_are_told_from_later_ones(
+    fresh: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HASTEN_SET_LATER", "1")
     assert "HASTEN_SET_LATER" not in threads.started_with()
-    code = "from hasten.machine.threads import started_with; print(started_with()['HASTEN_EARLY'])"
-    environment = {**os.environ, "HASTEN_EARLY": "a=b"}
-    found = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert found.stdout.strip() == "a=b"
+    assert fresh["early"] == "a=b"
 
 
 class Node:
@@ -222,13 +220,12 @@ def test_idle_threads_wait_briefly_unless_the_user_decided(
     assert environment.variable("GOMP_SPINCOUNT") == expected
 
 
-# Two threads, of which the idle one spins for a second if it is let.
-SPINNING = """
-import sys, time, torch
+COUNT_OF_SPINS = "300000000"  # the idle one of two threads spins for a second if it is let
+# For each count that hasten takes for its own: does the idle thread spin?
+FRESH = """
+import json, sys, time, torch
 from hasten.machine import environment, threads
-environment.BRIEF_WAITING = {"GOMP_SPINCOUNT": sys.argv[1]}
 torch.set_num_threads(2)
-idle = threads.IdleThreads()
 
 def spinning():
     torch.zeros(1_000_000).add_(1)
@@ -236,28 +233,36 @@ def spinning():
     time.sleep(0.5)
     return time.process_time() - began
 
-found = []
-for sooner in (False, True, False):
-    idle.sleep_sooner = sooner
-    time.sleep(0.1)  # the thread of the other team comes and goes
-    found.append((idle.sleep_sooner, spinning()))
-print(found)
+def found(count):
+    environment.BRIEF_WAITING = {"GOMP_SPINCOUNT": count}
+    idle = threads.IdleThreads()
+    for sooner in (False, True, False):
+        idle.sleep_sooner = sooner
+        time.sleep(0.1)  # the thread of the other team comes and goes
+        yield idle.sleep_sooner, spinning()
+
+early = threads.started_with().get("HASTEN_EARLY")
+print(json.dumps({"early": early, **{count: [*found(count)] for count in sys.argv[1:]}}))
 """
+
+
+@pytest.fixture(scope="module")
+def fresh() -> dict[str, Any]:
+    """What a fresh process finds."""
+    variables = {"GOMP_SPINCOUNT": COUNT_OF_SPINS, "OMP_NUM_THREADS": "2", "HASTEN_EARLY": "a=b"}
+    command = [sys.executable, "-c", FRESH, COUNT_OF_SPINS, "10000"]
+    done = subprocess.run(
+        command, env={**os.environ, **variables}, capture_output=True, text=True, check=True
+    )
+    printed: dict[str, Any] = json.loads(done.stdout)
+    return printed
 
 
 @pytest.mark.skipif(not loaded_library("libgomp"), reason="torch has another OpenMP library")
 @pytest.mark.skipif(len(threads.usable_cores()) < 2, reason="idle threads need a second core")
 @pytest.mark.parametrize("is_users", [False, True], ids=["default", "user's own"])
-def test_idle_threads_sleep_sooner_and_spin_again(is_users: bool) -> None:
-    count = "300000000"
-    done = subprocess.run(
-        [sys.executable, "-c", SPINNING, "10000" if is_users else count],
-        env={**os.environ, "GOMP_SPINCOUNT": count, "OMP_NUM_THREADS": "2"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    sooner, spun = zip(*ast.literal_eval(done.stdout), strict=True)
+def test_idle_threads_sleep_sooner_and_spin_again(fresh: dict[str, Any], is_users: bool) -> None:
+    sooner, spun = zip(*fresh["10000" if is_users else COUNT_OF_SPINS], strict=True)
     assert sooner == (False, not is_users, False)
     assert all(seconds > 0.05 for seconds, asleep in zip(spun, sooner, strict=True) if not asleep)
     assert is_users or spun[1] < 0.02

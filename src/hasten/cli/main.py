@@ -9,6 +9,7 @@ Exit codes are listed in docs/reference/metrics.md.
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -123,8 +124,9 @@ def run(take_signals: Callable[[], None] = lambda: None) -> None:
     prepare_streams()
     try:
         take_signals()
-        _refuse_other_flags(sys.argv[1:])
-        app()
+        command = _command_for(sys.argv[1:])
+        _refuse_other_flags(command, sys.argv[1:])
+        command()
     except SystemExit:
         if reason := dropped_output(sys.stdout):
             _say(unwritable(reason))
@@ -150,11 +152,19 @@ def run(take_signals: Callable[[], None] = lambda: None) -> None:
             dropped_output(stream)
 
 
-def _refuse_other_flags(arguments: list[str]) -> None:
+def _command_for(arguments: list[str]) -> Any:
+    """Returns the group of all commands, or of the named one: typer takes 4 ms to read each."""
+    part = copy.copy(app)
+    if arguments and arguments[0] in HELP:
+        part.registered_commands = [c for c in app.registered_commands if c.name == arguments[0]]
+        part.registered_groups = [g for g in app.registered_groups if g.name == arguments[0]]
+    return typer.main.get_command(part)
+
+
+def _refuse_other_flags(command: Any, arguments: list[str]) -> None:
     """Raise InputError where ``hasten train`` is given the flags of another trainer's script."""
     if arguments[:1] != ["train"]:
         return
-    command: Any = typer.main.get_command(app)
     options = {"--help", "-h"}
     options |= {option for p in command.commands["train"].params for option in p.opts}
     flags = [word.partition("=")[0] for word in arguments if word.startswith("--")]
