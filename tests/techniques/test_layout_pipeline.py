@@ -99,7 +99,7 @@ COMMUNICATIONS = ("half a communication", "bytes over the network")
 # Each is made of two others; tests/parts/distributed/test_pipeline.py has every schedule on ranks.
 LONG = (
     *("plain", "experts", "experts, interleaved", "experts, a loss on sequences"),
-    "autocast",
+    *("experts, balanced, packed", "autocast"),
 )
 ON_TWO = tuple(case for case in CASES if case not in (*COMMUNICATIONS, *LONG))
 TWO_PIPELINES = ("tied, accumulated", "experts, balanced", *COMMUNICATIONS)
