@@ -97,7 +97,7 @@ def built(architecture: str, **changes: Any) -> Any:
 def test_it_learns_is_saved_and_comes_back_the_same(
     architecture: str, plan: Any, tmp_path: Path
 ) -> None:
-    job = language_job(lambda: tiny_model(architecture), steps=11)
+    job = language_job(lambda: tiny_model(architecture), steps=7)
     session = session_of(job, *plan, architecture=architecture)
     losses, moved = [], False
     for step in training(session):
