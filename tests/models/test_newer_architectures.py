@@ -76,8 +76,7 @@ PLANS: list[tuple[str, tuple[Technique, ...]]] = [
     *((architecture, (LoRA(),)) for architecture in NEWER),
     ("deepseek_v32", ()),
     ("deepseek_v32", (Packed(), DocumentAttention(), FusedLayers(), BALANCED, AHEAD)),
-    ("deepseek_v4", (LabelledTokenLoss(), BALANCED)),
-    ("deepseek_v4", (AHEAD,)),
+    ("deepseek_v4", (LabelledTokenLoss(), BALANCED, AHEAD)),
 ]
 INDEXERS_OWN = ("wq_b", "wk", "k_norm", "weights_proj", "q_b_proj", "kv_proj", "gate_proj")
 
