@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hasten.core.context import JobContext, ModelFacts
-from hasten.core.loop import eval_loss
 from hasten.core.job import Job
+from hasten.core.loop import eval_loss
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
