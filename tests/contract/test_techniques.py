@@ -107,23 +107,32 @@ BF16_BOUND, FLOAT32_BOUND = 4e-2, 2e-5
 Losses = list[float]
 kinds = pytest.mark.parametrize("kind", CATALOGUE, ids=lambda k: k.name())
 instances = pytest.mark.parametrize("technique", INSTANCES, ids=str)
-# Techniques of these slots look into the model; others see parameters, examples, or the machine,
-# and one dense architecture and one of experts stand for all, as they do for further settings.
+# Techniques of these slots look into the model; others see parameters, and one dense architecture
+# and one of experts stand for all, as they do for layouts, which do nothing on one rank.
 INSIDE = {
     *(Slot.ADAPTER, Slot.ROUTING, Slot.ATTENTION, Slot.LAYERS, Slot.EXPERTS, Slot.LOSS),
-    *(Slot.OBJECTIVE, Slot.ACTIVATION_CHECKPOINTING, Slot.COMPILE, Slot.LAYOUT),
+    *(Slot.OBJECTIVE, Slot.ACTIVATION_CHECKPOINTING),
 }
+# These see examples, or the machine, and compiling takes seconds: test_regional_compile has others.
+ON_ONE = {
+    *(Slot.SAMPLER, Slot.FEED, Slot.CHECKPOINT, Slot.THREADS, Slot.ALLOCATOR, Slot.COMPILE),
+}
+DENSE_OR_EXPERTS = ("llama", "deepseek_v3")
 
 
 def with_architectures(techniques: Sequence[Technique]) -> pytest.MarkDecorator:
     """Each technique with the architectures that it may treat differently; all in long runs."""
 
     def row(technique: Technique, architecture: str) -> Any:
-        inside = technique.slot in INSIDE and technique not in MORE
-        stands = inside and architecture != "deepseek_v4"  # it is slow
-        stands = stands or architecture in ("llama", "deepseek_v3")
-        if technique.slot is Slot.COMPILE:  # seconds each; test_regional_compile has others
+        if technique in MORE:  # further settings, each on one
+            at_home = HOME.get(type(technique))
+            stands = architecture == (at_home or DENSE_OR_EXPERTS[MORE.index(technique) % 2])
+        elif technique.slot in INSIDE:
+            stands = architecture != "deepseek_v4"  # it is slow
+        elif technique.slot in ON_ONE:
             stands = architecture == "llama"
+        else:
+            stands = architecture in DENSE_OR_EXPERTS
         name = f"{technique}-{architecture}"
         return pytest.param(
             technique, architecture, id=name, marks=[] if stands else pytest.mark.long
@@ -291,7 +300,7 @@ def test_it_proves_its_fidelity_and_its_effect_and_names_stay(
     if technique.fidelity is Fidelity.ROUNDING and not is_optimizer:
         size = {"steps": 1, "optimizer": GradientOnly, "max_grad_norm": None}
     elif technique.fidelity is not Fidelity.EXACT:
-        size = {"steps": 6, **size}
+        size = {"steps": 4, **size}
     plan = (technique, *ON_TOP_OF.get(type(technique), ()))
     with_it = job(architecture, **size)
     session = session_of(with_it, *plan, architecture=architecture, folder=tmp_path)
@@ -302,7 +311,7 @@ def test_it_proves_its_fidelity_and_its_effect_and_names_stay(
         # It moves the weights by the same rule: the losses of a run are those of the plain one.
         plain = without(architecture, tuple(size.items()))[1]
         assert losses == pytest.approx(plain, rel=2e-4)
-        assert losses != [plain[0]] * 6
+        assert losses != [plain[0]] * 4
     elif technique.fidelity is Fidelity.ROUNDING:
         found, expected = seen_by(session), reference(architecture)
         error = float((found - expected).norm() / expected.norm())

@@ -290,6 +290,7 @@ CASES: dict[str, Case] = {
     "best model": Case(
         {
             **EACH_STEP,
+            "eval_on_start": True,
             "save_strategy": "steps",
             "save_steps": 1,
             "load_best_model_at_end": True,
@@ -334,7 +335,7 @@ LONG = {
     *("sgd", "adagrad", "rmsprop", "adamw_torch_fused", "cosine", "cosine to a least rate"),
     *("constant", "weight decay", "dropped last", "an epoch", "another seed of the data"),
     *("tokens and padding counted", "plateau", "float64", "copies", "adafactor"),
-    *("padding to a multiple", "built by the trainer"),
+    *("padding to a multiple", "built by the trainer", "clipped", "evaluated"),
 }
 
 

@@ -77,7 +77,9 @@ def test_a_configuration_means_here_what_it_means_there(
     told = {row.key for row in found.rows if row.fate in ("unmapped", "contradicts")}
     expected = {*SETS[name].get("told", ()), *case.get("named", ())} - {*case.get("untold", ())}
     assert told == expected
-    import_(path, changes, output)
+    found.values.update({"nproc": ranks} if ranks > 1 else {})
+    found.check(str(path))
+    output.write_text(found.to_yaml(path.name))
     missing = [word for word in REST if word.partition("=")[0] in found.missing]
     recipe = load_recipe(output, missing)
     wanted = case.get("recipe", {})

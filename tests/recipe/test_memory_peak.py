@@ -110,7 +110,7 @@ def test_live_tensors_of_a_step_are_what_was_forecast(
     """A tensor's bytes say nothing of the heap that it lies in."""
     monkeypatch.setattr(memory_check, "HEAP_SPARE", 1.0)
     techniques, built = PLANS[name], model()
-    job = language_job(lambda: built, data=examples(8, longest=400), steps=2)
+    job = language_job(lambda: built, data=examples(8, longest=200), steps=2)
     context = shaped(job_context(job), built)
     if any(t.unsupported_reasons(context) for t in techniques):
         pytest.skip("a technique of this plan can't run here")

@@ -86,16 +86,17 @@ Make = Callable[[World, int, Path | None, Technique | None], Session]
 def resumed(
     world: World, makers: Mapping[str, Make], straight_on: World, other: Technique | None = None
 ) -> dict[str, Any]:
-    """Three steps, a checkpoint, one more elsewhere: beside four in a row on ``straight_on``."""
+    """Four steps with a checkpoint after the third, from which the last is done again elsewhere:
+    beside those four on ``straight_on``."""
     found: dict[str, Any] = {}
     for name, make in makers.items():
-        straight = None
-        if world.is_main or straight_on.size > 1:
-            straight = trained(make(straight_on, ALL, None, None))
         of_ranks, of_one = shared_folder(), shared_folder()
-        trained(make(world, FIRST, of_ranks, None))
+        straight: dict[str, Any] | None = trained(make(world, ALL, of_ranks, None))
+        if straight_on.size == 1:
+            straight = None
         if world.is_main:
-            trained(make(World(), FIRST, of_one, None))
+            alone = trained(make(World(), ALL, of_one, None))
+            straight = straight or alone
         dist.barrier()
         ways: dict[str, tuple[Path, Technique | None]] = {
             "ranks to ranks": (of_ranks, None),

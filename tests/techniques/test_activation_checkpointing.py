@@ -33,7 +33,7 @@ OTHERS: dict[str, tuple[Technique, ...]] = {
 
 @functools.cache
 def losses(architecture: str, *techniques: Technique) -> list[float]:
-    job = language_job(lambda: tiny_model(architecture))
+    job = language_job(lambda: tiny_model(architecture), steps=2)
     return [m.loss for m in run(session_of(job, *techniques, architecture=architecture))]
 
 

@@ -112,7 +112,7 @@ def _session(world: World, place: str, *techniques: Technique) -> Session:
 
     masters = any(isinstance(t, BF16MasterWeights) for t in techniques)
     dtype = torch.float32 if masters else torch.float64
-    job = language_job(lambda: tiny_model(dtype=dtype), data=examples(24), steps=4, batch=8)
+    job = language_job(lambda: tiny_model(dtype=dtype), data=examples(24), steps=3, batch=8)
     job = replace(job, loss=Memory)
     if "last" in place:
         techniques = tuple(

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import NoCompression, prepare
 from hasten.core.state import restore, state_of
+from hasten.core.step import training
 from hasten.core.technique import Technique
+from hasten.core.timing import StepMetrics
 from hasten.errors import InputError
 from hasten.integrations.optimized_trainer import OptimizedTrainer
 from hasten.machine.environment import World
@@ -50,7 +53,12 @@ def weights(found: Session) -> list[float]:
 
 
 def seen(found: Session, communication: Technique) -> dict[str, Any]:
-    metrics = run(found)
+    return described(found, communication, run(found))
+
+
+def described(
+    found: Session, communication: Technique, metrics: list[StepMetrics]
+) -> dict[str, Any]:
     proof = communication.check_effect(found)
     return {
         "losses": [m.loss for m in metrics],
@@ -90,23 +98,24 @@ def merged(world: World) -> dict[str, Any]:
 
 
 def between_hosts(world: World) -> dict[str, Any]:
-    """Four ranks of two faked hosts: a run, one that is resumed, and a state of three ranks."""
+    """Four ranks of two faked hosts: a run, its last step again, and a state of three ranks."""
     exchange.host_name = lambda: f"host-{world.rank // 2}"
     found: dict[str, Any] = {}
     for communication in (
         Quantised(bits=4, minimum=0, check_every=1, scope="hosts"),
         PowerSGD(rank=4, minimum=0, check_every=1, scope="hosts", dense_share=0.0),
     ):
-        whole = seen(session(world, communication), communication)
-        first = session(world, communication, steps=4)
-        run(first)
-        boxes: list[Any] = [state_of(first)]
+        first = session(world, communication)
+        steps = training(first)
+        metrics = [next(steps) for _ in range(4)]
+        held: Any = first.setup.communication
+        boxes, mine = copy.deepcopy(([state_of(first)], _memory(held)))
+        whole = described(first, communication, [*metrics, *steps])
         dist.broadcast_object_list(boxes)
         again = session(world, communication)
         restore(again, *boxes[0])
-        held: Any = first.setup.communication
         back: Any = again.setup.communication
-        mine, read = (w.compressor.state_dict()["travel"]["residual"] for w in (held, back))
+        read = _memory(back)
         state = {"technique": communication.name(), "ranks": [{}] * 3}
         whole["own memory"] = all(torch.equal(mine[k], read[k]) for k in mine)
         whole["owned"] = len(mine)  # the one bucket belongs to one rank of each host
@@ -114,6 +123,12 @@ def between_hosts(world: World) -> dict[str, Any]:
         back.load_state_dict(state)
         whole["other ranks"] = communication.check_effect(again).evidence
         found[communication.name()] = whole
+    return found
+
+
+def _memory(held: Any) -> dict[str, Tensor]:
+    """What this rank's gradients were rounded by, for each bucket that is its own."""
+    found: dict[str, Tensor] = held.compressor.state_dict()["travel"]["residual"]
     return found
 
 

@@ -98,10 +98,17 @@ def runs(world: World) -> dict[str, Any]:
 
 
 def resumed(
-    world: World, communication: Technique, before: Technique, after: Technique
+    world: World,
+    communication: Technique,
+    before: Technique,
+    after: Technique,
+    whole: list[float] | None = None,
 ) -> dict[str, Any]:
-    """Saved after 3 of 4 steps under one layout, read back by a fresh session under another."""
-    whole = [m.loss for m in run(session(world, communication, layout=after))]
+    """Saved after 3 of 4 steps under one layout, read back by a fresh session under another.
+
+    ``whole``: losses of a run under the second that never ended.
+    """
+    whole = whole or [m.loss for m in run(session(world, communication, layout=after))]
     first = session(world, communication, layout=before, steps=3)
     run(first)
     boxes: list[Any] = [state_of(first)]
@@ -135,7 +142,7 @@ def _same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 def merged(world: World) -> dict[str, Any]:
     """The memory of three ranks, read by two: the mean is kept. Of other shapes: left behind."""
-    found = session(world, INT4)
+    found = session(world, INT4, steps=3)
     run(found)
     held: Any = found.setup.communication
     mine = held.shards.state()
@@ -195,10 +202,12 @@ def refused(world: World, cases: dict[str, tuple[Technique, Technique]]) -> dict
 
 
 def on_two(world: World) -> dict[str, Any]:
+    found = runs(world)
+    whole = found[str(INT4)]["losses"]
     return {
-        "runs": runs(world),
-        "resumed": resumed(world, INT4, FSDP2(), FSDP2()),
-        "from copies of the whole": resumed(world, INT4, DDP(), FSDP2()),
+        "runs": found,
+        "resumed": resumed(world, INT4, FSDP2(), FSDP2(), whole),
+        "from copies of the whole": resumed(world, INT4, DDP(), FSDP2(), whole),
         "merged": merged(world),
         "overflow": overflow(world),
         "refused": refused(world, REFUSED),

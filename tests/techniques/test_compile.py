@@ -52,7 +52,7 @@ def test_a_long_run_is_expected_to_take_long() -> None:
     [
         (*PACKED, ActivationCheckpointing(), Autocast()),
         pytest.param((LoRA(),), marks=pytest.mark.long),  # its layers are modules as others are
-        (BF16MasterWeights(),),
+        pytest.param((BF16MasterWeights(),), marks=pytest.mark.long),  # weights of another format
     ],
     ids=lambda others: ", ".join(map(str, others)),
 )

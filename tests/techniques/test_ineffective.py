@@ -35,7 +35,7 @@ from hasten.techniques.optimizer import CompactAdamW, FusedAdamW, Muon
 from hasten.techniques.precision import Autocast, BF16MasterWeights
 from hasten.techniques.routing import BalancedRouting
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
-from tiny import language_job, run, session_of, tiny_model
+from tiny import compiled_in, language_job, run, session_of, tiny_model
 
 needs_kernels = pytest.mark.skipif(bool(rowwise.library().reason), reason="no compiler here")
 
@@ -214,7 +214,8 @@ def test_looking_counts_for_no_other_probe() -> None:
         DocumentAttention(),
         LabelledTokenLoss(),
     )
-    session = session_of(language_job(steps=1, batch=4), *plan, compiled)
+    job = language_job(lambda: compiled_in("mlp", tiny_model()), steps=1, batch=4)
+    session = session_of(job, *plan, compiled)
     run(session)
     before = [technique.check_effect(session) for technique in (LabelledTokenLoss(), compiled)]
     assert probes.operators(session)

@@ -55,7 +55,7 @@ def test_a_run_on_four_ranks_is_that_of_one_process(tmp_path: Path) -> None:
     check(ranks)
 
 
-@pytest.mark.long  # compiled blocks of ranks: test_layout_tensor
+@pytest.mark.long  # blocks are compiled in test_compile, in one process
 @pytest.mark.parametrize(
     "job", [pytest.param(compiled, id="experts"), pytest.param(all_compiled, id="all parts")]
 )

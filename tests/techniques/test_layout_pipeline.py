@@ -99,10 +99,10 @@ COMMUNICATIONS = ("half a communication", "bytes over the network")
 # Each is made of two others; tests/parts/distributed/test_pipeline.py has every schedule on ranks.
 LONG = (
     *("plain", "experts", "experts, interleaved", "experts, a loss on sequences"),
-    "autocast",
+    *("experts, balanced, packed", "autocast"),
 )
 ON_TWO = tuple(case for case in CASES if case not in (*COMMUNICATIONS, *LONG))
-TWO_PIPELINES = ("tied, accumulated", "experts, balanced", *COMMUNICATIONS)
+TWO_PIPELINES = ("tied, accumulated", "experts, balanced", "half a communication")
 # How far rounding to 8 bits of mantissa, or to 8 bits, takes losses and weights.
 ROUGH = {
     "bf16 masters": 1e-2,
@@ -177,6 +177,11 @@ def train_on_two_long(world: World) -> dict[str, Any]:
     return {**train_all(world, folder, LONG), "folder": folder}
 
 
+def train_on_four_long(world: World) -> dict[str, Any]:
+    folder = shared_folder()
+    return {**train_all(world, folder, COMMUNICATIONS[1:]), "folder": folder}
+
+
 def train_on_four(world: World) -> dict[str, Any]:
     """Some cases as two pipelines side by side."""
     folder = shared_folder()
@@ -226,7 +231,7 @@ def loaded(folder: Path) -> Any:
 def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The usual cases in one process."""
     folder = tmp_path_factory.mktemp("one")
-    return with_weights(train_all(World(), str(folder), (*ON_TWO, *COMMUNICATIONS)), folder)
+    return with_weights(train_all(World(), str(folder), (*ON_TWO, *COMMUNICATIONS[:1])), folder)
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +243,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def one_long(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("one_long")
-    return with_weights(train_all(World(), str(folder), LONG), folder)
+    cases = (*LONG, *COMMUNICATIONS[1:])
+    return with_weights(train_all(World(), str(folder), cases), folder)
 
 
 @pytest.fixture(scope="module")
@@ -250,6 +256,11 @@ def two_long(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Some of it on four."""
     return trained(train_on_four, tmp_path_factory.mktemp("four"), 4)
+
+
+@pytest.fixture(scope="module")
+def four_long(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return trained(train_on_four_long, tmp_path_factory.mktemp("four_long"), 4)
 
 
 def trained(job: Callable[[World], Any], folder: Path, world: int) -> list[dict[str, Any]]:
@@ -268,6 +279,7 @@ ALL = [
     *(("one", "two", case) for case in ON_TWO),
     *(("one", "four", case) for case in TWO_PIPELINES),
     *(pytest.param("one_long", "two_long", case, marks=pytest.mark.long) for case in LONG),
+    pytest.param("one_long", "four_long", COMMUNICATIONS[1], marks=pytest.mark.long),
 ]
 
 

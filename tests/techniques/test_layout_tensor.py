@@ -102,12 +102,12 @@ CASES = {
     name: case if name in UNEVEN else replace(case, data=even_examples)
     for name, case in EACH_CASE.items()
 }
-# Each is made of two others, or differs from one in a head.
+# Each is made of two others, or differs from one in a head, or takes a compiler.
 LONG = (
     "whole head",
     *("latents, whole sequence", "adapters, whole sequence", "adapters of latents"),
     *("fused latents", "fused, whole sequence"),
-    *("compiled attention", "compiled latents"),
+    *("compiled", "compiled attention", "compiled latents"),
     *("fused norms of heads", "fused, packed, recomputed"),
 )
 MESHES: dict[str, Case] = {

@@ -224,7 +224,7 @@ PLAN = ["packed", {"gradient_accumulation": {"micro_batch_size": 2}}, "activatio
 def run(folder: Path, **changes: Any) -> tuple[dict[str, Any], list[str], Session]:
     told: list[str] = []
     sessions: list[Session] = []
-    values = small(folder, plan=PLAN, max_steps=24, global_batch_size=4, **changes)
+    values = small(folder, plan=PLAN, max_steps=16, global_batch_size=4, **changes)
     recipe = Recipe(**values)
     return train(recipe, tell=told.append, on_start=sessions.append), told, sessions[0]
 

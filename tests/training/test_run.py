@@ -179,7 +179,7 @@ def test_a_run_leaves_what_the_docs_promise(tmp_path: Path) -> None:
 def test_each_evaluation_writes_the_model_s_greedy_answers_and_changes_no_step(
     tmp_path: Path, finetuning: str
 ) -> None:
-    values = small(tmp_path, max_steps=4, eval_every=2, plan=PLAN, finetuning_type=finetuning)
+    values = small(tmp_path, max_steps=4, eval_every=2, plan=PLAN[:3], finetuning_type=finetuning)
     run(values)
     plain = lines(tmp_path / "run" / "metrics.jsonl")
     _, session = run(values | {"samples": 2})
@@ -220,7 +220,7 @@ def test_a_file_in_the_run_s_folder_saves_and_stops_it_and_the_next_run_starts(
 
 
 def test_the_same_recipe_gives_the_same_bits_and_nothing_is_overwritten(tmp_path: Path) -> None:
-    values = small(tmp_path, plan=PLAN)
+    values = small(tmp_path, plan=PLAN, max_steps=2)
     run(values)
     once = lines(tmp_path / "run" / "metrics.jsonl")
     run(values)
@@ -257,7 +257,7 @@ def test_a_second_run_in_a_live_run_s_folder_is_refused_and_touches_nothing(
 
 def test_the_asked_measures_stand_beside_the_eval_loss(tmp_path: Path) -> None:
     """Taken while the plan's own attention and head are in place, and on the saved model."""
-    values = small(tmp_path, metrics=["token_accuracy"], plan=PLAN, max_steps=4, eval_every=2)
+    values = small(tmp_path, metrics=["token_accuracy"], plan=PLAN[:3], max_steps=4, eval_every=2)
     summary, session = run(values)
     found = [e["token_accuracy"] for e in lines(tmp_path / "run" / "evaluations.jsonl")]
     assert len(found) == 2
