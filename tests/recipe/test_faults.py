@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from hasten.recipe.prepare import evaluations_before
 from hasten.recipe.schema import Recipe, recipe_from
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.training.folder import LineFile, archive_previous_run, keep_lines_until
-from hasten.training.run import set_step_checks, train, watch_notices
+from hasten.training.run import _earlier_evaluations, set_step_checks, train, watch_notices
 from sample_data import small
 from tiny import language_job, session_of
 
@@ -144,6 +145,22 @@ def test_an_attempt_knows_what_those_before_it_measured(tmp_path: Path) -> None:
     by_loss = [Evaluation(2, 7, 1.5), Evaluation(4, 9, 1.0), Evaluation(6, 9, 0.5)]
     assert evaluations_before(session, file, "eval_loss") == by_loss
     assert evaluations_before(session, file, "own") == [Evaluation(2, 7, 1.5, {"own": 3.0})]
+
+
+@pytest.mark.parametrize(("last_loss", "kept"), [(2.0, ("best",)), (0.5, ())], ids=str)
+def test_a_resumed_run_has_the_evaluations_up_to_its_step(
+    tmp_path: Path, last_loss: float, kept: tuple[str, ...]
+) -> None:
+    """The best weights stay unless they are of a later step."""
+    session = session_of(language_job(steps=2))
+    session.progress.step = 4
+    losses = {2: 1.5, 4: 1.0, 6: last_loss}
+    lines = [{"step": step, "tokens": 7, "eval_loss": loss} for step, loss in losses.items()]
+    (tmp_path / "evaluations.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    recipe: Any = SimpleNamespace(resume="auto", best_metric="eval_loss")
+    earlier, keep = _earlier_evaluations(session, recipe, tmp_path)
+    assert [evaluation.step for evaluation in earlier] == [2, 4]
+    assert keep == ("evaluations.jsonl", *kept)
 
 
 def test_what_went_wrong_moves_aside_with_the_run_it_is_of(tmp_path: Path) -> None:

@@ -267,8 +267,8 @@ def test_processes_that_build_at_once_all_get_a_whole_library(
     toy: Callable[..., build.LoadedLibrary], tmp_path: Path
 ) -> None:
     processes = [start(tmp_path) for _ in range(3)]
-    answers = [p.communicate(timeout=240)[0].split() for p in processes]
-    assert answers == [["ready", "7"]] * 3
+    answers = [[*p.communicate(timeout=240)[0].split(), p.returncode] for p in processes]
+    assert answers == [["ready", "7", 0]] * 3
     assert len(libraries(tmp_path / "kernels")) == 1
 
 
