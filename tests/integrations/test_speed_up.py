@@ -334,3 +334,11 @@ def test_lightnings_own_trainer_is_known() -> None:
     trainer = lightning.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     usual = trainer.fit
     assert hasten.speed_up(trainer).fit is not usual
+
+
+def test_idle_threads_wait_as_before_once_the_training_is_over() -> None:
+    context: Any = SimpleNamespace(world=SimpleNamespace(size=1), on_gpu=False)
+    note: Any = SpeedNote(None, None, context)
+    note._machine = SimpleNamespace(idle_threads=SimpleNamespace(sleep_sooner=True))
+    note.close()
+    assert not note._machine.idle_threads.sleep_sooner

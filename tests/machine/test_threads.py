@@ -264,5 +264,6 @@ def fresh() -> dict[str, Any]:
 def test_idle_threads_sleep_sooner_and_spin_again(fresh: dict[str, Any], is_users: bool) -> None:
     sooner, spun = zip(*fresh["10000" if is_users else COUNT_OF_SPINS], strict=True)
     assert sooner == (False, not is_users, False)
-    assert all(seconds > 0.05 for seconds, asleep in zip(spun, sooner, strict=True) if not asleep)
-    assert is_users or spun[1] < 0.02
+    asleep = fresh[COUNT_OF_SPINS][1][1]
+    spinning = [seconds for seconds, early in zip(spun, sooner, strict=True) if not early]
+    assert min(spinning) > 10 * asleep

@@ -462,7 +462,7 @@ class BusyMachine:
         self.look()
 
     def look(self) -> None:
-        """Often; once a second it looks what other processes use."""
+        """Call it after each step. Once a second it measures what other processes use."""
         if time.monotonic() - self._load_since < SPAN_SECONDS:
             return
         self._load.lap("steps")

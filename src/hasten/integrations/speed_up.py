@@ -266,6 +266,11 @@ class SpeedNote(StepLog):
             _LOG.warning("%s", self._speed_text(statistics.median(self._speeds)))
         self.begin()
 
+    def close(self) -> None:
+        """The training has ended: idle threads wait as before it."""
+        if self._machine is not None:
+            self._machine.idle_threads.sleep_sooner = False
+
     def _speed_text(self, speed: float) -> str:
         sentence = f"speed_up: steps {WARM_UP + 1} to {WATCHED_STEPS} ran at {speed:,.0f} tokens/s"
         if self._plain is None:

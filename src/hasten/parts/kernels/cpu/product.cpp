@@ -48,16 +48,16 @@ int64_t chunk_of(int64_t k) {
   return k <= CHUNK * Unit::EACH * 3 / 2 ? k : CHUNK * Unit::EACH;
 }
 
-// Where the panel of column ``j`` lies in B's whole layout, over the chunk of k from ``f`` on.
+// Where the panel of column ``j`` lies in B's layout, over the chunk of k from ``f`` on.
 template <class Unit>
-int64_t panel_place(int64_t n, int64_t j, int64_t f, int64_t words) {
+int64_t panel_offset(int64_t n, int64_t j, int64_t f, int64_t words) {
   return f / Unit::EACH * ceil_to(n, Unit::VECTORS * Unit::LANES) + j * words;
 }
 
-// One task: its part of C, a block of columns after the other. ``whole``: B's layout, or nullptr.
+// One task: its part of C, a block of columns after the other. ``layout``: B's layout, or nullptr.
 template <class Unit, class T, class Out>
 void block(const Call& call, Matrix<T> a, Matrix<T> b, Out* out, int64_t m, int64_t n, int64_t k,
-           const typename Unit::Word* whole) {
+           const typename Unit::Word* layout) {
   typedef typename Unit::Word Word;
   constexpr int R = Unit::ROWS, C = Unit::VECTORS * Unit::LANES, E = Unit::EACH;
   static thread_local Scratch sums_memory, b_memory, a_memory;
@@ -67,14 +67,14 @@ void block(const Call& call, Matrix<T> a, Matrix<T> b, Out* out, int64_t m, int6
   constexpr bool direct = std::is_same<Out, float>::value;  // sums go to the output itself
   for (int64_t j0 = 0; j0 < n; j0 += wide) {
     int64_t columns = std::min(wide, n - j0), pitch = ceil_to(columns, C);
-    Word* own = whole ? nullptr : b_memory.get<Word>(pitch * most);
+    Word* task_panels = layout ? nullptr : b_memory.get<Word>(pitch * most);
     float* sums = direct || once ? nullptr : sums_memory.get<float>(ceil_to(m, BLOCK) * pitch);
     for (int64_t f = 0; f < k; f += chunk) {
       int64_t depth = std::min(chunk, k - f), words = (depth + E - 1) / E;
       bool last = f + chunk >= k;
-      for (int64_t j = 0; own && j < columns; j += C)
-        panel<Unit>(b.from(j0 + j, f), std::min<int64_t>(C, columns - j), depth, own + j * words);
-      const Word* panels = own ? own : whole + panel_place<Unit>(n, j0, f, words);
+      for (int64_t j = 0; task_panels && j < columns; j += C)
+        panel<Unit>(b.from(j0 + j, f), std::min<int64_t>(C, columns - j), depth, task_panels + j * words);
+      const Word* panels = task_panels ? task_panels : layout + panel_offset<Unit>(n, j0, f, words);
       for (int64_t i0 = 0; i0 < m; i0 += BLOCK) {
         int64_t rows = std::min(BLOCK, m - i0);
         auto x = left<Unit>(a.from(i0, f), rows, depth, a_memory.get<Word>(left_room(BLOCK, most)));
@@ -111,20 +111,20 @@ void rows_together(const Call& call, Matrix<T> a, Matrix<T> b, Out* out, int64_t
   int64_t chunk = chunk_of<Unit>(k), chunks = (k + chunk - 1) / chunk, words = (k + E - 1) / E;
   int64_t wide = std::min(std::max<int64_t>(C, TOGETHER / words / C * C), ceil_to(n, C));
   int64_t each = ceil_to((m + 4 * threads - 1) / (4 * threads), BLOCK), tasks = (m + each - 1) / each;
-  Word* whole = memory.get<Word>(wide * words);
+  Word* layout = memory.get<Word>(wide * words);
 #pragma omp parallel num_threads(threads)
   for (int64_t j0 = 0; j0 < n; j0 += wide) {
     int64_t columns = std::min(wide, n - j0), panels = (columns + C - 1) / C;
 #pragma omp for schedule(dynamic, 8)
     for (int64_t p = 0; p < chunks * panels; p++) {
       int64_t f = p / panels * chunk, j = p % panels * C, depth = std::min(chunk, k - f);
-      int64_t place = panel_place<Unit>(columns, j, f, (depth + E - 1) / E);
-      panel<Unit>(b.from(j0 + j, f), std::min<int64_t>(C, columns - j), depth, whole + place);
+      int64_t offset = panel_offset<Unit>(columns, j, f, (depth + E - 1) / E);
+      panel<Unit>(b.from(j0 + j, f), std::min<int64_t>(C, columns - j), depth, layout + offset);
     }
 #pragma omp for schedule(dynamic)
     for (int64_t t = 0; t < tasks; t++) {
       int64_t from = t * each, rows = std::min(each, m - from);
-      block<Unit>(call, a.from(from, 0), b, out + from * call.stride + j0, rows, columns, k, whole);
+      block<Unit>(call, a.from(from, 0), b, out + from * call.stride + j0, rows, columns, k, layout);
     }
   }
 }
