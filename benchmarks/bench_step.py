@@ -16,6 +16,10 @@ of its own, as has the whole run from the model's loading on). Most variants tak
 step by step; grouping and packing choose their own, except under ``--loss``, where only packing
 does. A run whose tokens or first loss differ from hasten's is reported under the table.
 
+With ``--abreast`` the variants of a round run at once, and one of them at a time has its turn, a
+step long. Ratios of variants with the same examples are then over pairs of equal steps, which a
+machine whose speed changes from minute to minute disturbs little.
+
 What torch.compile has compiled is kept from round to round, as hasten's kernels are from run to run
 (in the user's cache, compiled once per machine): the compile column is the longest, that is the
 first round's. Seconds to the first step count from the process's start.
@@ -28,9 +32,11 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -56,6 +62,55 @@ def main() -> None:
             chosen.folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=chosen.folder) as place:
             Bench(chosen, Path(place)).run()
+
+
+class Run:
+    """The process of one run of one variant, which works in turns."""
+
+    def __init__(self, name: str, out: Path) -> None:
+        self.name, self.out = name, out
+        self.process: subprocess.Popen[bytes] | None = None
+        self.error: str | None = None
+        self.done = False
+
+    def turn(self, command: list[str], env: dict[str, str], timeout: float) -> None:
+        """Start or continue it, and wait until it stops itself or ends, for ``timeout`` seconds."""
+        if self.process is None:
+            shutil.rmtree(self.out, ignore_errors=True)
+            self.out.mkdir(parents=True)
+            with (self.out / "said.txt").open("w") as file:
+                self.process = subprocess.Popen(command, env=env, stdout=file, stderr=file)
+        else:
+            self.process.send_signal(signal.SIGCONT)
+        until = time.monotonic() + timeout
+        while True:
+            pid, status = os.waitpid(self.process.pid, os.WUNTRACED | os.WNOHANG)
+            if pid and os.WIFSTOPPED(status):
+                return None
+            if pid:
+                self.process.returncode = os.waitstatus_to_exitcode(status)
+                return self._ended(self.process.returncode)
+            if time.monotonic() > until:
+                self.error = f"not done after {timeout} s"
+                return None
+            time.sleep(0.001)
+
+    def _ended(self, code: int) -> None:
+        self.done = code == 0
+        if code:
+            said = (self.out / "said.txt").read_text(errors="replace").strip().splitlines()[-1:]
+            self.error = f"exit code {code}: {''.join(said)[:300]}"
+
+    def kill(self) -> None:
+        if self.process is not None and self.process.returncode is None:
+            self.process.kill()
+            self.process.wait()
+
+    def result(self) -> dict[str, Any]:
+        if self.error is not None:
+            return {"error": self.error}
+        found: dict[str, Any] = json.loads((self.out / "result.json").read_text())
+        return found
 
 
 class Bench:
@@ -104,8 +159,9 @@ class Bench:
         ready = [name for name in self.names if name not in self.found["not_installed"]]
         draw = random.Random(self.chosen.seed)
         for number in range(self.chosen.rounds):
-            for name in draw.sample(ready, len(ready)):
-                self.found["runs"].append(self.one(name, number))
+            order = draw.sample(ready, len(ready))
+            for names in [order] if self.chosen.abreast else [[name] for name in order]:
+                self.found["runs"] += self.together(names, number)
                 self.keep()
         self.keep()
         self.show(given)
@@ -114,30 +170,38 @@ class Bench:
         """The peers' interpreter for variants that need its packages, this one for the others."""
         return self.chosen.peers if self.variants[name].needs else sys.executable
 
-    def one(self, name: str, number: int) -> dict[str, Any]:
-        """One run of one variant; a variant that fails is noted, and the others go on."""
-        chosen, out = self.chosen, self.place / "out"
-        shutil.rmtree(out, ignore_errors=True)
+    def together(self, names: list[str], number: int) -> list[dict[str, Any]]:
+        """One run of each variant; one that fails is noted, and the others go on.
+
+        Each gets its turn until it stops itself or ends; turns go forth and back.
+        """
         load = os.getloadavg()[0]
-        command = [self.python(name), __file__, "--variant", name, "--out", str(out)]
-        command += ["--folder", str(self.place / "given")]
-        if chosen.profile and name.startswith("hasten"):
-            command.append("--profile")
-        note: dict[str, Any] = {"variant": name, "round": number, "load_before": load}
-        note["chose_records"] = self.variants[name].chooses(chosen.loss)
-        print(f"round {number + 1}, {name}, load {load:.2f}", flush=True)
-        said = self.place / "said.txt"
+        print(f"round {number + 1}, {', '.join(names)}, load {load:.2f}", flush=True)
+        runs = [Run(name, self.place / f"out-{name}") for name in names]
         try:
-            with said.open("w") as file:
-                done = subprocess.run(
-                    command, env=self.env, stdout=file, stderr=file, timeout=chosen.timeout
-                )
-        except subprocess.TimeoutExpired:
-            return {**note, "error": f"not done after {chosen.timeout} s"}
-        if done.returncode:
-            last = said.read_text(errors="replace").strip().splitlines()[-1:]
-            return {**note, "error": f"exit code {done.returncode}: {''.join(last)[:300]}"}
-        return {**note, **json.loads((out / "result.json").read_text())}
+            while waiting := [run for run in runs if run.error is None and not run.done]:
+                for run in waiting:
+                    run.turn(self.command(run), self.env, self.chosen.timeout)
+                runs.reverse()
+        finally:
+            for run in runs:
+                run.kill()
+        return [
+            {
+                "variant": run.name,
+                "round": number,
+                "load_before": load,
+                "chose_records": self.variants[run.name].chooses(self.chosen.loss),
+                **run.result(),
+            }
+            for run in runs
+        ]
+
+    def command(self, run: Run) -> list[str]:
+        command = [self.python(run.name), __file__, "--variant", run.name, "--out", str(run.out)]
+        command += ["--folder", str(self.place / "given")]
+        profiled = self.chosen.profile and run.name.startswith("hasten")
+        return [*command, "--profile"] if profiled else command
 
     def ceiling(self) -> float | None:
         """FLOP/s of the best bf16 product of a short sweep, on as many threads as the variants
@@ -179,6 +243,7 @@ def settings_of(chosen: argparse.Namespace) -> Settings:
         steps=chosen.steps,
         warmup=min(chosen.warmup, max(chosen.steps - 1, 0)),
         cpu_time=chosen.cpu_time,
+        abreast=chosen.abreast,
         matched=chosen.loss,
         seed=chosen.seed,
         **sizes,
@@ -229,6 +294,7 @@ def arguments() -> argparse.Namespace:
     cores = os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))
     add("--threads", type=int, default=int(cores), help="of every variant; usable cores")
     add("--cpu-time", action="store_true", help="CPU seconds, for a busy machine; one thread")
+    add("--abreast", action="store_true", help="variants of a round take turns, step by step")
     add("--timeout", type=float, default=3600.0, help="seconds of one run")
     add("--sweep-seconds", type=float, default=SWEEP_SECONDS, help="for MFU; 0: none")
     add("--isa", choices=sorted(ISAS), help="the most that any library may use")

@@ -34,6 +34,7 @@ class Settings:
     steps: int = 60
     warmup: int = 10  # steps before the steady figures begin
     cpu_time: bool = False  # seconds are CPU seconds, of one thread
+    abreast: bool = False  # stops itself after each step, until the benchmark continues it
     matched: bool = False  # every variant that can takes hasten's examples step by step
     learning_rate: float = 1e-3
     weight_decay: float = 0.1

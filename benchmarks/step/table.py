@@ -112,6 +112,11 @@ def _row(
     ratio = "-"
     if rounds:
         pairs = [[side[r]["steady_tokens_per_second"] for r in rounds] for side in (base, mine)]
+        if found["settings"]["abreast"] and not runs[0]["chose_records"]:
+            pairs = [
+                [1 / s for r in rounds for s in side[r]["step_seconds"][side[r]["warmup"] :]]
+                for side in (base, mine)
+            ]
         ratio = _words(paired_ratio(pairs[0], pairs[1]), "{:.2f}")
     compiled = [r["compile_seconds"] for r in runs if r["compile_seconds"] is not None]
     flops, ceiling = found["flops_per_token"], found["ceiling"]

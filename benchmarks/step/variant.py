@@ -74,7 +74,7 @@ def run(name: str, folder: Path, out: Path, profile: bool = False) -> None:
     """Train one variant and leave ``result.json`` in ``out``."""
     variant, given = VARIANTS[name], Given.read(folder)
     out.mkdir(parents=True, exist_ok=True)
-    clock = Clock(given.settings.warmup, given.settings.cpu_time)
+    clock = Clock(given.settings.warmup, given.settings.cpu_time, given.settings.abreast)
     train: Callable[..., dict[str, Any]] = importlib.import_module(f"step.{variant.module}").train
     changes = dict(variant.settings)
     if profile:

@@ -63,18 +63,22 @@ def test_packing_is_in_the_first_plan_where_lengths_differ(
         (Gain(1.1, 0.9, 1.3, 9), False, "its kernels: 1.10× [0.90, 1.30] the speed"),
     ],
 )
-@pytest.mark.parametrize("flags", [("avx512f", "avx512_bf16"), ("avx512f",)])
+@pytest.mark.parametrize("flags", [("avx512f", "avx512_bf16"), ("avx512f",), ("avx2",)])
 def test_bf16_is_a_candidate_by_its_measurement_whatever_the_flags(
     monkeypatch: pytest.MonkeyPatch, gain: Gain, chosen: bool, words: str, flags: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(precision, "bf16_gain", lambda device: gain)
     context = facts(60, 400)
     context = replace(
-        context, hardware=replace(context.hardware, accelerators=(), instruction_sets=flags)
+        context,
+        hardware=replace(
+            context.hardware, accelerators=(), instruction_sets=flags, system="Linux 6.1"
+        ),
     )
     found = candidates(recipe(), context, "rounding")
     (bf16,) = [c for c in found if c.technique.name() == "bf16_master_weights"]
     assert bf16.refused is gain.lost  # what is left open may be raced, but isn't begun with
+    assert bf16.refused or bf16.technique.unsupported_reasons(context) == ()
     assert words in bf16.why
     assert ("bf16_master_weights" in names(first_plan(found, Plan(), context))) is chosen
 

@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from hasten.cli.arguments import STARTED, output_option
 from hasten.cli.output import say
-from hasten.core.plan import Plan
+from hasten.core.plan import Plan, name_of
+from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.formatting import duration, span
 from hasten.measure.ablation import Design, plans_of
@@ -270,21 +271,26 @@ def with_usable_techniques(
     subject: ExperimentSubject, tell: Callable[[str], None]
 ) -> ExperimentSubject:
     """The subject with as many techniques as the demo has rows for, each of which can work here."""
+    from hasten.recipe.candidates import supported_here
     from hasten.recipe.shorthands import catalogue
+    from hasten.recipe.suggest import entry_of
 
     kinds = {kind.name(): kind for kind in catalogue()}
-    context, wanted = subject.context, (*TECHNIQUES, *SPARES)
-    refused = {
-        name: why[0] for name in wanted if (why := kinds[name]().unsupported_reasons(context))
-    }
-    names = [name for name in wanted if name not in refused][: len(TECHNIQUES)]
-    spares = [name for name in names if name in SPARES]
+    usable: dict[str, Technique] = {}
+    refused: dict[str, str] = {}
+    for name in (*TECHNIQUES, *SPARES):
+        technique, why = supported_here(kinds[name](), subject.context)
+        if why:
+            refused[name] = why[0]
+        elif len(usable) < len(TECHNIQUES):
+            usable[name] = technique
+    spares = [name for name in usable if name in SPARES]
     for name in TECHNIQUES:
         if name in refused:
             other = spares.pop(0) if spares else "nothing"
             tell(f"{name} can't work here, so {other} is measured instead: {refused[name]}")
-    plan = Plan.from_list(names, catalogue())
-    recipe = subject.recipe.model_copy(update={"plan": [t.name() for t in plan]})
+    plan = Plan(usable.values())
+    recipe = subject.recipe.model_copy(update={"plan": [entry_of(t) for t in plan]})
     return replace(subject, recipe=recipe, plan=plan)
 
 
@@ -296,7 +302,7 @@ def plan_to_train(report: Mapping[str, Any] | None, plan: Sequence[Any]) -> Demo
     from hasten.report.schema import read_report
 
     def everything(reason: str) -> DemoPlan:
-        why = f"chosen: {', '.join(plan)}: all techniques{reason}"
+        why = f"chosen: {', '.join(map(name_of, plan))}: all techniques{reason}"
         return DemoPlan("all techniques", list(plan), why)
 
     if report is None:

@@ -17,6 +17,7 @@ from hasten.core.context import JobContext
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.core.technique import Fidelity, Technique
+from hasten.machine.gain import Gain
 from hasten.models.memory import ModelSize
 from hasten.recipe.build import batch_of
 from hasten.recipe.memory_check import fitting_plan, needs_of, room_of, size_of
@@ -27,6 +28,7 @@ from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
 from hasten.techniques.compile import COMPILE_SECONDS, Compiled
+from hasten.techniques.precision import BF16MasterWeights
 
 MICRO_BATCH_TOKENS = 8192  # a step with more tokens is cut
 FEWER_POSITIONS = 0.95  # packing that saves less isn't in the first plan
@@ -77,6 +79,21 @@ def candidates(
         why = cut.why if cut.refused else f"a step has {step_tokens:,.0f} tokens"
         technique_candidates.append(replace(cut, usual=not cut.refused, why=why))
     return sorted(technique_candidates, key=lambda c: list(Slot).index(c.technique.slot))
+
+
+def supported_here(technique: Technique, context: JobContext) -> tuple[Technique, tuple[str, ...]]:
+    """The technique as it works on this job, and the reasons why it doesn't.
+
+    On a processor without units for bf16, hasten's own kernels multiply it. There a
+    measurement decides, which takes some seconds on a machine's first job.
+    """
+    reasons = technique.unsupported_reasons(context)
+    if reasons and isinstance(technique, BF16MasterWeights) and not context.on_gpu:
+        own_kernels = replace(technique, emulate=True)
+        gain = own_kernels.gain(context)
+        if gain is not None:
+            return (technique, (_no_faster(gain),)) if gain.lost else (own_kernels, ())
+    return technique, reasons
 
 
 def first_plan(
@@ -154,13 +171,14 @@ def _judged(  # noqa: C901  # a clause for each reason
 
     if technique.fidelity not in ALLOWED[fidelity]:
         return refused(f"{technique.fidelity.name} isn't allowed: {technique.fidelity.value}")
-    if reasons := technique.unsupported_reasons(context):
+    technique, reasons = supported_here(technique, context)
+    if reasons:
         return refused(reasons[0])
     if technique.slot is Slot.COMMUNICATION and context.world.size == 1:
         return refused("one rank sends nothing")
     gain = technique.gain(context)
     if gain is not None and gain.lost:
-        return refused(f"measured on this machine: {gain} the speed without it")
+        return refused(_no_faster(gain))
     if isinstance(technique, Compiled):
         if (recipe.auto_budget or 0.0) < COMPILED_FROM:
             return refused(
@@ -180,6 +198,10 @@ def _judged(  # noqa: C901  # a clause for each reason
             technique, usual, f"{1 - cast.positions:.0%} of the positions are padding"
         )
     return TechniqueCandidate(technique, usual, _gain_text(technique, context))
+
+
+def _no_faster(gain: Gain) -> str:
+    return f"measured on this machine: {gain} the speed without it"
 
 
 def _gain_text(technique: Technique, context: JobContext) -> str:
