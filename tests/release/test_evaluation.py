@@ -18,6 +18,7 @@ from hasten.parts.data.collate import tokenized_example
 from hasten.recipe.prepared_data import prepare_data
 from hasten.recipe.sample import prompt_of
 from hasten.recipe.schema import load_recipe
+from hasten.release import evaluation
 from hasten.release.evaluation import (
     EXACT,
     LOSS,
@@ -81,6 +82,40 @@ def test_only_the_answer_that_the_model_gives_is_an_exact_match(full_run: Path) 
     with torch.no_grad():
         logs = loaded.model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
     assert loss.values == pytest.approx({i: -logs[end].item() for i, end in enumerate(ends)})
+
+
+def test_an_answer_is_followed_as_far_as_it_is_the_written_one(
+    full_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A generation that stops early judges each answer as one to the end does."""
+    loaded = load_run(full_run)
+    prompt = prompt_of(eval_examples(full_run, lambda text: None)[0])
+    written = generate(loaded, prompt, Sampling(24))
+    other = next(t for t in range(100, 400) if t != written[12])
+    settings: Any = loaded.model.generation_config
+    lengths: list[int] = []
+    complete = evaluation.generate
+
+    def counted(*args: Any, **settings: Any) -> list[int]:
+        ids = complete(*args, **settings)
+        lengths.append(len(ids))
+        return ids
+
+    monkeypatch.setattr(evaluation, "generate", counted)
+    settings.eos_token_id = None
+
+    def judged(answer: list[int]) -> float:
+        mask = [False] * len(prompt) + [True] * len(answer)
+        _, exact = score(loaded, "task", [tokenized_example([*prompt, *answer], mask)])
+        return exact.values[0]
+
+    text = loaded.tokenizer.decode
+    wrong = [written[0] + 1, *written[1:]]
+    assert text(wrong).strip() != text(written).strip()
+    for answer in (written, wrong, [*written[:12], other, *written[13:]]):
+        free = complete(loaded, prompt, Sampling(len(answer) + 8))
+        assert judged(answer) == (text(free).strip() == text(answer).strip())
+    assert lengths[1] < lengths[2] < lengths[0]
 
 
 @pytest.mark.parametrize("kind", ["loss", "right or wrong"])

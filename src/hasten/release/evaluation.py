@@ -41,6 +41,8 @@ from hasten.release.trained_model import (
 )
 
 LOSS, EXACT = "eval loss", "exact match"
+UNSETTLED = 8  # characters at the end of an incomplete answer
+MORE = 8  # tokens that an answer may have in addition, as spaces at its beginning or end
 LOWER_IS_BETTER = (
     *(LOSS, "word_perplexity", "byte_perplexity", "bits_per_byte", "ter", "brier_score"),
 )
@@ -146,15 +148,27 @@ def score(loaded: LoadedModel, task: str, examples: Sequence[TokenizedExample]) 
         prompt = prompt_of(example)
         answer = _answer_tokens(example, len(prompt))
         if answer and not example.trained[: len(prompt)].any():
-            # A right answer ends within its own length; a few tokens more show that it goes on.
-            written = generate(loaded, prompt, Sampling(len(answer) + 8))
-            decode = loaded.tokenizer.decode
-            texts = (
-                str(decode(ids, skip_special_tokens=True)).strip() for ids in (written, answer)
-            )
-            exact[number] = float(len(set(texts)) == 1)
+            exact[number] = float(_is_answered(loaded, prompt, answer))
     metrics = [TaskMetric(task, LOSS, losses, tokens)]
     return metrics + ([TaskMetric(task, EXACT, exact, dict.fromkeys(exact, 1.0))] if exact else [])
+
+
+def _is_answered(loaded: LoadedModel, prompt: Sequence[int], answer: Sequence[int]) -> bool:
+    """Returns True if the greedy answer to a prompt has the text of ``answer``."""
+
+    def text(ids: Sequence[int]) -> str:
+        return str(loaded.tokenizer.decode(ids, skip_special_tokens=True)).strip()
+
+    expected = text(answer)
+
+    def differs(ids: Sequence[int]) -> bool:
+        begun = text(ids)
+        # Later tokens can still change the last characters: a character of several tokens, spaces.
+        return not expected.startswith(begun[:-UNSETTLED]) or (not begun and len(ids) > MORE)
+
+    # A right answer ends within its own length; a few tokens more show that it goes on.
+    written = generate(loaded, prompt, Sampling(len(answer) + MORE), until=differs)
+    return text(written) == expected
 
 
 def _loss(loaded: LoadedModel, example: TokenizedExample) -> float:

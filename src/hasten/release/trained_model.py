@@ -16,7 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+    TextStreamer,
+)
 
 from hasten.data.chat_template import answer_end, chat_template_of, render_turns
 from hasten.data.template_sandbox import UnrenderedError
@@ -210,10 +215,12 @@ def generate(
     prompt: Sequence[int],
     sampling: Sampling = Sampling(),
     on_text: Callable[[str], None] | None = None,
+    until: Callable[[list[int]], bool] | None = None,
 ) -> list[int]:
     """The tokens that follow a prompt, the one at which generation stops included.
 
-    ``on_text`` receives the text piece by piece.
+    ``on_text`` receives the text piece by piece. ``until`` sees the tokens after each new one, and
+    ends the generation if it returns True.
 
     Raises:
         InputError: the prompt leaves no position free.
@@ -230,6 +237,14 @@ def generate(
     if sampling.temperature:
         chosen = {"do_sample": True, "temperature": sampling.temperature}
         chosen |= {"top_p": sampling.top_p, "top_k": 0}
+    if until is not None:
+        chosen["stopping_criteria"] = StoppingCriteriaList(
+            [
+                lambda ids, _: torch.tensor(
+                    [until(ids[0, len(prompt) :].tolist())], device=ids.device
+                )
+            ]
+        )
     with quiet(), torch.inference_mode():
         written = model.generate(
             input_ids=inputs,
