@@ -94,10 +94,9 @@ def test_an_answer_is_followed_as_far_as_it_is_the_written_one(
     other = next(t for t in range(100, 400) if t != written[12])
     settings: Any = loaded.model.generation_config
     lengths: list[int] = []
-    complete = evaluation.generate
 
     def counted(*args: Any, **settings: Any) -> list[int]:
-        ids = complete(*args, **settings)
+        ids = generate(*args, **settings)
         lengths.append(len(ids))
         return ids
 
@@ -113,7 +112,7 @@ def test_an_answer_is_followed_as_far_as_it_is_the_written_one(
     wrong = [written[0] + 1, *written[1:]]
     assert text(wrong).strip() != text(written).strip()
     for answer in (written, wrong, [*written[:12], other, *written[13:]]):
-        free = complete(loaded, prompt, Sampling(len(answer) + 8))
+        free = generate(loaded, prompt, Sampling(len(answer) + 8))
         assert judged(answer) == (text(free).strip() == text(answer).strip())
     assert lengths[1] < lengths[2] < lengths[0]
 

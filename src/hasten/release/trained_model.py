@@ -219,8 +219,8 @@ def generate(
 ) -> list[int]:
     """The tokens that follow a prompt, the one at which generation stops included.
 
-    ``on_text`` receives the text piece by piece. ``until`` sees the tokens after each new one, and
-    ends the generation if it returns True.
+    ``on_text`` receives the text piece by piece. Generation also ends if ``until`` returns True
+    for the tokens so far.
 
     Raises:
         InputError: the prompt leaves no position free.
@@ -238,13 +238,11 @@ def generate(
         chosen = {"do_sample": True, "temperature": sampling.temperature}
         chosen |= {"top_p": sampling.top_p, "top_k": 0}
     if until is not None:
-        chosen["stopping_criteria"] = StoppingCriteriaList(
-            [
-                lambda ids, _: torch.tensor(
-                    [until(ids[0, len(prompt) :].tolist())], device=ids.device
-                )
-            ]
-        )
+
+        def is_over(ids: torch.Tensor, _: Any) -> torch.Tensor:
+            return ids.new_tensor([until(ids[0, len(prompt) :].tolist())], dtype=torch.bool)
+
+        chosen["stopping_criteria"] = StoppingCriteriaList([is_over])
     with quiet(), torch.inference_mode():
         written = model.generate(
             input_ids=inputs,
