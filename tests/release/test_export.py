@@ -295,6 +295,8 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(
         ((lora_run, "-o", out, "--weights", "average"), "holds no adapter"),
         ((lora_run, "-o", out, "--gguf-type", "q4"), "--gguf-type q4 is unknown"),
         ((lora_run, "-o", out, "--adapter", "--to", "gguf"), "exclude each other"),
+        ((lora_run, "-o", out, "--gguf-type", "f16"), "f16 is for a GGUF file: add --to gguf"),
+        ((lora_run, "-o", "model.gguf"), "-o model.gguf is for a GGUF file: add --to gguf"),
         ((lora_run, "-o", out, "--push", "a name"), "is no name of a repository"),
         ((lora_run, "-o", out, "--push", "name"), "names no owner"),
     ):

@@ -31,8 +31,8 @@ def export(
         typer.Option("--to", help="a Hugging Face folder, or one GGUF file for llama.cpp"),
     ] = "folder",
     gguf_type: Annotated[
-        str, typer.Option(help="number format of a GGUF file: f16 or q8_0")
-    ] = "f16",
+        str | None, typer.Option(help="number format of a GGUF file: f16 (default) or q8_0")
+    ] = None,
     adapter: Annotated[
         bool, typer.Option("--adapter", help="write the LoRA adapter alone, not merged")
     ] = False,
@@ -58,13 +58,17 @@ def export(
     from hasten.release.export import export as write
 
     _check_choice("--weights", weights, WEIGHTS)
-    _check_choice("--gguf-type", gguf_type, get_args(GGUFType))
+    if gguf_type is not None:
+        _check_choice("--gguf-type", gguf_type, get_args(GGUFType))
+    if to != "gguf" and (gguf_type is not None or output.suffix == ".gguf"):
+        name = f"-o {output}" if gguf_type is None else f"--gguf-type {gguf_type}"
+        raise InputError(f"{name} is for a GGUF file: add --to gguf, and give -o a folder")
     if adapter and to == "gguf":
         raise InputError("--adapter and --to gguf exclude each other: a GGUF file is a full model")
     if push is not None:
         check_upload(push)
     chosen: Any = {"form": "adapter" if adapter else to}
-    chosen |= {"weights": weights, "gguf_type": gguf_type}
+    chosen |= {"weights": weights, "gguf_type": gguf_type or "f16"}
     request = Export(run, output, report=_report(report), **chosen)
     result = write(request, say if not as_json else lambda text: None)
     if as_json:
