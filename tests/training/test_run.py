@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -325,6 +326,27 @@ def test_a_resumed_run_has_the_best_model_and_the_patience_of_an_uninterrupted_o
     place = output / "previous" / "1" if later_best else output
     assert (place / "best" / "model.safetensors").read_bytes() == best
     assert lines(output / "metrics.jsonl")[0]["step"] == 6
+
+
+@pytest.mark.parametrize("patience", [0, 1])
+def test_a_run_killed_in_an_evaluation_makes_it_when_it_resumes(
+    tmp_path: Path, patience: int
+) -> None:
+    rates = {"learning_rate": 0.3, "lr_schedule": "constant"}  # the loss rises
+    values = small(tmp_path, eval_every=2, checkpoint_every=2, max_steps=6, **rates)
+    output = tmp_path / "run"
+    run(values)
+    uninterrupted = lines(output / "evaluations.jsonl")
+    (last,) = (output / "checkpoints").glob("*00000006*")
+    shutil.rmtree(last)
+    (output / "evaluations.jsonl").write_text(json.dumps(uninterrupted[0]) + "\n")
+    summary, _ = run({**values, "resume": "auto", "patience": patience})
+    steps = 4 if patience else 6
+    assert (summary["steps"], summary["stopped"]) == (steps, "early stop" if patience else "done")
+    resumed = lines(output / "evaluations.jsonl")
+    assert [e["step"] for e in resumed] == [e["step"] for e in uninterrupted if e["step"] <= steps]
+    for one, other in zip(resumed, uninterrupted, strict=False):
+        assert one["eval_loss"] == other["eval_loss"]
 
 
 def test_the_schedule_ends_with_the_data_whatever_the_order_makes_of_it(tmp_path: Path) -> None:

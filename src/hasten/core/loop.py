@@ -296,6 +296,10 @@ class EvaluationSchedule:
     best_by: str = "eval_loss"
     lower_is_better: bool = True
 
+    def is_due(self, step: int) -> bool:
+        """Returns True if the schedule evaluates after this step."""
+        return step > 0 < self.every_steps and step % self.every_steps == 0
+
 
 @dataclass
 class Outcome:
@@ -391,18 +395,18 @@ def fit(session: Session, watch: EvaluationSchedule | None = None) -> Outcome:
     )
     began = time.perf_counter()
     with interruptible(session):
-        for metrics in training(session):
+        step, is_over = session.progress.step, False
+        if watch.is_due(step) and all(e.step != step for e in watch.earlier):
+            # An earlier process ended between this step's checkpoint and its evaluation.
+            is_over = _evaluate(session, watch, outcome)
+        for metrics in () if is_over else training(session):
             outcome.add(metrics)
             watch.on_step(metrics)
-            if watch.every_steps and metrics.step % watch.every_steps == 0:
-                _evaluate(session, watch, outcome)
-                best, evaluations = outcome.best, outcome.evaluations
-                # An interrupt evaluates between two evaluations of the schedule.
-                since = evaluations[evaluations.index(best) + 1 :] if best is not None else []
-                in_time = sum(e.step % watch.every_steps == 0 for e in since)
-                if watch.patience and in_time >= watch.patience:
-                    outcome.stopped = "early stop"
-                    break
+            if watch.is_due(metrics.step) and _evaluate(session, watch, outcome):
+                is_over = True
+                break
+        if is_over:
+            outcome.stopped = "early stop"
         session.is_trained = True
     session.setup.step_checks.require_moved(session)
     stopped, in_haste = stop_flags(session)
@@ -424,12 +428,17 @@ def fit(session: Session, watch: EvaluationSchedule | None = None) -> Outcome:
     return outcome
 
 
-def _evaluate(session: Session, watch: EvaluationSchedule, outcome: Outcome) -> None:
+def _evaluate(session: Session, watch: EvaluationSchedule, outcome: Outcome) -> bool:
+    """Evaluates; returns True if so many evaluations were no better that training stops."""
     evaluation = evaluate(session)
     outcome.evaluations.append(evaluation)
-    if evaluation is outcome.best:
+    best, evaluations = outcome.best, outcome.evaluations
+    if evaluation is best:
         watch.on_best(evaluation)  # first: an attempt after this one believes what was told
     watch.on_evaluation(evaluation)
+    # An interrupt evaluates between two evaluations of the schedule.
+    since = evaluations[evaluations.index(best) + 1 :] if best is not None else []
+    return 0 < watch.patience <= sum(watch.is_due(e.step) for e in since)
 
 
 def _finite(loss: float | None) -> float | None:
