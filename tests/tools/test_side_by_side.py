@@ -42,12 +42,18 @@ FILES = {
         def test_after(): ...
         def test_last(tmp_path): assert not list(tmp_path.iterdir())
         @pytest.mark.timing
-        def test_alone(): assert pathlib.Path(__file__).with_name("torn_down").exists()
+        def test_alone():
+            here = pathlib.Path(__file__)
+            assert here.with_name("torn_down").exists()
+            workers = [file.read_text() for file in here.parent.glob("ran-*")]
+            assert workers.count(str(os.getpid())) > 1, "a worker that has run other tests"
     """,
     "test_three.py": "def test_three(tmp_path): (tmp_path / 'mine').touch()",
     "conftest.py": """
         import os
         def pytest_configure(): os.environ["STARTED"] = str(os.getpid())
+        def pytest_runtest_setup(item):
+            item.path.with_name(f"ran-{item.name}").write_text(str(os.getpid()))
     """,
 }
 
@@ -83,6 +89,14 @@ def test_two_workers_report_all_and_one_that_is_killed_fails_its_test_alone(fold
     assert "a reason" in printed
     assert "the process of this test ended with -9" in printed
     assert (folder / "torn_down").exists()
+
+
+@pytest.mark.cold
+def test_tests_of_timing_run_once_where_no_others_are_chosen(folder: Path) -> None:
+    (folder / "torn_down").touch()
+    code, printed = run(folder, "--processes", "2", "-m", "timing", "test_two.py")
+    assert code == 1  # no worker has run others
+    assert "1 failed, 4 deselected" in printed
 
 
 @pytest.mark.cold
