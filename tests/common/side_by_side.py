@@ -8,11 +8,16 @@
 Files with the mark ``waits`` share a worker: they leave the processor to the others. Tests with the
 mark ``timing`` come last, when no other runs: the first worker without a file waits for them, since
 a new one would import everything again for its child processes.
+
+In a fresh clone pytest rewrites each file's asserts while another core is idle: a fork does it from
+the last file on, and what it has written is read (`importing_ahead`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -20,9 +25,10 @@ import tempfile
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,6 +49,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("processes") > 1:
         config.pluginmanager.register(SideBySide(config.getoption("processes")))
+
+
+@contextlib.contextmanager
+def importing_ahead(config: pytest.Config) -> Iterator[None]:
+    """Inside, another process imports the files that no pytest has compiled, from the last on."""
+    folders = [Path(config.invocation_params.dir, arg.partition("::")[0]) for arg in config.args]
+    files = sorted(file for folder in folders for file in folder.rglob("test_*.py"))
+    new = [f for f in files if not [*f.parent.glob(f"__pycache__/{f.stem}.*-pytest-*.pyc")]]
+    if len(new) < 2 or sys.dont_write_bytecode:
+        yield
+        return
+    number = os.fork()
+    if number == 0:
+        for file in reversed(new):
+            sys.path.insert(0, str(file.parent))
+            with contextlib.suppress(BaseException):  # pytest reports it when it comes to this file
+                sys.modules.pop(file.stem, None)
+                importlib.import_module(file.stem)
+        os._exit(0)
+    try:
+        yield
+    finally:
+        os.kill(number, signal.SIGKILL)
+        os.waitpid(number, 0)
 
 
 def groups_of(items: Sequence[pytest.Item]) -> tuple[list[list[int]], list[int]]:
@@ -76,13 +106,17 @@ class SideBySide:
         self._timing: list[int] = []
         self._kept: Worker | None = None  # it waits for the tests of timing
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection(self, session: pytest.Session) -> Iterator[None]:
+        with importing_ahead(session.config):
+            return (yield)
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         if session.testsfailed or session.config.option.collectonly:
             return None
         files, self._timing = groups_of(session.items)
         session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
-        gc.collect()
         gc.freeze()  # pages that nobody writes to stay shared
         try:
             self._run(session, deque(files))
