@@ -154,8 +154,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sets", type=int, default=8, help="random sets a line")
     parser.add_argument("--trl", action="store_true")
-    small = {"count": 500, "row": 512, "dealt": 1500, "rounds": 1, "sets": 1}
-    chosen = arguments(parser, **small, TRL_RECORDS=250, FEW=200)
+    small = {"count": 100, "row": 256, "dealt": 1500, "rounds": 1, "sets": 1}
+    chosen = arguments(parser, **small, TRL_RECORDS=100, FEW=60)
     packing(chosen.count, chosen.row, chosen.rounds, chosen.trl)
     few_values(chosen.row, chosen.sets)
     dealing(chosen.dealt, chosen.row, 8)

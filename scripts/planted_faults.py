@@ -66,7 +66,8 @@ class Fault:
 
 
 def read_faults() -> tuple[Fault, ...]:
-    rows = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+    rows = yaml.load(text, yaml.CSafeLoader)  # ten times as fast as the loader in Python
     return tuple(Fault(**{**row, "tests": tuple(row["tests"])}) for row in rows)
 
 

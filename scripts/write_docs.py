@@ -9,6 +9,7 @@ a page is written by hand. ``scripts/docs_data.yaml`` has meanings of fields tha
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import re
@@ -57,6 +58,7 @@ SECTIONS = {
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
+@functools.cache
 def data() -> dict[str, Any]:
     """Meanings of fields, as written by hand in ``docs_data.yaml``."""
     text = Path(__file__).with_name("docs_data.yaml").read_text(encoding="utf-8")

@@ -25,18 +25,13 @@ def library_with_pairs() -> LoadedLibrary:
     """The kernels with pairs of bf16, which ordinary instructions multiply where none are made."""
     if "avx512_bf16" in processor_flags():
         return products.library()
-    place = tempfile.TemporaryDirectory(prefix="hasten-pairs-")
-    _KEPT.append(place)
-    sources = Path(place.name) / "sources"
-    shutil.copytree(SOURCES, sources)
-    header = sources / "unit.h"
-    header.write_text("#define HASTEN_PROVE_PAIRS\n" + header.read_text())
-    return build_library(
-        "product", "document_attention", folder=Path(place.name) / "built", sources=sources
-    )
-
-
-_KEPT: list[tempfile.TemporaryDirectory[str]] = []  # removed when the process ends
+    with tempfile.TemporaryDirectory(prefix="hasten-pairs-") as place:
+        sources = Path(place) / "sources"
+        shutil.copytree(SOURCES, sources)
+        header = sources / "unit.h"
+        header.write_text("#define HASTEN_PROVE_PAIRS\n" + header.read_text())
+        # Stored with the others: compiling it takes each process a quarter of a minute.
+        return build_library("product", "document_attention", sources=sources)
 
 
 def take(way: str, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:

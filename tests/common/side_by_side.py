@@ -6,12 +6,18 @@
   4. a worker that ends during a test has failed it; a new one has the rest of the file
 
 Files with the mark ``waits`` share a worker: they leave the processor to the others. Tests with the
-mark ``timing`` come last, in one worker, when no other runs.
+mark ``timing`` come last, when no other runs: the first worker without a file waits for them, since
+a new one would import everything again for its child processes.
+
+In a fresh clone pytest rewrites each file's asserts while another core is idle: a fork does it from
+the last file on, and what it has written is read (`importing_ahead`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -19,9 +25,10 @@ import tempfile
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,6 +49,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("processes") > 1:
         config.pluginmanager.register(SideBySide(config.getoption("processes")))
+
+
+@contextlib.contextmanager
+def importing_ahead(config: pytest.Config) -> Iterator[None]:
+    """Inside, another process imports the files that no pytest has compiled, from the last on."""
+    folders = [Path(config.invocation_params.dir, arg.partition("::")[0]) for arg in config.args]
+    files = sorted(file for folder in folders for file in folder.rglob("test_*.py"))
+    new = [f for f in files if not [*f.parent.glob(f"__pycache__/{f.stem}.*-pytest-*.pyc")]]
+    if len(new) < 2 or sys.dont_write_bytecode:
+        yield
+        return
+    number = os.fork()
+    if number == 0:
+        for file in reversed(new):
+            sys.path.insert(0, str(file.parent))
+            with contextlib.suppress(BaseException):  # pytest reports it when it comes to this file
+                sys.modules.pop(file.stem, None)
+                importlib.import_module(file.stem)
+        os._exit(0)
+    try:
+        yield
+    finally:
+        os.kill(number, signal.SIGKILL)
+        os.waitpid(number, 0)
 
 
 def groups_of(items: Sequence[pytest.Item]) -> tuple[list[list[int]], list[int]]:
@@ -72,18 +103,26 @@ class SideBySide:
         self._processes = processes
         self._workers: dict[Connection, Worker] = {}
         self._started = 0
+        self._timing: list[int] = []
+        self._kept: Worker | None = None  # it waits for the tests of timing
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection(self, session: pytest.Session) -> Iterator[None]:
+        with importing_ahead(session.config):
+            return (yield)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         if session.testsfailed or session.config.option.collectonly:
             return None
-        files, timing = groups_of(session.items)
+        files, self._timing = groups_of(session.items)
         session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
-        gc.collect()
         gc.freeze()  # pages that nobody writes to stay shared
         try:
             self._run(session, deque(files))
-            self._run(session, deque([timing] if timing else []))
+            # They are left where there were no files, or the kept worker has ended.
+            left, self._timing = self._timing, []
+            self._run(session, deque([left] if left else []))
         finally:
             for worker in self._workers.values():
                 os.kill(worker.number, signal.SIGINT)
@@ -96,6 +135,9 @@ class SideBySide:
         while self._workers:
             for pipe in wait(list(self._workers)):
                 self._receive(session, self._workers[pipe], files)  # type: ignore[index]
+            if self._kept and len(self._workers) == 1:
+                self._give(self._kept, self._timing)
+                self._kept, self._timing = None, []
             if session.shouldfail:
                 raise session.Failed(session.shouldfail)
             if session.shouldstop:
@@ -131,9 +173,12 @@ class SideBySide:
             self._ended(session, worker)
             return
         if kind == "next":
-            tests = files.popleft() if files else []
-            worker.tests.extend(tests)
-            worker.pipe.send(tests)
+            self._give(worker, files.popleft() if files else [])
+        elif kind == "done":
+            if self._timing and self._kept is None:
+                self._kept = worker
+            else:
+                self._give(worker, [])
         elif kind == "running":
             worker.running = value
             if not value:
@@ -146,9 +191,15 @@ class SideBySide:
             report = hook.pytest_report_from_serializable(config=session.config, data=value)
             hook.pytest_runtest_logreport(report=report)
 
+    def _give(self, worker: Worker, tests: list[int]) -> None:
+        worker.tests.extend(tests)
+        worker.pipe.send(tests)
+
     def _ended(self, session: pytest.Session, worker: Worker) -> None:
         """All is done, or the process ended during a test: that test has failed."""
         del self._workers[worker.pipe]
+        if worker is self._kept:
+            self._kept = None
         _, status = os.waitpid(worker.number, 0)
         left = list(worker.tests)
         if worker.running:
@@ -181,6 +232,9 @@ def _work(session: pytest.Session, pipe: Connection, number: int, tests: list[in
         pipe.send(("running", True))
         config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         pipe.send(("running", False))
+        if not queue:
+            pipe.send(("done", None))
+            queue.extend(pipe.recv())
 
 
 def _be_a_process_of_its_own(config: Any, number: int) -> None:

@@ -77,9 +77,11 @@ READ_WHEN_LOADED = (
     *("TORCH_", "TORCHINDUCTOR", "TORCHDYNAMO", "PYTORCH_", "PYTHON", "TRANSFORMERS_", "HF_"),
     *("TRITON_", "CUDA_", "HOME", "XDG_", "TMPDIR", "PATH"),
 )
-# torch takes these later, too: the first differs between ranks and others, torchrun sets the last.
+# torch takes these later, too: the first differs between ranks and others, torchrun sets the last,
+# and torch itself sets the compilers' folders in a process that has compiled something.
 READ_LATER = (
     *("OMP_NUM_THREADS", "TORCH_NCCL_ENABLE_MONITORING"),
+    *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"),
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 )
 THREADS = READ_LATER[0]

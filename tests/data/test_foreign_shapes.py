@@ -28,7 +28,9 @@ from hasten.formatting import shown
 
 CASES = {
     case["name"]: case
-    for case in yaml.safe_load((Path(__file__).parent / "foreign" / "shapes.yaml").read_text())
+    for case in yaml.load(
+        (Path(__file__).parent / "foreign" / "shapes.yaml").read_text(), yaml.CSafeLoader
+    )
 }
 TYPES = {
     "maps": pa.list_(pa.map_(pa.string(), pa.string())),

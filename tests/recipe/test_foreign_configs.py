@@ -27,7 +27,10 @@ from hasten.recipe.schema import Recipe, _foreign_table, foreign_words, load_rec
 from hasten.recipe.shorthands import catalogue
 
 FOLDER = Path(__file__).with_name("foreign")
-SETS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(FOLDER.glob("*.yaml"))}
+SETS = {
+    path.stem: yaml.load(path.read_text(), yaml.CSafeLoader)
+    for path in sorted(FOLDER.glob("*.yaml"))
+}
 CASES = [(name, case) for name, found in SETS.items() for case in found["cases"]]
 REST = ["model=m", "dataset=d.jsonl", "max_steps=1"]
 

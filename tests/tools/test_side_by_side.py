@@ -42,12 +42,18 @@ FILES = {
         def test_after(): ...
         def test_last(tmp_path): assert not list(tmp_path.iterdir())
         @pytest.mark.timing
-        def test_alone(): assert pathlib.Path(__file__).with_name("torn_down").exists()
+        def test_alone():
+            here = pathlib.Path(__file__)
+            assert here.with_name("torn_down").exists()
+            workers = [file.read_text() for file in here.parent.glob("ran-*")]
+            assert workers.count(str(os.getpid())) > 1, "a worker that has run other tests"
     """,
     "test_three.py": "def test_three(tmp_path): (tmp_path / 'mine').touch()",
     "conftest.py": """
         import os
         def pytest_configure(): os.environ["STARTED"] = str(os.getpid())
+        def pytest_runtest_setup(item):
+            item.path.with_name(f"ran-{item.name}").write_text(str(os.getpid()))
     """,
 }
 
@@ -62,7 +68,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, *words: str) -> tuple[int, str]:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    left_out = ("PYTEST_", "PYTHONDONTWRITEBYTECODE")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(left_out)}
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "side_by_side", *words]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
@@ -83,6 +90,29 @@ def test_two_workers_report_all_and_one_that_is_killed_fails_its_test_alone(fold
     assert "a reason" in printed
     assert "the process of this test ended with -9" in printed
     assert (folder / "torn_down").exists()
+
+
+@pytest.mark.cold
+def test_tests_of_timing_run_once_where_no_others_are_chosen(folder: Path) -> None:
+    (folder / "torn_down").touch()
+    code, printed = run(folder, "--processes", "2", "-m", "timing", "test_two.py")
+    assert code == 1  # no worker has run others
+    assert "1 failed, 4 deselected" in printed
+
+
+@pytest.mark.cold
+def test_the_last_file_is_compiled_while_the_first_one_is_collected(tmp_path: Path) -> None:
+    (tmp_path / "test_last.py").write_text("def test_last(): ...")
+    (tmp_path / "test_first.py").write_text(
+        "import pathlib, time\n"
+        "end = time.monotonic() + 60\n"
+        "while not list(pathlib.Path(__file__).parent.glob('__pycache__/test_last.*-pytest-*')):\n"
+        "    assert time.monotonic() < end\n"
+        "    time.sleep(0.05)\n"
+        "def test_first(): ...\n"
+    )
+    code, printed = run(tmp_path, "--processes", "2")
+    assert (code, "2 passed" in printed) == (0, True), printed
 
 
 @pytest.mark.cold

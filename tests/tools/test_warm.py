@@ -148,6 +148,18 @@ def test_code_on_the_command_line_and_other_libraries_settings_start_plainly(
     assert (found["torch"], found["home"]) == (False, str(tmp_path))
 
 
+def test_a_folder_that_torch_names_once_it_has_compiled_needs_no_other_server(
+    script: Path, tmp_path: Path
+) -> None:
+    from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
+
+    before = len(warm._servers)
+    with temporary_cache_dir(str(tmp_path)):
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path)
+        assert told([sys.executable, str(script)])[1]["torch"] is True
+    assert len(warm._servers) == before
+
+
 @pytest.mark.cold
 def test_the_mark_cold_starts_plainly(script: Path) -> None:
     assert told([sys.executable, str(script)])[1]["torch"] is False

@@ -6,6 +6,7 @@ the tests of the kernels.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -263,13 +264,51 @@ def test_a_killed_build_blocks_nobody(
 
 
 @needs_compiler
-def test_processes_that_build_at_once_all_get_a_whole_library(
-    toy: Callable[..., build.LoadedLibrary], tmp_path: Path
+def test_of_processes_that_build_at_once_one_compiles_and_all_get_a_whole_library(
+    toy: Callable[..., build.LoadedLibrary], tmp_path: Path, compiler: Callable[[str], Path]
 ) -> None:
-    processes = [start(tmp_path) for _ in range(3)]
+    real = next(filter(None, map(shutil.which, build.COMPILERS)))
+    counting = compiler(f'echo >> {tmp_path}/runs; sleep 1; exec {real} "$@"')
+    processes = [start(tmp_path, str(counting)) for _ in range(3)]
     answers = [[*p.communicate(timeout=240)[0].split(), p.returncode] for p in processes]
     assert answers == [["ready", "7", 0]] * 3
     assert len(libraries(tmp_path / "kernels")) == 1
+    assert (tmp_path / "runs").read_text() == "\n" * 2  # an object, then the library
+
+
+@needs_compiler
+def test_a_build_that_keeps_the_folder_for_too_long_is_waited_for_no_more(
+    toy: Callable[..., build.LoadedLibrary], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy()
+    (tmp_path / "sources" / "toy.cpp").write_text('extern "C" int answer() { return 8; }\n')
+    monkeypatch.setattr(build, "WAIT_SECONDS", 0.3)
+    stuck = os.open(tmp_path / "kernels", os.O_RDONLY)
+    fcntl.flock(stuck, fcntl.LOCK_EX)
+    try:
+        assert toy().library.answer() == 8
+    finally:
+        os.close(stuck)
+
+
+@needs_compiler
+def test_environments_with_the_same_runtime_share_a_library(
+    toy: Callable[..., build.LoadedLibrary], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy()
+    (runtime,) = build._kernels("toy").libraries
+    if not Path(runtime).exists():
+        pytest.skip("torch has another OpenMP library")
+    elsewhere = tmp_path / "elsewhere" / Path(runtime).name
+    elsewhere.parent.mkdir()
+    shutil.copy(runtime, elsewhere)
+    monkeypatch.setattr(build, "loaded_library", lambda name: str(elsewhere))
+    assert toy().library.answer() == 7
+    assert len(libraries(tmp_path / "kernels")) == 1
+    other = elsewhere.rename(elsewhere.with_name("libgomp-of-another.so"))
+    monkeypatch.setattr(build, "loaded_library", lambda name: str(other))
+    toy()
+    assert len(libraries(tmp_path / "kernels")) == 2
 
 
 @needs_compiler

@@ -1,4 +1,4 @@
-"""One simulated step of a session: a warm-up step, then one that counts.
+"""One simulated step of a session: one or two warm-up steps, then one that counts.
 
 Blocks of a model are alike, and so are the passes of a step. Each count is a + bL + cM
 + dLM in layers L and passes M. Therefore traces with two values of each determine the
@@ -25,7 +25,8 @@ from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 
 PEAK, BETWEEN_STEPS, TOKENS = ("peak", "", ""), ("between_steps", "", ""), ("tokens", "", "")
 MODEL_FLOPS = ("model_flops", "", "")
-WARM_UP = 2  # steps: in the first an optimizer makes its state, in the second DDP its buckets
+# Steps: in the first an optimizer makes its state, in the second of several ranks DDP its buckets.
+WARM_UP, WARM_UP_OF_RANKS = 1, 2
 FEW_PASSES = 3  # a step of so many is traced as it is
 
 
@@ -58,7 +59,8 @@ def traced(build: Callable[[], Session], tracer: Tracer) -> Traced:
         session = build()
         session.setup.clock = MarkedClock(tracer.mark, session.setup.clock)
         running = training(session)
-        for _ in range(WARM_UP):
+        alone = session.setup.context.world.size == 1
+        for _ in range(WARM_UP if alone else WARM_UP_OF_RANKS):
             next(running)
         between = tracer.live
         tracer.clear()

@@ -3,8 +3,8 @@
 A kernel file has plain C functions over pointers and no header of torch or Python. So
 it compiles in a second or two and survives new releases of both. The library is built
 in a temporary folder and moved to its path in one rename. So a killed build leaves
-nothing that a later one would wait for, and two simultaneous builds both end with a
-complete file.
+nothing that a later one would wait for. Of simultaneous processes one compiles and the
+others wait: the folder's lock is the kernel's, and ends with its holder.
 
 A file ends with its own checksum, because loading a damaged one can end the process
 without a message. A file or folder that other users may write to is not loaded.
@@ -23,6 +23,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +46,7 @@ FLAGS = (
 WIDE = "-mprefer-vector-width=512"  # GCC takes half of what these processors have by itself
 KEPT = 8  # libraries of the same sources: other versions, compilers, virtual environments
 SECONDS = 300  # a compiler that takes longer is given up
+WAIT_SECONDS, POLL_SECONDS = SECONDS, 0.05  # for a process that compiles
 CHECKSUM = hashlib.sha256
 
 
@@ -70,7 +72,7 @@ class _Target:
     sources: tuple[Path, ...]
     flags: tuple[str, ...]
     libraries: tuple[str, ...]
-    depends: tuple[str, ...]  # what else decides the machine code
+    depends: tuple[str, ...]  # what else decides the machine code, the libraries with it
 
 
 @functools.cache
@@ -97,7 +99,8 @@ def _kernels(*names: str, folder: Path | None = None) -> _Target:
         sources=tuple(folder / f"{name}.cpp" for name in names),
         flags=(*FLAGS, *isa_limit().compiler_flags, *wide),
         libraries=(runtime or "-fopenmp",),
-        depends=(*(h.read_text() for h in sorted(folder.glob("*.h"))), runtime),
+        # A library names the runtime without its folder: virtual environments share it.
+        depends=(*(h.read_text() for h in sorted(folder.glob("*.h"))), Path(runtime).name),
     )
 
 
@@ -126,6 +129,8 @@ def _built(target: _Target, folder: Path) -> LoadedLibrary:
     with _opened(folder) as folder_fd:
         name = f"{target.name}-{_key(compiler, target)}.so"
         file = _whole(name, folder_fd)
+        if file is None and _waited(folder_fd):
+            file = _whole(name, folder_fd)
         if file is None:
             complaint = _compile(compiler, target, name, folder_fd)
             file = _whole(name, folder_fd)
@@ -143,6 +148,25 @@ def _built(target: _Target, folder: Path) -> LoadedLibrary:
             return LoadedLibrary(None, f"the compiled kernels can't be loaded: {error}")
         _keep_few(name, folder_fd)
         return loaded
+
+
+def _waited(folder: int) -> bool:
+    """Locks the open folder until it is closed; True if another process had it and was waited for.
+
+    Without locks, or after `WAIT_SECONDS`, both compile: each writes a complete file.
+    """
+    waited, end = False, time.monotonic() + WAIT_SECONDS
+    with contextlib.suppress(ImportError, OSError):  # a system or file system without locks
+        import fcntl
+
+        while time.monotonic() < end:
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                waited = True
+                time.sleep(POLL_SECONDS)
+    return waited
 
 
 def _keep_few(name: str, folder: int) -> None:
@@ -241,7 +265,7 @@ def _key(compiler: str, target: _Target) -> str:
         digest.update(source.read_bytes())
     stamp = Path(compiler).resolve().stat()
     digest.update(repr((compiler, stamp.st_size, stamp.st_mtime_ns, target.flags)).encode())
-    digest.update(repr((sorted(processor_flags()), target.libraries, target.depends)).encode())
+    digest.update(repr((sorted(processor_flags()), target.depends)).encode())
     return digest.hexdigest()[:16]
 
 
