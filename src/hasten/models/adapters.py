@@ -141,6 +141,11 @@ def lora_targets(model: PreTrainedModel, targets: str | Sequence[str] = "auto") 
     peft. Raises InputError for a target that finds nothing, listing what exists.
     """
     linears = _adaptable_linears(model)
+    if not linears:
+        raise InputError(
+            f"a {model.config.model_type} model has no linear layers to adapt: set "
+            "finetuning_type: full, or choose another model"
+        )
     if isinstance(targets, str):
         if targets == "all-linear":
             return linears

@@ -259,6 +259,11 @@ def read_config(
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InputError(f"{source} is a {config.model_type} model, which predicts no next token")
+    if (text := config.get_text_config()) is not config:
+        raise InputError(
+            f"{source} is a {config.model_type} model, which reads more than text; supported are "
+            f"models of text alone: give one, for example of the type {text.model_type}"
+        )
     # The published V3 says how its weights are quantised; fresh ones are not.
     vars(config).pop("quantization_config", None)
     return config
