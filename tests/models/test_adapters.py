@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from covering import covering
 from hasten.errors import InputError
@@ -98,6 +99,13 @@ def test_a_target_that_finds_nothing_is_answered_with_what_exists() -> None:
         lora_targets(model, "everything")
     with pytest.raises(InputError, match="the list of targets is empty"):
         lora_targets(model, [])
+
+
+def test_a_model_without_linear_layers_is_refused() -> None:
+    config = GPT2Config(vocab_size=64, n_embd=8, n_layer=1, n_head=2)
+    for targets in ("auto", "all-linear", ["c_attn"]):
+        with pytest.raises(InputError, match="a gpt2 model has no linear layers"):
+            lora_targets(GPT2LMHeadModel(config), targets)
 
 
 @pytest.mark.parametrize(

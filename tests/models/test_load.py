@@ -246,6 +246,7 @@ def test_one_expert_too_few_is_refused(saved_v3: Path, tmp_path: Path) -> None:
         ({"model_type": "novel"}, "unknown to transformers"),
         ({"model_type": "novel", "auto_map": {"AutoConfig": "c.C"}}, "never executed"),
         ({"model_type": "vit"}, "predicts no next token"),
+        ({"model_type": "gemma3"}, "reads more than text.* of the type gemma3_text"),
         ({"model_type": None}, "no model_type"),
         ({"hidden_size": "wide"}, "expected int, got str"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised .fp8."),

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig
 
 from hasten.core.context import seen_at_start
+from hasten.data.tokenize import train_bpe
 from hasten.parts.nn import attention
 from hasten.parts.nn.losses import LabelOnlyLoss
 from hasten.recipe.schema import Recipe
 from hasten.techniques.precision import BF16MasterWeights
 from hasten.training.run import train
-from sample_data import small
+from sample_data import WORDS, small
 
 half = pytest.mark.skipif(
     bool(BF16MasterWeights().unsupported_reasons(seen_at_start())),
@@ -59,6 +62,35 @@ def test_a_right_plan_keeps_its_techniques(
     (line,) = [r.message for r in caplog.records if "proof" in r.message]
     compared = "label_smoothing" not in changes
     assert ("agree with transformers's own" in line) == compared
+
+
+def saved(folder: Path, config: PreTrainedConfig) -> str:
+    """A folder with the config of a model and a tokenizer for it."""
+    config.save_pretrained(folder)
+    train_bpe(WORDS, config.vocab_size).save_pretrained(folder)
+    return str(folder)
+
+
+SIZES = {"vocab_size": 400, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+
+
+def test_dropout_in_the_config_is_no_difference_between_the_models(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = LlamaConfig(**SIZES, **HEADS, attention_dropout=0.5, initializer_range=0.3)
+    with caplog.at_level(logging.INFO, "hasten"):
+        trained(tmp_path, model=saved(tmp_path / "model", config), from_scratch=True)
+    (line,) = [r.message for r in caplog.records if "proof" in r.message]
+    difference = re.search(r"largest relative difference (\S+)\)", line)
+    assert difference is not None
+    assert float(difference[1]) < 1e-4
+
+
+def test_a_model_without_sdpa_trains_with_its_own_attention(tmp_path: Path) -> None:
+    model = saved(tmp_path / "model", Gemma2Config(**SIZES, **HEADS))
+    summary, _ = trained(tmp_path, model=model, from_scratch=True, on_obstacle="skip")
+    assert summary["stopped"] == "done"
 
 
 def test_a_wrong_loss_is_taken_out_of_the_plan(

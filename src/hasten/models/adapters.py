@@ -141,6 +141,11 @@ def lora_targets(model: PreTrainedModel, targets: str | Sequence[str] = "auto") 
     peft. Raises InputError for a target that finds nothing, listing what exists.
     """
     linears = _adaptable_linears(model)
+    if not linears:
+        raise InputError(
+            f"a {model.config.model_type} model has no linear layers to adapt: set "
+            "finetuning_type: full, or choose another model"
+        )
     if isinstance(targets, str):
         if targets == "all-linear":
             return linears
@@ -288,7 +293,8 @@ def _adapter_config(adapter: Path) -> LoraConfig:
         raise InputError(f"{adapter} holds no adapter: give the folder of a finished LoRA run")
     if not (adapter / ADAPTER_WEIGHTS).is_file():
         raise InputError(
-            f"{adapter} has no {ADAPTER_WEIGHTS}: adapters are read from safetensors alone"
+            f"{adapter} has no {ADAPTER_WEIGHTS}: adapters are read from safetensors alone; "
+            f"`hasten checkpoint convert {adapter} -o NEW_FOLDER` writes it from a pickle"
         )
     config = read_json_object(adapter / ADAPTER, "adapter's config")
     if config.get("peft_type") != "LORA":

@@ -259,6 +259,11 @@ def read_config(
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InputError(f"{source} is a {config.model_type} model, which predicts no next token")
+    if (text := config.get_text_config()) is not config:
+        raise InputError(
+            f"{source} is a {config.model_type} model, which reads more than text; supported are "
+            f"models of text alone: give one, for example of the type {text.model_type}"
+        )
     # The published V3 says how its weights are quantised; fresh ones are not.
     vars(config).pop("quantization_config", None)
     return config
@@ -327,18 +332,14 @@ def _taken(
     return loaded
 
 
-def check_weights(source: str, config: PreTrainedConfig) -> list[str]:
+def check_weights(source: str, folder: Path, config: PreTrainedConfig) -> list[str]:
     """A sentence for each thing about trained weights that their user should read.
 
-    Only headers are read, and the model is built without memory. A hub's weights aren't fetched:
-    they are checked when they are loaded.
+    Only headers are read, and the model is built without memory. ``folder`` is the source's.
 
     Raises:
         InputError: whatever `load_model` would raise about the weights or the generation config.
     """
-    folder = check_source(source)
-    if folder is None:
-        return []
     stored = read_weights(folder, config)
     skeletons = {name: tensor.skeleton() for name, tensor in stored.tensors.items()}
     _taken(source, config, skeletons, device_map={"": "meta"})
@@ -350,13 +351,24 @@ def check_weights(source: str, config: PreTrainedConfig) -> list[str]:
 def local_folder(source: str) -> Path:
     """The folder of a source, fetched from the hub once if it is a name there."""
     folder = check_source(source)
-    if folder is not None:
-        return folder
+    return folder if folder is not None else _snapshot(source)
+
+
+def stored_folder(source: str) -> Path | None:
+    """The folder of a source; None for a name on the hub without fetched weights."""
+    folder = check_source(source)
+    if folder is None:
+        with suppress(InputError):
+            folder = _snapshot(source, local_files_only=True)
+    return folder
+
+
+def _snapshot(source: str, **how: Any) -> Path:
     from huggingface_hub import snapshot_download
 
     wanted = ["config.json", "generation_config.json", ADAPTER, "model*.safetensors", INDEX]
     with quiet(), _advice(f"the weights of {source} can't be fetched"):
-        fetched = Path(snapshot_download(source, allow_patterns=wanted))
+        fetched = Path(snapshot_download(source, allow_patterns=wanted, **how))
     check_folder(fetched, needs_weights=True)
     return fetched
 

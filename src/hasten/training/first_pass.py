@@ -30,6 +30,8 @@ from hasten.core.step import forward_of
 from hasten.core.technique import Technique
 from hasten.machine import memory
 from hasten.measure.quality.first_step import FirstStepProof, proof_is_on
+from hasten.measure.quality.preserved import without_dropout
+from hasten.models.load import take_own_attention
 from hasten.parts.data.collate import TokenizedExample, padded, tokenized_example
 from hasten.parts.nn.causal_lm import causal_lm
 from hasten.parts.nn.losses import PLAIN
@@ -82,7 +84,8 @@ def _difference(session: Session, plan: Plan) -> str | None:
     proof = FirstStepProof(passes, marker, "transformers")
     routing = session.setup.routing
     host_objects = [] if routing is None else [routing]
-    removed = proof.check({"documents": passes.documents}, *host_objects)
+    with without_dropout(passes.plain):  # the session's own is off already
+        removed = proof.check({"documents": passes.documents}, *host_objects)
     if removed:
         return str(removed[0].difference)
     if proof.batches:
@@ -115,7 +118,7 @@ class _SessionPasses:
         if any(getattr(t, "budget", None) is not None for t in setup.plan):
             raise _NothingToCompareError("activation checkpointing with a budget measures a pass")
         self.documents = _documents(setup.job.examples)
-        self._plain = _plain_model(session)
+        self.plain = _plain_model(session)
         self._is_plain, self._is_float32 = True, False
 
     @property
@@ -133,7 +136,7 @@ class _SessionPasses:
         region = contextlib.nullcontext() if self._is_float32 else setup.precision.region()
         with region:
             if self._is_plain:
-                plain: Tensor = self._plain(**batch).loss
+                plain: Tensor = self.plain(**batch).loss
                 return plain
             total, count = forward_of(setup.routing, session.loss_module, batch)
             loss: Tensor = total / count
@@ -209,6 +212,9 @@ def _plain_model(session: Session) -> Any:
     if any(p.is_meta for p in plain.parameters()):
         raise _NothingToCompareError("a weight has no counterpart")
     indexer = any("Indexer" in type(module).__name__ for module in inner.modules())
-    inner.set_attn_implementation("eager" if indexer else "sdpa")
+    if indexer:
+        inner.set_attn_implementation("eager")
+    else:
+        take_own_attention(inner)
     plain.train()
     return plain

@@ -30,7 +30,7 @@ def nothing_else_changes(model: nn.Module, *host_objects: Any) -> Iterator[None]
     buffers = [(b, b.detach().clone()) for b in every if b is not None]
     precision = torch.get_float32_matmul_precision()
     try:
-        with torch.random.fork_rng(accelerators), _without_dropout(model):
+        with torch.random.fork_rng(accelerators), without_dropout(model):
             yield
     finally:
         torch.set_float32_matmul_precision(precision)
@@ -119,7 +119,8 @@ def _restore(holder: dict[str, Any], values: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _without_dropout(model: nn.Module) -> Iterator[None]:
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Inside, the rates of dropout in the model's modules and configs are 0."""
     changed: list[tuple[dict[str, Any], str, float]] = []
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     drops = [vars(m) for m in model.modules()] + [
