@@ -268,8 +268,9 @@ def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, name: str) -> None:
 
 
 def test_a_folder_of_folders_names_one_of_them(tmp_path: Path) -> None:
-    (tmp_path / "main").mkdir()
-    put(tmp_path / "main", "train.csv", b"question,answer")
+    for name in ("eval", "main"):  # not the one that is for evaluation
+        (tmp_path / name).mkdir()
+        put(tmp_path / name, "a.csv", b"question,answer")
     with pytest.raises(InputError, match=f"give a folder in it, as {tmp_path / 'main'}"):
         read_examples([tmp_path])
 
@@ -282,9 +283,16 @@ def test_files_of_other_splits_are_named_where_others_are_for_training() -> None
         "validation-00000.parquet",
         "tests_of_math.json",
         "dev.csv",
+        "my_test.jsonl",
+        "gsm8k-eval-00000-of-00001.parquet",
+        "latest.jsonl",
+        "retrieval.jsonl",
     ]
     found = other_splits(folder, [str(folder / name) for name in names])
-    assert found == ["test.jsonl", "validation-00000.parquet", "dev.csv"]
+    assert found == [
+        *("test.jsonl", "validation-00000.parquet", "dev.csv"),
+        *("my_test.jsonl", "gsm8k-eval-00000-of-00001.parquet"),
+    ]
     assert other_splits(folder, ["d/test.jsonl", "e/train.jsonl"]) == []
 
 
