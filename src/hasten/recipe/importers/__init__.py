@@ -364,6 +364,9 @@ def _deepspeed(path: Path, source: dict[str, Any]) -> ImportedRecipe:
             draft.note(key, "unmapped", explanation)
     _deepspeed_defaults(draft, recognised, "DeepSpeed")
     _schedule_rows(draft, recognised)
+    if "optimizer" in recognised and not recognised.get("scheduler"):
+        explanation = "DeepSpeed keeps the rate without a scheduler; here lr_schedule changes it"
+        draft.row("scheduler", LEFT_OUT, "unmapped", explanation)
     return _finished("DeepSpeed", draft, 1)
 
 
