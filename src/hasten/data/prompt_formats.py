@@ -9,6 +9,8 @@ A format is a Jinja template that replaces the tokenizer's own, or a missing one
     and `{eos}` are the tokenizer's tokens
   - tokens: the special tokens that the format needs; without them it writes ordinary
     text
+  - begins: if it is `tokenizer`, its source leaves the bos token to the tokenizer, and so
+    does `choose_chat_template`
 
 Other tools write some formats in their own way. Such a format has the tool's name at
 its end.
@@ -42,9 +44,9 @@ _LARGEST_FILE = 1 << 20  # bytes
 #   mistral-*    the system text is in the first question, as the formats' trainers have it
 
 
-def _formats() -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
-    """The template of each format and the special tokens that it needs."""
-    templates, tokens = {}, {}
+def _formats() -> tuple[dict[str, str], dict[str, tuple[str, ...]], set[str]]:
+    """The template of each format, the special tokens that it needs, and those without bos."""
+    templates, tokens, without_bos = {}, {}, set()
     for name, row in json.loads((_FOLDER / "formats.json").read_text(encoding="utf-8")).items():
         body = (_FOLDER / f"{row.get('body', 'turns')}.jinja").read_text(encoding="utf-8")
         lines = (
@@ -52,7 +54,8 @@ def _formats() -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
         )
         templates[name] = "\n".join([*lines, body.removesuffix("\n")])
         tokens[name] = tuple(row.get("tokens", ()))
-    return templates, tokens
+        without_bos |= {name} if row.get("begins") == "tokenizer" else set()
+    return templates, tokens, without_bos
 
 
 def _literal(value: Any) -> str:
@@ -66,7 +69,7 @@ def _literal(value: Any) -> str:
     return json.dumps(value)
 
 
-PROMPT_FORMATS, _TOKENS = _formats()
+PROMPT_FORMATS, _TOKENS, _WITHOUT_BOS = _formats()
 
 
 def ensure_chat_template(tokenizer: PreTrainedTokenizerBase, fallback: str = STANDARD) -> bool:
@@ -90,7 +93,9 @@ def choose_chat_template(tokenizer: PreTrainedTokenizerBase, choice: str) -> str
         added = ensure_chat_template(tokenizer)
         return f"{STANDARD}'s (the tokenizer has none)" if added else "the tokenizer's own"
     if choice in PROMPT_FORMATS:
-        tokenizer.chat_template = PROMPT_FORMATS[choice]
+        begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+        bos = "{%- set bos_token = '' %}\n" if choice in _WITHOUT_BOS and not begins else ""
+        tokenizer.chat_template = bos + PROMPT_FORMATS[choice]
         return f"{choice}'s"
     tokenizer.chat_template = template_file(Path(choice))
     return f"that of {choice}"
