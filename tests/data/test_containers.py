@@ -259,6 +259,17 @@ def test_a_folder_stands_for_its_files_of_every_container(tmp_path: Path) -> Non
     assert {Path(file).name for file in reading.containers} == {*WRITERS}
 
 
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("begin", ["", "\ufeff", "\r\n"])
+def test_a_list_in_a_file_of_lines_is_read_as_a_list(
+    tmp_path: Path, begin: str, indent: int | None
+) -> None:
+    rows = [{"text": "one"}, {"text": "two [2]"}]
+    put(tmp_path, "a.jsonl", (begin + json.dumps(rows, indent=indent)).encode())
+    reading = read_examples([tmp_path / "a.jsonl"], 0)
+    assert [found.text for found in reading.conversations] == ["one", "two [2]"]
+
+
 @pytest.mark.parametrize("name", ["data.jsonl", "data.parquet", "data.csv", "data.jsonl.gz"])
 def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, name: str) -> None:
     text = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
