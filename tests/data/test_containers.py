@@ -259,6 +259,17 @@ def test_a_folder_stands_for_its_files_of_every_container(tmp_path: Path) -> Non
     assert {Path(file).name for file in reading.containers} == {*WRITERS}
 
 
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("begin", ["", "\ufeff", "\r\n"])
+def test_a_list_in_a_file_of_lines_is_read_as_a_list(
+    tmp_path: Path, begin: str, indent: int | None
+) -> None:
+    rows = [{"text": "one"}, {"text": "two [2]"}]
+    put(tmp_path, "a.jsonl", (begin + json.dumps(rows, indent=indent)).encode())
+    reading = read_examples([tmp_path / "a.jsonl"], 0)
+    assert [found.text for found in reading.conversations] == ["one", "two [2]"]
+
+
 @pytest.mark.parametrize("name", ["data.jsonl", "data.parquet", "data.csv", "data.jsonl.gz"])
 def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, name: str) -> None:
     text = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
@@ -268,8 +279,9 @@ def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, name: str) -> None:
 
 
 def test_a_folder_of_folders_names_one_of_them(tmp_path: Path) -> None:
-    (tmp_path / "main").mkdir()
-    put(tmp_path / "main", "train.csv", b"question,answer")
+    for name in ("eval", "main"):  # not the one that is for evaluation
+        (tmp_path / name).mkdir()
+        put(tmp_path / name, "a.csv", b"question,answer")
     with pytest.raises(InputError, match=f"give a folder in it, as {tmp_path / 'main'}"):
         read_examples([tmp_path])
 
@@ -282,9 +294,16 @@ def test_files_of_other_splits_are_named_where_others_are_for_training() -> None
         "validation-00000.parquet",
         "tests_of_math.json",
         "dev.csv",
+        "my_test.jsonl",
+        "gsm8k-eval-00000-of-00001.parquet",
+        "latest.jsonl",
+        "retrieval.jsonl",
     ]
     found = other_splits(folder, [str(folder / name) for name in names])
-    assert found == ["test.jsonl", "validation-00000.parquet", "dev.csv"]
+    assert found == [
+        *("test.jsonl", "validation-00000.parquet", "dev.csv"),
+        *("my_test.jsonl", "gsm8k-eval-00000-of-00001.parquet"),
+    ]
     assert other_splits(folder, ["d/test.jsonl", "e/train.jsonl"]) == []
 
 

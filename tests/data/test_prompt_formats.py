@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers.processors import ByteLevel
 
 from hasten.data import prompt_formats
 from hasten.data.chat_template import LossOn, answer_end, encode
@@ -344,6 +345,23 @@ def test_an_answer_that_ends_with_the_end_token_has_it_once(name: str) -> None:
         assert runs(tokenizer, Conversation(turns, None, "a:1")) == plain
 
 
+@pytest.mark.parametrize("name", ["alpaca", "vicuna"])
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_format_without_bos_begins_as_the_tokenizer_begins_a_text(
+    name: str, begins: bool
+) -> None:
+    tokenizer = train_bpe(["a question and the answer to it, ab ba"] * 3, 300)
+    if not begins:  # as Pythia's, whose bos token is for other uses
+        tokenizer.backend_tokenizer.post_processor = ByteLevel(trim_offsets=False)
+    choose_chat_template(tokenizer, name)
+    turns = (Message("user", "one?"), Message("assistant", "1"))
+    (example,) = encode(tokenizer, Conversation(turns, None, "a:1"), 999).examples
+    text = tokenizer.decode(example.input_ids)
+    assert text.count(tokenizer.bos_token) == int(begins)
+    plain = text.removeprefix(tokenizer.bos_token)
+    assert example.input_ids.tolist() == tokenizer(plain)["input_ids"]
+
+
 def test_an_answer_that_is_its_end_token_alone_is_none() -> None:
     for answers in (("</s>", "2"), ("1", " </s>\n")):
         turns = [Message(r, c) for c in answers for r, c in (("user", "q"), ("assistant", c))]
@@ -413,4 +431,5 @@ def test_every_row_of_the_library_names_its_source() -> None:
         (Path(prompt_formats.__file__).parent / "chat_templates/formats.json").read_text("utf-8")
     )
     assert all(row.get("source") for row in rows.values())
-    assert all(row.keys() <= {"source", "body", "tokens", "settings"} for row in rows.values())
+    keys = {"source", "body", "begins", "tokens", "settings"}
+    assert all(row.keys() <= keys for row in rows.values())

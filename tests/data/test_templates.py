@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers.processors import ByteLevel
+from tokenizers.processors import ByteLevel, TemplateProcessing
 
 from hasten.data.chat_template import _dialogue_example, encode, encode_all
 from hasten.data.conversation import Conversation
@@ -217,6 +217,20 @@ def test_a_text_begins_as_the_tokenizer_begins_it(tokenizer: Any, begins: bool) 
     (example,) = encode(ordinary, Conversation((), "a b c", "t:1"), 100).examples
     assert example.input_ids.tolist() == [*ordinary("a b c").input_ids, ordinary.eos_token_id]
     assert (ordinary.bos_token_id in example.input_ids) == begins
+
+
+def test_a_text_begins_with_all_tokens_that_the_tokenizer_writes_before_it(tokenizer: Any) -> None:
+    glm = copy.deepcopy(tokenizer)  # writes [gMASK]<sop>, and neither is its bos token
+    pad, bos = glm.pad_token, glm.bos_token
+    special = [(pad, glm.pad_token_id), (bos, glm.bos_token_id)]
+    glm.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{pad} {bos} $A", special_tokens=special
+    )
+    whole = [*glm("a b c").input_ids, glm.eos_token_id]
+    assert whole[:2] == [glm.pad_token_id, glm.bos_token_id]
+    for text in ("a b c", f"{pad}{bos}a b c"):  # once, also if the text has them
+        (example,) = encode(glm, Conversation((), text, "t:1"), 100).examples
+        assert example.input_ids.tolist() == whole
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1), cutoff=st.integers(2, 9))

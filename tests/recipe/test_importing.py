@@ -193,6 +193,7 @@ def test_a_number_format_is_kept_and_told_where_it_gains_nothing(
         ("name: somebody\nage: 3\n", "no configuration of"),
         ("- a\n- b\n", "holds no keys"),
         ("", "holds no keys"),
+        ("trl sft --model_name_or_path m", "options of a command line as YAML"),
     ],
 )
 def test_what_is_no_configuration_is_refused_in_a_sentence(

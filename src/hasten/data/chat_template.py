@@ -179,9 +179,9 @@ def encode_all(
     remaining = iter(conversations)
     # This call sets up the backend, which then neither cuts nor pads. Without the dictionaries of
     # lists that Transformers makes of its results, tokenising takes a third less time.
-    first: list[int] = tokenizer("a", truncation=False, padding=False)["input_ids"][:1]
-    begins = first == [tokenizer.bos_token_id]
+    tokenizer("a", truncation=False, padding=False)
     backend: Any = tokenizer.backend_tokenizer
+    prefix = _prefix(backend)
     template = chat_template_of(tokenizer)
     while batch := list(islice(remaining, _BATCH)):
         drawn = _draw_all(template, batch, ends, loss_on)
@@ -190,7 +190,7 @@ def encode_all(
         for item, source, encoding in zip(drawn, batch, tokens, strict=True):
             ids = encoding.ids
             if item.trained is None:
-                example = _text_example(tokenizer, ids, item.text, begins)
+                example = _text_example(tokenizer, ids, item.text, prefix)
             else:
                 _check_bos(tokenizer, ids, source.location)
                 example = _dialogue_example(ids, encoding.offsets, item.trained)
@@ -245,20 +245,24 @@ def _dialogue_example(
     return tokenized_example(ids, trained)
 
 
-def _text_example(
-    tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str, begins: bool
-) -> TokenizedExample:
-    """bos, text, eos: every token of it is trained. A text that has one of them keeps its own.
+def _prefix(backend: Any) -> tuple[list[int], str]:
+    """Tokens that a tokenizer writes before a text (bos, GLM's [gMASK]<sop>), and their text."""
+    encoding = backend.encode("a")
+    count = [*encoding.special_tokens_mask, 0].index(0)
+    return encoding.ids[:count], "".join(encoding.tokens[:count])
 
-    The bos token is added if the tokenizer ``begins`` texts with it, so a model meets the same
-    tokens later.
+
+def _text_example(
+    tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str, prefix: tuple[list[int], str]
+) -> TokenizedExample:
+    """Prefix, text, eos: every token of it is trained. A text that has one of them keeps its own.
+
+    The tokenizer's prefix is added, so a model meets the same tokens later.
     """
-    bos, eos = tokenizer.bos_token, tokenizer.eos_token
-    first = begins and not text.lstrip().startswith(str(bos))
+    eos, (begin, opening) = tokenizer.eos_token, prefix
+    begin = [] if text.lstrip().startswith(opening) else begin
     last = eos is not None and not text.rstrip().endswith(str(eos))
-    return tokenized_example(
-        [*[tokenizer.bos_token_id][: int(first)], *ids, *[tokenizer.eos_token_id][: int(last)]]
-    )
+    return tokenized_example([*begin, *ids, *[tokenizer.eos_token_id][: int(last)]])
 
 
 def _check_bos(tokenizer: PreTrainedTokenizerBase, ids: list[int], location: str) -> None:

@@ -82,6 +82,8 @@ def container_of(path: Path) -> Container:
         raise InputError(
             f"{path} is {actual}, not the {declared_kind} file that its name announces: rename it"
         )
+    if container == Container("jsonl", None) and head.lstrip(b"\xef\xbb\xbf \r\n").startswith(b"["):
+        return Container("json", None)  # a list in a file with the name of lines
     return container
 
 

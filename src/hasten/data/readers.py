@@ -154,13 +154,16 @@ def placeholder_words(placeholders: Mapping[str, int]) -> str:
 
 
 _DESCRIPTION = "dataset_infos.json"
-_OTHER_SPLIT = re.compile(r"(test|dev|val|valid|validation|eval|evaluation)(?![a-z])")
+# A word of the name, as for the datasets library: test.jsonl, my_test-00000.parquet.
+_OTHER_SPLIT = re.compile(
+    r"(?<![a-z])(test|testing|dev|val|valid|validation|eval|evaluation)(?![a-z])"
+)
 
 
 def other_splits(folder: Path, files: Iterable[str]) -> list[str]:
     """The names of a folder's files that are not for training, if other files of it are."""
     names = [file.name for file in map(Path, files) if file.parent == folder]
-    others = [name for name in names if _OTHER_SPLIT.match(name.lower())]
+    others = [name for name in names if _OTHER_SPLIT.search(name.lower())]
     return others if len(others) < len(names) else []
 
 
@@ -182,8 +185,12 @@ def _files(path: Path) -> list[Path]:
         if any(file.name == FILE for file in files):
             raise InputError(f"{path} lists its data sets: add one's name, as in {path}:NAME")
         if not files:
-            inner = sorted(file.parent for file in path.glob("*/*") if named(file))
-            advice = f": give a folder in it, as {inner[0]}" if inner else ""
+            inner = sorted(
+                (bool(_OTHER_SPLIT.search(file.parent.name.lower())), file.parent)
+                for file in path.glob("*/*")
+                if named(file)
+            )  # one for training before others
+            advice = f": give a folder in it, as {inner[0][1]}" if inner else ""
             raise InputError(f"the folder {path} has no file of {NAMES}{advice}")
         return files
     if not path.exists():

@@ -240,7 +240,7 @@ def advice(example: Mapping[str, Any]) -> str:
     if turns and isinstance(example[turns], list):
         return f"{turns!r} lists texts: write each as a turn of role and content"
     if question and answer:
-        source = column_of(SOURCES)
+        source = column_of(SOURCES) or next((k for k in example if k.lower() == "input"), None)
         shape = (
             f"instruction: {question}, input: {source}, output: {answer}"
             if source and source != question

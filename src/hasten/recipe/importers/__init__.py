@@ -137,7 +137,10 @@ def read(path: Path, ranks: int = 1) -> ImportedRecipe:
         raise InputError(_folder_advice(path))
     content = _content(path)
     if not isinstance(content, dict) or not content:
-        raise InputError(f"{path} holds no keys: give a configuration file of another trainer")
+        raise InputError(
+            f"{path} holds no keys: give a configuration file of another trainer; write the "
+            "options of a command line as YAML, `key: value`"
+        )
     source = {str(key): value for key, value in content.items()}
     if _count(source) > MOST_KEYS:
         raise InputError(f"{path} has more than {MOST_KEYS} values; that is no configuration")
@@ -364,6 +367,9 @@ def _deepspeed(path: Path, source: dict[str, Any]) -> ImportedRecipe:
             draft.note(key, "unmapped", explanation)
     _deepspeed_defaults(draft, recognised, "DeepSpeed")
     _schedule_rows(draft, recognised)
+    if "optimizer" in recognised and not recognised.get("scheduler"):
+        explanation = "DeepSpeed keeps the rate without a scheduler; here lr_schedule changes it"
+        draft.row("scheduler", LEFT_OUT, "unmapped", explanation)
     return _finished("DeepSpeed", draft, 1)
 
 

@@ -263,8 +263,8 @@ def _roles(draft: RecipeDraft, key: str, roles: Mapping[str, Any], columns: dict
     for role, names in roles.items():
         role_names = [str(n) for n in names] if isinstance(names, list) else [str(names)]
         other = [n for n in role_names if n not in USUAL_ROLES.get(str(role), ())]
-        tag = f"{role}_tag"
-        if len(other) == 1 and role in ("user", "assistant", "system"):
+        tag = "observation_tag" if role == "tool" else f"{role}_tag"
+        if len(other) == 1 and role in USUAL_ROLES:
             columns[tag] = other[0]
             draft.row(f"{key}.{role}", names, "mapped", f"columns: {tag}: {other[0]}")
         elif other:

@@ -221,6 +221,7 @@ KEYS: dict[str, Handler] = (
         "preprocessing_num_workers": positive("data_workers"),
         "val_size": eval_data,
         "eval_dataset": eval_dataset,
+        "early_stopping_steps": positive("patience"),
         "disable_gradient_checkpointing": stored_activations,
         "pure_bf16": pure("bf16"),
         "use_muon": switch("muon"),

@@ -14,6 +14,7 @@ from hasten.foreign_files import parse_json
 from hasten.recipe.importers.draft import (
     Handler,
     RecipeDraft,
+    default_of,
     is_off,
     names_of,
     switch,
@@ -42,7 +43,7 @@ FORMATS = {"autocast", "bf16_master_weights"}
 ANOTHER_FORMAT = "another number format is on already, which is kept"
 COUNT_STEPS = "set checkpoint_every in steps, or dynamic; `hasten check` counts the steps"
 CUT_TEXTS = "a longer text is cut there; here it continues in further examples"
-LOGGING_STEPS = 500
+LOGGING_STEPS = {"TRL": 10, "axolotl": 10}  # others: 500; axolotl takes fewer in a short training
 # What a TrainingArguments of the other tools does where a key is left out.
 DEFAULTS: dict[str, Any] = {
     "adam_beta1|adam_beta2": BETAS[0],
@@ -74,7 +75,11 @@ def schedule(draft: RecipeDraft, key: str, value: Any) -> None:
     schedule_name = SCHEDULES.get(str(value).lower())
     if schedule_name is None:
         available = ", ".join(sorted(set(SCHEDULES.values())))
-        draft.note(key, "unmapped", f"there is no schedule {value!r}; hasten has {available}")
+        explanation = (
+            f"there is no schedule {value!r}: {default_of('lr_schedule')} is used instead; hasten "
+            f"has {available}"
+        )
+        draft.note(key, "unmapped", explanation)
         return
     draft.say(key, "lr_schedule", schedule_name)
     if schedule_name == "wsd":
@@ -105,6 +110,8 @@ def warmup(draft: RecipeDraft, key: str, value: Any) -> None:
         draft.note(key, "contradicts", "warmup_steps is used, as in Trainer")
     elif number:
         draft.say(key, "warmup_steps", number if number < 1 else whole_number(number))
+        explanation = "the first step has 1 / (steps + 1) of the rate here, and 0 there"
+        draft.note(key, "mapped", explanation)
 
 
 def optimizer(draft: RecipeDraft, key: str, value: Any) -> None:
@@ -332,9 +339,9 @@ def evaluated(draft: RecipeDraft, key: str, value: Any) -> None:
 def eval_strategy(draft: RecipeDraft, key: str, value: Any) -> None:
     """Without ``eval_steps``, ``steps`` means each ``logging_steps``, as in Trainer."""
     if value == "epoch":
-        evaluations(draft, key, float(draft.setting("num_train_epochs", 3)))
+        evaluations(draft, key, 1)
     elif value == "steps" and not float(draft.source.get("eval_steps") or 0):
-        number = float(draft.setting("logging_steps", LOGGING_STEPS))
+        number = float(draft.setting("logging_steps", LOGGING_STEPS.get(draft.tool, 500)))
         draft.say(key, "eval_every", number if number < 1 else whole_number(number))
     else:
         draft.note(key, "needless", "eval_every decides")
@@ -343,11 +350,14 @@ def eval_strategy(draft: RecipeDraft, key: str, value: Any) -> None:
 def per_epoch(draft: RecipeDraft, key: str, value: Any) -> None:
     """axolotl's evaluations of an epoch."""
     if value:
-        evaluations(draft, key, float(value) * float(draft.setting("num_epochs", 1)))
+        evaluations(draft, key, float(value))
 
 
-def evaluations(draft: RecipeDraft, key: str, count: float) -> None:
-    """So many evaluations of a whole training, as a share of all steps."""
+def evaluations(draft: RecipeDraft, key: str, each: float) -> None:
+    """So many evaluations of each epoch, as a share of all steps."""
+    default = 1 if draft.tool == "axolotl" else DEFAULTS["num_train_epochs|max_steps"]
+    passes = draft.setting("num_train_epochs", draft.setting("num_epochs", default))
+    count = each * math.ceil(float(passes))
     if float(draft.source.get("max_steps") or 0) > 0:
         explanation = "set eval_every in steps; `hasten check` counts the steps"
         draft.note(key, "unmapped", explanation)

@@ -192,11 +192,15 @@ def mixture(draft: RecipeDraft, key: str, value: Any) -> None:
         source, config = str(fields.pop("path")), fields.pop("name", None)
         split = fields.pop("split", None) or "train"
         source += f":{config}:{split}" if config else "" if split == "train" else f":{split}"
-        fraction = fields.pop("fraction", None)
-        sources.append({"path": source, "weight": float(fraction)} if fraction else source)
+        sources.append(source)
         for name, item in fields.items():
             if not is_off(item):
-                explanation = "hasten reads a source without this"
+                explanation = (
+                    "a share of the whole mixture there; here all examples are read: give the "
+                    "source a weight, the share of its own examples"
+                    if name == "fraction"
+                    else "hasten reads a source without this"
+                )
                 draft.row(f"{key}[{number}].{name}", item, "unmapped", explanation)
     if sources:
         draft.say(key, "dataset", sources)
