@@ -126,6 +126,7 @@ def left_padded(examples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]
 
 def trainer_of(folder: Path, model: Any = None, kind: Any = InOrder, **changes: Any) -> Any:
     collator = changes.pop("data_collator", left_padded)
+    callbacks = changes.pop("callbacks", None)
     settings: dict[str, Any] = {
         "output_dir": str(folder),
         "max_steps": 2,
@@ -141,6 +142,7 @@ def trainer_of(folder: Path, model: Any = None, kind: Any = InOrder, **changes: 
         TrainingArguments(**settings),
         train_dataset=rows(),
         data_collator=collator,
+        callbacks=callbacks,
     )
 
 
@@ -373,6 +375,15 @@ def test_two_documents_of_different_length_have_the_form_of_the_host_s_batch() -
     padded = torch.tensor([[1, 1, 1], [1, 1, 0]])
     several = {"input_ids": padded, "labels": padded, "attention_mask": padded}
     assert uneven_documents(several) is None  # these show it already
+    alike = {
+        "input_ids": torch.cat((ids, ids)),
+        "labels": torch.cat((ids, ids)).where(torch.arange(30) < 20, -100),
+        "attention_mask": (torch.arange(30) < torch.tensor([[20], [25]])).long(),
+    }
+    assert uneven_documents(alike) is not None  # a mean of the rows' means isn't seen in these
+    left = uneven_documents({key: value.flip(1) for key, value in alike.items()})
+    assert left is not None
+    assert (left["labels"][left["attention_mask"].cumsum(1) == 1][:1] == -100).all()
     assert uneven_documents({"input_ids": ids, "labels": ids, "images": ids}) is None
 
 

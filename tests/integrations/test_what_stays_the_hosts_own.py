@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import itertools
 import pickle
@@ -128,6 +129,13 @@ def test_a_padded_batch_is_packed_without_losing_a_label(side: str) -> None:
         ({"attention_mask": torch.ones(2, 1, 4, 4)}, "another shape"),
         ({"attention_mask": torch.tensor([[1, 1, 1, 0]] * 2)}, "more than a mark on filler"),
         ({"labels": torch.full((2, 4), -100), "attention_mask": None}, "no token to train"),
+        (
+            {
+                "attention_mask": torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]]),
+                "labels": torch.tensor([[-100, 1, 2, 3], [4, 5, 6, 7]]),
+            },
+            "predicts the first token",
+        ),
     ],
 )
 def test_a_batch_of_another_form_is_left_as_it_is(change: dict[str, Any], reason: str) -> None:
@@ -423,6 +431,115 @@ def test_a_head_that_is_resized_between_steps_is_followed(tmp_path: Path) -> Non
     before = trainer.model.lm_head.weight
     assert before.grad is None or before.grad.abs().sum() >= 0
     assert joined(trainer) == ["labelled_token_loss"]
+
+
+def halves(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * 0.5
+
+
+def hook_on_a_norm(model: Any) -> None:
+    model.model.layers[0].input_layernorm.register_forward_hook(halves)
+
+
+def hook_on_the_head(model: Any) -> None:
+    model.lm_head.register_forward_hook(halves)
+
+
+def forward_of_a_part(model: Any) -> None:
+    usual = model.model.layers[0].mlp.forward
+    model.model.layers[0].mlp.forward = lambda hidden: usual(hidden) * 2
+
+
+def another_activation(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.act_fn = torch.nn.Tanh()
+
+
+def mean_of_rows(logits: torch.Tensor, labels: torch.Tensor, **more: Any) -> torch.Tensor:
+    losses = torch.nn.functional.cross_entropy(
+        logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none"
+    )
+    return (losses.sum(1) / (labels[:, 1:] != -100).sum(1)).mean()
+
+
+def another_loss(model: Any) -> None:
+    model.loss_function = mean_of_rows
+
+
+def new_weights(model: Any) -> None:
+    state = {name: weight * 0.5 for name, weight in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def copied_layer(model: Any) -> None:
+    model.model.layers[1] = copy.deepcopy(model.model.layers[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "leaves"),
+    [
+        (hook_on_a_norm, {"packed", "document_attention"}),
+        (hook_on_the_head, {"document_attention"}),
+        (forward_of_a_part, {"packed", "document_attention"}),
+        (another_activation, {*PLAN, "fused_layers"}),
+        (another_loss, {"document_attention", "fused_layers"}),
+        (new_weights, {*PLAN, "fused_layers"}),
+        (copied_layer, {*PLAN, "fused_layers"}),
+    ],
+)
+def test_a_model_that_other_code_changes_between_steps_is_followed(
+    change: Any, leaves: set[str], tmp_path: Path
+) -> None:
+    class Changes(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            if state.global_step == 1:
+                change(more["model"])
+
+    plan = [*PLAN, "fused_layers"]
+    trainer = same_as_plain(tmp_path, plan, callbacks=[Changes()], max_steps=3)
+    assert set(joined(trainer)) == leaves
+
+
+def with_mean_of_rows(folder: Path, wraps: bool) -> Any:
+    """A trainer whose own code takes the mean of the rows' means; rows of a batch are alike."""
+    trainer = trainer_of(folder)
+    usual = trainer.compute_loss
+
+    def compute_loss(model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
+        labels = inputs["labels"]
+        return mean_of_rows(model(**{**inputs, "labels": None}).logits, labels)
+
+    trainer.compute_loss = functools.wraps(usual)(compute_loss) if wraps else compute_loss
+    return trainer
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_a_loss_of_the_instance_keeps_one_example_a_row(wraps: bool, tmp_path: Path) -> None:
+    for name in ("packed", "labelled_token_loss"):
+        with pytest.raises(hasten.errors.InputError, match=f"{name}: Trainer has a compute_loss"):
+            hasten.speed_up(with_mean_of_rows(tmp_path, wraps), [name])
+
+
+def test_a_loss_of_the_model_keeps_one_example_a_row(tmp_path: Path) -> None:
+    model: Any = tiny_model()
+    another_loss(model)
+    with pytest.raises(hasten.errors.InputError, match="loss function is mean_of_rows"):
+        hasten.speed_up(trainer_of(tmp_path, model), ["packed"])
+
+
+class Embeds(Trainer):
+    """Gives its model the embeddings of the tokens."""
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        prepared: Any = dict(super()._prepare_inputs(inputs))
+        model: Any = self.model
+        prepared["inputs_embeds"] = model.get_input_embeddings()(prepared.pop("input_ids"))
+        return prepared
+
+
+def test_inputs_that_are_computed_from_weights_train_them(tmp_path: Path) -> None:
+    trainer = same_as_plain(tmp_path, ["labelled_token_loss", "fused_layers"], kind=Embeds)
+    assert set(joined(trainer)) == {"labelled_token_loss", "fused_layers"}
 
 
 def test_a_batch_without_labels_is_the_hosts_to_refuse(tmp_path: Path) -> None:

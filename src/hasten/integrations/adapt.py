@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from hasten.core.setup import Setup, prepare, unsupported_reasons
 from hasten.core.slot import CHANGES_A_PASS, Slot
 from hasten.core.technique import Technique
 from hasten.errors import InputError
-from hasten.integrations.module_edits import ModuleEdits
+from hasten.integrations.module_edits import ModuleEdits, configs_of
 from hasten.parts.data.collate import IGNORED, padded
 from hasten.parts.nn import rebind
 from hasten.parts.nn.attention import usual_of
@@ -207,6 +208,7 @@ class HostedTechniques:
         self.model, self.context = model, context
         self._host, self._host_run = host, replace(host_run, examples=(), lengths=())
         self._edits: dict[tuple[Technique, ...], ModuleEdits] = {}
+        self._structure: list[Any] = []
 
     def edits(self, techniques: Sequence[Technique]) -> ModuleEdits:
         """Returns the changes of these techniques to the model as it is now.
@@ -227,6 +229,30 @@ class HostedTechniques:
         """The techniques' edits hold inside."""
         return self.edits(techniques).active()
 
+    def fitting(
+        self, techniques: Sequence[Technique], report: Callable[[str], None]
+    ) -> list[Technique]:
+        """Returns the techniques that fit the model as it is now; ``report`` gets other reasons.
+
+        It looks again if other code has changed a module, weight, hook, ``forward``, loss or
+        setting since the last call. Numbers in the weights don't count.
+        """
+        with plain_forward(self.model):
+            structure = list(_parts(self.model))
+        former, self._structure = self._structure, structure
+        if len(former) == len(structure) and all(map(operator.is_, former, structure)):
+            return list(techniques)
+        self._edits.clear()
+        remaining = []
+        for technique in techniques:
+            try:
+                self.require_recognised(technique)
+            except InputError as error:
+                report(str(error))
+            else:
+                remaining.append(technique)
+        return remaining
+
     def require_recognised(self, technique: Technique) -> None:
         """Refuses to replace code that isn't the library's own.
 
@@ -234,6 +260,12 @@ class HostedTechniques:
             InputError: a module's class or ``forward`` isn't the library's, or it has hooks
                 which the technique's code would not call.
         """
+        if technique.slot is Slot.COLLATE:
+            reason = model_loss_reason(self.model)
+            if reason:
+                raise InputError(
+                    f"{technique.name()}: {reason}; the model may need one example a row"
+                )
         if technique.slot not in EDITS:
             return
         with plain_forward(self.model):
@@ -258,6 +290,51 @@ def prepare_recognised(
     return setup
 
 
+def _parts(model: nn.Module) -> Iterator[Any]:
+    """Yields what a technique was fitted to, each by its identity."""
+    visited: set[int] = set()
+    waiting = [model]
+    while waiting:  # as modules(), without a generator for each level
+        module = waiting.pop()
+        if id(module) in visited:
+            continue
+        visited.add(id(module))
+        attributes = vars(module)
+        yield module
+        yield type(module)
+        yield attributes.get("forward")
+        yield from attributes["_parameters"].values()
+        for name in HOOKS:
+            yield from attributes[name].values()
+        waiting += [child for child in attributes["_modules"].values() if child is not None]
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config = getattr(inner, "config", None)
+    for settings in (vars(inner), *map(vars, configs_of(config))):
+        for key, setting in settings.items():
+            if key != "training" and (isinstance(setting, SETTINGS) or callable(setting)):
+                yield key
+                yield setting
+
+
+SETTINGS = (bool, int, float, str, type(None))
+
+
+def model_loss_reason(model: nn.Module) -> str:
+    """Why the loss isn't the mean over labels that a library's model computes; empty if it is."""
+    with plain_forward(model):
+        try:
+            inner = causal_lm(model)
+        except ValueError:
+            return ""  # the technique's own reasons name it
+        loss = getattr(inner, "loss_function", None)
+        name = "ForCausalLMLoss" if loss is None else getattr(loss, "__name__", str(loss))
+        if name != "ForCausalLMLoss":
+            return f"the model's loss function is {name}"
+        if _library_of(vars(inner).get("forward")) == "trl":  # in chunks, and the same mean
+            return ""
+        return plain_head_reason(model) or ""
+
+
 BYPASSES = (Slot.EXPERTS, Slot.LAYERS, Slot.LOSS)  # their code reads weights of modules inside
 LIBRARIES = ("transformers", "torch", "peft", "accelerate", "hasten")
 
@@ -268,8 +345,7 @@ def _foreign(module: nn.Module) -> str:
     if "forward" in vars(module):
         return f"the forward of a {kind.__name__} was replaced by other code"
     library = kind.__module__.partition(".")[0]
-    forward_module = getattr(kind.forward, "__module__", None) or kind.__module__
-    if library not in LIBRARIES or forward_module.partition(".")[0] not in LIBRARIES:
+    if library not in LIBRARIES or _library_of(kind.forward) not in LIBRARIES:
         return f"{kind.__name__} of {kind.__module__} is no class of the supported libraries"
     return ""
 
@@ -281,9 +357,11 @@ HOOKS = (
 
 
 def _hooked(modules: Iterable[nn.Module]) -> str:
-    """A foreign hook on one of these modules or inside it; empty if there is none."""
+    """A foreign hook or forward on one of these modules or inside it; empty if there is none."""
     for outer in modules:
         for name, module in outer.named_modules():
+            if name and "forward" in vars(module):
+                return f"{type(outer).__name__}.{name} has a forward of its own"
             for hooks in HOOKS:
                 for hook in getattr(module, hooks).values():
                     if _library_of(hook) not in LIBRARIES or "neftune" in str(hook):
@@ -293,9 +371,15 @@ def _hooked(modules: Iterable[nn.Module]) -> str:
 
 
 def _library_of(hook: Any) -> str:
-    function = getattr(hook, "__func__", getattr(hook, "func", hook))
-    module: str = getattr(function, "__module__", None) or type(function).__module__
-    return module.partition(".")[0]
+    return module_of(hook).partition(".")[0]
+
+
+def module_of(function: Any) -> str:
+    """Returns the name of the module that has the code of a function, method or hook."""
+    function = getattr(function, "__func__", getattr(function, "func", function))
+    # A decorator that wraps another function has that one's __module__, and its own globals.
+    module = getattr(function, "__globals__", {}).get("__name__")
+    return str(module or getattr(function, "__module__", None) or type(function).__module__)
 
 
 # What a caller may ask of a forward that a loss without logits can't return.

@@ -143,6 +143,9 @@ def packed_batch(batch: Any) -> dict[str, Any] | str:  # noqa: C901  # a clause 
             return "the data collator's attention_mask has gaps"
         if bool((mask.bool() != mask).any()) or bool((labels[mask == 0] != IGNORED).any()):
             return "the data collator's attention_mask is more than a mark on filler"
+        firsts = zip(labels, spans, strict=True)
+        if any(at and at < end and int(row[at]) != IGNORED for row, (at, end) in firsts):
+            return "filler on the left predicts the first token of a row"
     filled_spans = [(row, at, end) for row, (at, end) in enumerate(spans) if end > at]
     if not filled_spans:
         return "a batch has no token to train"
@@ -160,27 +163,25 @@ def packed_batch(batch: Any) -> dict[str, Any] | str:  # noqa: C901  # a clause 
 
 
 class PackedBatch(dict[str, Any]):
-    """A packed batch, the batch it was made of while it is at hand, and that one's labels."""
+    """A packed batch, and the batch it was made of."""
 
-    def __init__(
-        self, inputs: Mapping[str, Any], host: Any = None, labels: Tensor | None = None
-    ) -> None:
+    def __init__(self, inputs: Mapping[str, Any], host: Any = None) -> None:
         super().__init__(inputs)
-        self.host, self.labels = host, labels
+        self.host = host
 
 
 _HOST, _PACKED, _REASON = "hasten_host", "hasten_packed", "hasten_reason"
-_LABELS = "hasten_labels"
 UNDECIDED, PACK, KEEP = 0, 1, 2
 
 
 def batch_for(host_batch: Any, techniques: Iterable[Technique]) -> Any:
     """The host's batch, packed where the techniques do so and it can be."""
-    packed = packed_batch(host_batch) if _packs(techniques) else ""
+    packed = packed_batch(host_batch) if packs(techniques) else ""
     return host_batch if isinstance(packed, str) else packed
 
 
-def _packs(techniques: Iterable[Technique]) -> bool:
+def packs(techniques: Iterable[Technique]) -> bool:
+    """Returns True if one of the techniques lays out a batch's rows."""
     return any(technique.slot is Slot.COLLATE for technique in techniques)
 
 
@@ -191,17 +192,17 @@ class PackedCollator:
     ahead is lost. :meth:`chosen` returns the layout that was decided.
 
     Args:
-        keeps_labels: a packed batch always carries the labels that ``usual`` returned, for
-            a host that counts them.
+        keeps_host: a batch carries both layouts even then, for a host that counts its labels
+            and may change its model.
     """
 
     def __init__(
         self,
         usual: Callable[[Any], Any],
         decided: int = UNDECIDED,
-        keeps_labels: bool = False,
+        keeps_host: bool = False,
     ) -> None:
-        self.usual, self.keeps_labels = usual, keeps_labels
+        self.usual, self.keeps_host = usual, keeps_host
         self._decision = torch.tensor([decided]).share_memory_()
 
     @property
@@ -215,7 +216,7 @@ class PackedCollator:
     def decide_by(self, techniques: Iterable[Technique]) -> None:
         """Pack from now on if they do; what was decided before stays."""
         if self.decision == UNDECIDED:
-            self.decide(PACK if _packs(techniques) else KEEP)
+            self.decide(PACK if packs(techniques) else KEEP)
 
     def __call__(self, rows: Sequence[Any]) -> Any:
         batch = self.usual(rows)
@@ -227,26 +228,25 @@ class PackedCollator:
         packed = packed_batch(batch)
         if isinstance(packed, str):
             return {_HOST: batch, _REASON: packed}
-        if decision == UNDECIDED:
+        if decision == UNDECIDED or self.keeps_host:
             return {_HOST: batch, _PACKED: packed}
-        return {_PACKED: packed, _LABELS: batch["labels"]} if self.keeps_labels else packed
+        return packed
 
     def chosen(self, batch: Any) -> tuple[Any, str]:
         """The batch in the layout that was decided for, and why it couldn't be packed, if so."""
-        if not isinstance(batch, Mapping) or not {_HOST, _PACKED} & set(batch):
+        if not isinstance(batch, Mapping) or _HOST not in batch:
             return batch, ""
-        host, packed = batch.get(_HOST), batch.get(_PACKED)
-        if packed is None or (host is not None and self.decision == KEEP):
+        host, packed = batch[_HOST], batch.get(_PACKED)
+        if packed is None or self.decision == KEEP:
             return host, batch.get(_REASON, "")
-        labels = batch[_LABELS] if host is None else host["labels"]
-        return PackedBatch(packed, host, labels), ""
+        return PackedBatch(packed, host), ""
 
 
 class HostBatches:
     """Gives the host's batches of a loader that carries two layouts of each.
 
     Args:
-        loader: with a :class:`PackedCollator`; what it packs after the decision stays packed.
+        loader: with a :class:`PackedCollator` that keeps the host's.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -257,8 +257,7 @@ class HostBatches:
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.loader:
-            marks = batch if isinstance(batch, Mapping) else {}
-            yield marks.get(_HOST, marks.get(_PACKED, batch))
+            yield batch.get(_HOST, batch) if isinstance(batch, Mapping) else batch
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # of a copy that has no contents yet

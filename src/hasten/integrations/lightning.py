@@ -271,7 +271,7 @@ class ModulePasses:
 
     def _training_step(self, batch: Any, *index: Any, **more: Any) -> Any:
         self.close()  # of a pass that ended early
-        techniques = self._techniques
+        techniques = self._techniques = self._hosted.fitting(self._techniques, self._report)
         if self._proof is not None:
             self._index = index
             for removal in self._proof.check(batch, self._module):

@@ -119,19 +119,19 @@ def _places(model: nn.Module) -> list[tuple[Any, Any, MutableMapping[str, Any] |
             for registry in attributes.values()
             if isinstance(registry, dict)
         ]
-        for config in _configs_of(attributes.get("config")):
+        for config in configs_of(attributes.get("config")):
             configs[id(config)] = config
     places += [(config, None, vars(config), dict(vars(config))) for config in configs.values()]
     return places
 
 
-def _configs_of(config: Any) -> Iterator[Any]:
+def configs_of(config: Any) -> Iterator[Any]:
     """Yields a Hugging Face config and those inside it (for example of a text model)."""
     if not hasattr(config, "to_dict") or not hasattr(config, "__dict__"):
         return
     yield config
     for inner in vars(config).values():
-        yield from _configs_of(inner)
+        yield from configs_of(inner)
 
 
 def _differences(

@@ -32,6 +32,8 @@ from hasten.integrations.adapt import (
     NoContext,
     TrainerAdapter,
     attach_communication,
+    model_loss_reason,
+    module_of,
     optimizer_of,
     optimizer_reason,
     plain_forward,
@@ -46,6 +48,7 @@ from hasten.integrations.batches import (
     StepLoader,
     batch_for,
     example_of,
+    packs,
 )
 from hasten.integrations.checkpoints import (
     CheckpointSchedule,
@@ -57,7 +60,6 @@ from hasten.integrations.checkpoints import (
 )
 from hasten.machine import environment
 from hasten.measure.quality.first_step import FirstStepProof, proof_is_on
-from hasten.parts.nn.causal_lm import causal_lm
 
 _LOG = logging.getLogger(__name__)
 HOST = TrainerAdapter(
@@ -145,9 +147,9 @@ def _check(trainer: Trainer, technique: Technique) -> None:  # noqa: C901  # a c
         reason = _needs_rows(trainer)
         if reason:
             raise InputError(f"{name}: {reason}; its batches are left as they are")
-    own_loader = (
-        kind.get_train_dataloader is not Trainer.get_train_dataloader
-        or kind._get_train_sampler is not Trainer._get_train_sampler
+    own_loader = any(
+        _origin(trainer, method)[0] != "transformers"
+        for method in ("get_train_dataloader", "_get_train_sampler")
     )
     if slot is Slot.SAMPLER and own_loader:
         raise InputError(f"{name}: {kind.__name__} draws its examples itself; leave it out")
@@ -172,20 +174,14 @@ def _check(trainer: Trainer, technique: Technique) -> None:  # noqa: C901  # a c
 
 def _own_loss(trainer: Trainer) -> str:
     """Why the trainer's loss can't come without logits; empty if it can."""
-    kind = type(trainer)
     if trainer.compute_loss_func is not None:
         return "compute_loss_func reads the logits"
     if trainer.label_smoother is not None:
         return "label_smoothing_factor reads the logits"
-    if kind.compute_loss is not Trainer.compute_loss:
-        return f"{kind.__name__} has a compute_loss of its own"
-    try:
-        function: Any = getattr(causal_lm(trainer.model), "loss_function", None)
-    except ValueError:
-        function = None
-    if function is not None and getattr(function, "__name__", "") != "ForCausalLMLoss":
-        return f"the model's loss function is {getattr(function, '__name__', function)}"
-    return ""
+    if _origin(trainer, "compute_loss") != LOSS_OF_TRAINER:
+        return f"{type(trainer).__name__} has a compute_loss of its own"
+    model: Any = trainer.model
+    return model_loss_reason(model)
 
 
 def _needs_rows(trainer: Trainer) -> str:  # noqa: C901  # a clause for each reason
@@ -195,10 +191,10 @@ def _needs_rows(trainer: Trainer) -> str:  # noqa: C901  # a clause for each rea
     source = tuple(getattr(function, name, "") for name in ("__module__", "__name__"))
     if function is not None and source != TRL_DFT:
         return "compute_loss_func may need one example a row"
-    if kind.compute_loss is not Trainer.compute_loss and not _is_sft(kind):
+    if _origin(trainer, "compute_loss") not in (LOSS_OF_TRAINER, LOSS_OF_SFT):
         return f"{kind.__name__} has a compute_loss of its own"
     for name in READ_BATCHES:
-        if not _is_library_code(trainer, name):
+        if _origin(trainer, name)[0] not in ("transformers", "trl"):
             return f"{kind.__name__} has a {name} of its own, which may read padded rows"
     if holds_documents(trainer):
         return "its rows hold several documents already"
@@ -221,12 +217,15 @@ def _needs_rows(trainer: Trainer) -> str:  # noqa: C901  # a clause for each rea
 READ_BATCHES = ("training_step", "_prepare_inputs", "get_batch_samples")
 
 
-def _is_library_code(trainer: Trainer, name: str) -> bool:
-    """Returns True if a method of the trainer is of transformers or TRL."""
-    is_joined = JOINED in vars(trainer)  # then the instance's method is hasten's
-    method = getattr(type(trainer) if is_joined else trainer, name)
-    module: str = getattr(method, "__module__", "")
-    return module.partition(".")[0] in ("transformers", "trl")
+LOSS_OF_TRAINER = ("transformers", "Trainer.compute_loss")
+LOSS_OF_SFT = ("trl", "SFTTrainer.compute_loss")  # a mean over labelled tokens of any rows
+
+
+def _origin(trainer: Trainer, name: str) -> tuple[str, str]:
+    """The library and the qualified name of a trainer's method, under hasten's own."""
+    joined = vars(trainer).get(JOINED)
+    method = getattr(trainer, name) if joined is None else joined.host_method(name)
+    return module_of(method).partition(".")[0], getattr(method, "__qualname__", "")
 
 
 def holds_documents(trainer: Trainer) -> bool:
@@ -241,12 +240,6 @@ def has_already(trainer: Trainer, technique: Technique) -> bool:
     if technique.slot is Slot.PRECISION:
         return bool(mixed)
     return technique.slot is Slot.COLLATE and holds_documents(trainer)
-
-
-def _is_sft(kind: type[Trainer]) -> bool:
-    """Returns True for TRL's SFTTrainer: its loss is a mean over labelled tokens of any rows."""
-    owner = next(c for c in kind.__mro__ if "compute_loss" in vars(c))
-    return owner.__module__.startswith("trl.") and owner.__name__ == "SFTTrainer"
 
 
 def _own_optimizer(trainer: Trainer, technique: Technique) -> str:
@@ -314,6 +307,7 @@ class TrainerTechniques(TrainerCallback):
         self._packing: PackedCollator | None = None
         self._window: contextlib.ExitStack | None = None
         self._is_open = False
+        self._is_fitted = False  # in this step
         self._host_batch: Any = None
         self._hosts_loader = _HostsLoader(trainer)
         self._reported: set[str] = set()
@@ -352,12 +346,16 @@ class TrainerTechniques(TrainerCallback):
         if self._hosts_loader in self._trainer.callback_handler.callbacks:
             self._trainer.remove_callback(self._hosts_loader)
 
+    def host_method(self, name: str) -> Any:
+        """Returns a method of the trainer as it was before it got techniques."""
+        return self._usual.get(name) or getattr(self._trainer, name)
+
     # Data.
 
     def _get_train_dataloader(self) -> Any:
         trainer, usual = self._trainer, self._trainer.data_collator
         if Slot.COLLATE in self.setup.plan and trainer.is_in_train:  # else a user looks at batches
-            self._packing = PackedCollator(usual, keeps_labels=True)
+            self._packing = PackedCollator(usual, keeps_host=True)
             trainer.data_collator = self._packing
         try:
             if Slot.SAMPLER in self.setup.plan:
@@ -388,8 +386,8 @@ class TrainerTechniques(TrainerCallback):
                     self._report(f"packed: left out for some batches: {reason}")
             batches = [batch for batch, _ in chosen]
         # A loss is divided by the number of labels that the trainer counts in its own batches.
-        label_batches = [{"labels": b.labels} if isinstance(b, PackedBatch) else b for b in batches]
-        counted, items = self._usual["get_batch_samples"](iter(label_batches), count, device)
+        host_batches = [b.host if isinstance(b, PackedBatch) else b for b in batches]
+        counted, items = self._usual["get_batch_samples"](iter(host_batches), count, device)
         return batches[: len(counted)], items
 
     # Passes.
@@ -408,10 +406,15 @@ class TrainerTechniques(TrainerCallback):
         if self._window is None or self._hosted is None:  # evaluation, or somebody's own call
             return usual(model, inputs, *args, **kwargs)
         if not self._is_open:  # a step may compute several losses
+            if not self._is_fitted:
+                self._fit()
+                self._is_fitted = True
             techniques = self._techniques
             if self.proof is not None:
                 inputs = self._proven(inputs, kwargs.get("num_items_in_batch"))
                 techniques = [] if self.proof.awaits_loss else self._techniques
+            elif self._host_batch is not None and not packs(techniques):  # since this step
+                inputs = Trainer._prepare_inputs(self._trainer, self._host_batch)
             self._window.enter_context(self._hosted.active(techniques))
             self._is_open = True
         return usual(model, inputs, *args, **kwargs)
@@ -432,8 +435,8 @@ class TrainerTechniques(TrainerCallback):
         if any(r.technique.slot is Slot.COLLATE for r in removed) and self._packing is not None:
             self._packing.decide(KEEP)
             return host_inputs
-        packs = any(t.slot is Slot.COLLATE for t in self._techniques)
-        return inputs if packs and not self.proof.awaits_loss else host_inputs
+        is_packed = packs(self._techniques) and not self.proof.awaits_loss
+        return inputs if is_packed else host_inputs
 
     def _report(self, text: str) -> None:
         if text not in self._reported and self.setup.context.world.is_main:
@@ -482,17 +485,22 @@ class TrainerTechniques(TrainerCallback):
             self._passes = _TrainerPasses(trainer, hosted, self._usual["compute_loss"])
             self._hosted = hosted
             self._techniques = [t for t in self.setup.plan if t.slot in CHANGES_A_PASS]
-            for technique in list(self._techniques):
-                try:
-                    hosted.require_recognised(technique)
-                except InputError as error:
-                    self._techniques.remove(technique)
-                    self._report(str(error))
+        self._fit()
         if is_new and proof_is_on() and self._techniques:
             pad_id = getattr(getattr(model, "config", None), "pad_token_id", None) or 0
             self.proof = FirstStepProof(self._passes, self._techniques, "the Trainer", pad_id)
         else:
             self._decide()
+
+    def _fit(self) -> None:
+        """Removes techniques that don't fit the trainer and the model as they are now."""
+        assert self._hosted is not None  # the training has begun
+        before = self._techniques
+        self._techniques = self._hosted.fitting(before, self._report)
+        if self.proof is not None:
+            self.proof.techniques = list(self._techniques)
+        if self._packing is not None and packs(before) and not packs(self._techniques):
+            self._packing.decide(KEEP)
 
     def _decide(self) -> None:
         if self._packing is not None:
@@ -517,6 +525,7 @@ class TrainerTechniques(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._saves.after_step(state.global_step)
+        self._is_fitted = False
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not args.save_only_model:

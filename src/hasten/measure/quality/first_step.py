@@ -457,7 +457,7 @@ class FirstStepProof:
         inputs = copy.copy(self.passes.batch(batch, techniques))  # hosts add keys to it
         with self.passes.active(techniques), torch.enable_grad():
             loss = self.passes.loss(inputs)
-            gradients = _gradients(loss, list(named.values()))
+            gradients = _gradients(loss, list(named.values()), _has_graph(inputs))
         return _Pass(float(loss.detach()), dict(zip(named, gradients, strict=True)))
 
 
@@ -474,10 +474,20 @@ def _number(value: float) -> float:
     return value if math.isfinite(value) else math.inf
 
 
-def _gradients(loss: Tensor, parameters: list[nn.Parameter]) -> list[Tensor | None]:
-    """Gradients without touching ``.grad``, unless reentrant checkpoints leave no other way."""
+def _has_graph(batch: Any) -> bool:
+    """Returns True if a tensor of the batch was computed from weights."""
+    tensors = batch.values() if isinstance(batch, Mapping) else ()
+    return any(isinstance(tensor, Tensor) and tensor.grad_fn is not None for tensor in tensors)
+
+
+def _gradients(loss: Tensor, parameters: list[nn.Parameter], keep: bool) -> list[Tensor | None]:
+    """Gradients without touching ``.grad``, unless reentrant checkpoints leave no other way.
+
+    Args:
+        keep: further passes go through the graph of the loss.
+    """
     try:
-        return list(torch.autograd.grad(loss, parameters, allow_unused=True))
+        return list(torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=keep))
     except RuntimeError as error:
         if "use_reentrant" not in str(error) or any(
             getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters
@@ -487,7 +497,7 @@ def _gradients(loss: Tensor, parameters: list[nn.Parameter]) -> list[Tensor | No
     try:
         for parameter in parameters:
             parameter.grad = None
-        loss.backward()
+        loss.backward(retain_graph=keep)
         return [p.grad for p in parameters]
     finally:
         for parameter, gradient in zip(parameters, before, strict=True):
@@ -616,8 +626,9 @@ def uneven_documents(batch: Any, pad_id: int = 0) -> dict[str, Any] | None:
 
     The first has masked labels; the shorter one is padded like the host's. The result is
     None if they aren't needed or aren't possible. They aren't needed if the batch has
-    several rows and padding, or several documents in a row. They aren't possible if the
-    batch has keys other than tokens, labels, a mask and document boundaries.
+    padding and rows with unlike numbers of labels, or several documents in a row. They
+    aren't possible if the batch has keys other than tokens, labels, a mask and document
+    boundaries.
     """
     ids, labels = _get(batch, "input_ids"), _get(batch, "labels")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or not isinstance(labels, Tensor):
@@ -627,7 +638,8 @@ def uneven_documents(batch: Any, pad_id: int = 0) -> dict[str, Any] | None:
     padded = isinstance(mask, Tensor) and mask.shape == ids.shape and bool((mask == 0).any())
     several = isinstance(positions, Tensor) and int((positions == 0).sum()) > ids.shape[0]
     supported_keys = {"input_ids", "labels", "attention_mask", *FLATTENED}
-    if (padded and ids.shape[0] > 1) or several or keys - supported_keys:
+    unlike = len(set((labels[..., 1:] != IGNORED).sum(-1).tolist())) > 1  # else a mean of means
+    if (padded and unlike) or several or keys - supported_keys:
         return None
     row = ids[0][mask[0].bool()] if padded else ids[0]
     row = row[:PROBE_TOKENS]
@@ -640,6 +652,8 @@ def uneven_documents(batch: Any, pad_id: int = 0) -> dict[str, Any] | None:
     if keys & FLATTENED:
         return _flattened(keys, documents, wanted)
     is_left = padded and not bool(mask[:, 0].all())
+    if is_left:  # its filler would predict this label
+        wanted[0][0] = IGNORED
     longest = len(documents[1])
 
     def filled(tensor: Tensor, value: int) -> Tensor:

@@ -67,7 +67,11 @@ def use_document_attention(model: Any) -> None:
     if reason:
         raise ValueError(f"document attention isn't used: {reason}")
     _register()
-    model.set_attn_implementation(_name(NAME, usual_of(model.config)))
+    name = _name(NAME, usual_of(model.config))
+    model.set_attn_implementation(name)
+    for module in model.modules():  # a layer that was copied has a config of its own
+        if isinstance(getattr(module, "config", None), type(model.config)):
+            module.config._attn_implementation = name
     rebind.bind(getattr(model, model.base_model_prefix, model), _by_documents)
     for module in model.modules():
         if has_indexer(module):
