@@ -4,7 +4,7 @@ A kernel file has plain C functions over pointers and no header of torch or Pyth
 it compiles in a second or two and survives new releases of both. The library is built
 in a temporary folder and moved to its path in one rename. So a killed build leaves
 nothing that a later one would wait for. Of simultaneous processes one compiles and the
-others wait: the folder's lock is the kernel's, and ends with its holder.
+others wait.
 
 A file ends with its own checksum, because loading a damaged one can end the process
 without a message. A file or folder that other users may write to is not loaded.
@@ -23,7 +23,6 @@ import shutil
 import stat
 import subprocess
 import tempfile
-import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +31,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from hasten.machine.locks import HeldLock, LockedError
 from hasten.machine.processes import loaded_library
 from hasten.machine.processor import isa_limit, processor_flags
 
@@ -46,7 +46,7 @@ FLAGS = (
 WIDE = "-mprefer-vector-width=512"  # GCC takes half of what these processors have by itself
 KEPT = 8  # libraries of the same sources: other versions, compilers, virtual environments
 SECONDS = 300  # a compiler that takes longer is given up
-WAIT_SECONDS, POLL_SECONDS = SECONDS, 0.05  # for a process that compiles
+WAIT_SECONDS = SECONDS  # for a process that compiles
 CHECKSUM = hashlib.sha256
 
 
@@ -128,17 +128,16 @@ def _built(target: _Target, folder: Path) -> LoadedLibrary:
         )
     with _opened(folder) as folder_fd:
         name = f"{target.name}-{_key(compiler, target)}.so"
-        file = _whole(name, folder_fd)
-        if file is None and _waited(folder_fd):
-            file = _whole(name, folder_fd)
+        file, complaint = _whole(name, folder_fd), ""
         if file is None:
-            complaint = _compile(compiler, target, name, folder_fd)
-            file = _whole(name, folder_fd)
-            if complaint or file is None:
-                complaint = complaint or f"{name} is not what was written"
-                return LoadedLibrary(
-                    None, f"{compiler} can't compile the kernels here: {complaint}"
-                )
+            with _one_compiler(folder_fd):
+                file = _whole(name, folder_fd)
+                if file is None:
+                    complaint = _compile(compiler, target, name, folder_fd)
+                    file = _whole(name, folder_fd)
+        if complaint or file is None:
+            complaint = complaint or f"{name} is not what was written"
+            return LoadedLibrary(None, f"{compiler} can't compile the kernels here: {complaint}")
         try:
             # The open file was checked, and what lies under its name may be another by now. It
             # stays open: the loader takes a number that was used before for the same library.
@@ -150,23 +149,17 @@ def _built(target: _Target, folder: Path) -> LoadedLibrary:
         return loaded
 
 
-def _waited(folder: int) -> bool:
-    """Locks the open folder until it is closed; True if another process had it and was waited for.
+@contextlib.contextmanager
+def _one_compiler(folder: int) -> Iterator[None]:
+    """Others that need kernels of the open folder wait.
 
     Without locks, or after `WAIT_SECONDS`, both compile: each writes a complete file.
     """
-    waited, end = False, time.monotonic() + WAIT_SECONDS
-    with contextlib.suppress(ImportError, OSError):  # a system or file system without locks
-        import fcntl
-
-        while time.monotonic() < end:
-            try:
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                waited = True
-                time.sleep(POLL_SECONDS)
-    return waited
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(LockedError, OSError):
+            lock = HeldLock(Path(f"/proc/self/fd/{folder}/compiling.lock"), WAIT_SECONDS)
+            held.enter_context(contextlib.closing(lock))
+        yield
 
 
 def _keep_few(name: str, folder: int) -> None:
