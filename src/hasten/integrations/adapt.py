@@ -238,7 +238,7 @@ class HostedTechniques:
         setting since the last call. Numbers in the weights don't count.
         """
         with plain_forward(self.model):
-            structure = list(_parts(self.model))
+            structure = _parts(self.model)
         former, self._structure = self._structure, structure
         if len(former) == len(structure) and all(map(operator.is_, former, structure)):
             return list(techniques)
@@ -290,30 +290,30 @@ def prepare_recognised(
     return setup
 
 
-def _parts(model: nn.Module) -> Iterator[Any]:
-    """Yields what a technique was fitted to, each by its identity."""
+def _parts(model: nn.Module) -> list[Any]:
+    """Returns what a technique was fitted to, to be compared by identity."""
     visited: set[int] = set()
-    waiting = [model]
-    while waiting:  # as modules(), without a generator for each level
+    waiting: list[Any] = [model]
+    parts: list[Any] = []
+    while waiting:  # as modules(), without a generator for each level: it runs before each step
         module = waiting.pop()
-        if id(module) in visited:
+        if module is None or id(module) in visited:
             continue
         visited.add(id(module))
-        attributes = vars(module)
-        yield module
-        yield type(module)
-        yield attributes.get("forward")
-        yield from attributes["_parameters"].values()
-        for name in HOOKS:
-            yield from attributes[name].values()
-        waiting += [child for child in attributes["_modules"].values() if child is not None]
+        attributes = module.__dict__
+        parts += (module, type(module), attributes.get("forward"))
+        for name in ("_parameters", *HOOKS):
+            if attributes[name]:
+                parts += attributes[name].values()
+        if attributes["_modules"]:
+            waiting += attributes["_modules"].values()
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = getattr(inner, "config", None)
     for settings in (vars(inner), *map(vars, configs_of(config))):
         for key, setting in settings.items():
             if key != "training" and (isinstance(setting, SETTINGS) or callable(setting)):
-                yield key
-                yield setting
+                parts += (key, setting)
+    return parts
 
 
 SETTINGS = (bool, int, float, str, type(None))
