@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -201,6 +202,14 @@ def test_the_tokenizer_is_in_the_file(tokenizer: Any, tmp_path: Path) -> None:
     assert found["tokenizer.chat_template"] == tokenizer.chat_template
 
 
+def test_named_templates_are_in_the_file_under_their_names(tokenizer: Any, tmp_path: Path) -> None:
+    named = copy.deepcopy(tokenizer)
+    named.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    found = fields(written(build("r1-distill-qwen-tiny"), named, tmp_path))
+    assert found["tokenizer.chat_template"] == "{{ messages }}"
+    assert found["tokenizer.chat_template.tool_use"] == "{{ tools }}"
+
+
 def test_a_tied_head_is_the_embedding_alone(tokenizer: Any, tmp_path: Path) -> None:
     model = build("deepseek-llm-tiny")
     model.config.tie_word_embeddings = True
@@ -216,6 +225,7 @@ def test_a_tied_head_is_the_embedding_alone(tokenizer: Any, tmp_path: Path) -> N
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', and supported is silu"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type is 'longrope'"),
         ({"mlp_bias": True}, "mlp_bias is true"),
+        ({"n_shared_experts": 0}, "n_shared_experts is 0"),
         ({"rope_interleave": False}, "rope_interleave is false"),
         ({"num_hidden_layers": 27}, "a model of 27 layers has none there"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_type is 'linear'"),
@@ -318,6 +328,18 @@ def test_composed_accents_are_a_warning() -> None:
     model = load_model("r1-distill-qwen-tiny", vocab_size=320, skeleton=True)
     [warning] = check_convertible(model, changed_tokenizer(normalizer={"type": "NFC"}))
     assert "text with accents as characters of their own has other tokens there" in warning
+
+
+@pytest.mark.parametrize("name", ["v2-lite-tiny", "v3-tiny"])
+def test_norms_of_latent_vectors_with_another_epsilon_are_a_warning(
+    name: str, tokenizer: Any
+) -> None:
+    model = load_model(name, vocab_size=320, skeleton=True)
+    norm = model.model.layers[0].self_attn.kv_a_layernorm
+    assert check_convertible(model, tokenizer) == []
+    model.config.rms_norm_eps = 10 * norm.variance_epsilon
+    [warning] = check_convertible(model, tokenizer)
+    assert "latent vectors add 1e-06 and llama.cpp adds rms_norm_eps, 1e-05" in warning
 
 
 def test_a_weight_beyond_float16_is_refused(tokenizer: Any, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from hasten.errors import InputError, pip_install
+from hasten.models.save import stored_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -40,6 +41,7 @@ ARCHITECTURES: Final = {
 # llama.cpp takes deepseek2 models of so many layers for V2-Lite, whose queries have no low rank
 # (src/models/deepseek2.cpp, is_lite).
 LAYERS_WITHOUT_QUERY_RANK: Final = (26, 27)
+LATENT_EPS: Final = 1e-6  # what transformers' DeepseekV2RMSNorm and V3's add by default
 FLOAT16_LARGEST: Final = 65504.0
 # Patterns of the splits of a tokenizer.json -> llama.cpp's name of the same splitting
 # (src/llama-vocab.cpp). A pattern is compared by its beginning: one lists 700 letters.
@@ -110,12 +112,18 @@ def check_convertible(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
             f"the model has the weight {strange[0]}, which has no place in a GGUF file of a "
             f"{kind} model: export it without --to gguf"
         )
-    if "NFC" not in normalizers(tokenizer):
-        return []
-    return [
-        "the tokenizer composes accents (NFC) and llama.cpp doesn't: text with accents as "
-        "characters of their own has other tokens there"
-    ]
+    remaining = []
+    if "NFC" in normalizers(tokenizer):
+        remaining.append(
+            "the tokenizer composes accents (NFC) and llama.cpp doesn't: text with accents as "
+            "characters of their own has other tokens there"
+        )
+    if ARCHITECTURES[kind] == "deepseek2" and config.rms_norm_eps != LATENT_EPS:
+        remaining.append(
+            f"the norms of latent vectors add {LATENT_EPS:g} and llama.cpp adds rms_norm_eps, "
+            f"{config.rms_norm_eps:g}, there too: logits differ slightly"
+        )
+    return remaining
 
 
 def _differences(config: PreTrainedConfig) -> Iterator[str]:
@@ -133,6 +141,8 @@ def _differences(config: PreTrainedConfig) -> Iterator[str]:
     required = {"mlp_bias": False, "use_sliding_window": False}
     if is_latent:
         required |= {"attention_bias": False, "rope_interleave": True}
+        if not config.n_shared_experts:
+            yield f"n_shared_experts is {config.n_shared_experts}"
     for key, value in required.items():
         if bool(getattr(config, key, value)) != value:
             yield f"{key} is {str(not value).lower()}"
@@ -579,5 +589,5 @@ def _add_tokenizer(
     ):
         if special is not None:
             add(special)
-    if isinstance(tokenizer.chat_template, str):
-        writer.add_chat_template(tokenizer.chat_template)
+    if template := stored_template(tokenizer):
+        writer.add_chat_template(template)

@@ -245,10 +245,7 @@ def _write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     further = fields.get("extra_special_tokens")
     if isinstance(further, list):
         fields["additional_special_tokens"] = fields.pop("extra_special_tokens")
-    template = tokenizer.chat_template
-    if isinstance(template, dict):
-        template = [{"name": name, "template": text} for name, text in template.items()]
-    if template:
+    if template := stored_template(tokenizer):
         fields["chat_template"] = template
     _write_json(file, fields)
     # The same vocabulary for readers of SentencePiece, as llama.cpp's converter is for Gemma.
@@ -256,6 +253,14 @@ def _write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     if vocabulary.is_file():
         content = read_bounded(vocabulary, _LARGEST_VOCABULARY, "SentencePiece vocabulary")
         (folder / vocabulary.name).write_bytes(content)
+
+
+def stored_template(tokenizer: PreTrainedTokenizerBase) -> str | list[dict[str, str]]:
+    """The chat template, or several with their names, as in files; empty if there is none."""
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        return [{"name": name, "template": text} for name, text in template.items()]
+    return template or ""
 
 
 def _write_json(file: Path, fields: dict[str, Any]) -> None:
