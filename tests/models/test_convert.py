@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from torch import nn
 
 from hasten.errors import InputError
@@ -70,13 +72,23 @@ def test_a_folder_of_pickles_loads_as_the_same_model(tmp_path: Path, shards: int
     assert not any(name.endswith((".py", ".bin")) or "bin.index" in name for name in names)
 
 
+def test_a_pickled_adapter_becomes_one_that_peft_loads(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    adapted = get_peft_model(tiny_model("llama"), LoraConfig(init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "old")
+    weights = tmp_path / "old" / "adapter_model.safetensors"
+    torch.save(load_file(weights), weights.with_suffix(".bin"))
+    weights.unlink()
+    (tmp_path / "old" / "optimizer.bin").write_bytes(b"not read")
+    convert(tmp_path / "old", tmp_path / "new")
+    assert same(adapted, PeftModel.from_pretrained(tiny_model("llama"), tmp_path / "new"))
+
+
 @pytest.mark.parametrize("around", pickled.AROUND)
 def test_the_weights_inside_a_trainers_file_are_found(tmp_path: Path, around: str) -> None:
     tensors = {"a": torch.arange(6.0).view(2, 3).t(), "b": torch.tensor(7, dtype=torch.bfloat16)}
     torch.save({around: tensors, "step": 3, "args": {"lr": 0.1}}, tmp_path / "checkpoint.pt")
     assert convert(tmp_path / "checkpoint.pt", tmp_path / "new") == 2
-    from safetensors.torch import load_file
-
     found = load_file(tmp_path / "new" / "model.safetensors")
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
 

@@ -293,7 +293,8 @@ def _adapter_config(adapter: Path) -> LoraConfig:
         raise InputError(f"{adapter} holds no adapter: give the folder of a finished LoRA run")
     if not (adapter / ADAPTER_WEIGHTS).is_file():
         raise InputError(
-            f"{adapter} has no {ADAPTER_WEIGHTS}: adapters are read from safetensors alone"
+            f"{adapter} has no {ADAPTER_WEIGHTS}: adapters are read from safetensors alone; "
+            f"`hasten checkpoint convert {adapter} -o NEW_FOLDER` writes it from a pickle"
         )
     config = read_json_object(adapter / ADAPTER, "adapter's config")
     if config.get("peft_type") != "LORA":

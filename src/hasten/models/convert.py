@@ -23,6 +23,7 @@ from hasten.models.save import appearing_at_once
 
 PACKAGES = Path(__file__).parents[2]  # where the reading process finds hasten
 PICKLED = ("*.bin", "*.pt", "*.pth")
+ADAPTER_PICKLE = "adapter_model.bin"  # as peft names it
 KEPT = ("*.json", "*.jinja", "*.txt", "tokenizer.model")  # what a model's folder has beside weights
 INDEXES = ("pytorch_model.bin.index.json", "model.safetensors.index.json")
 
@@ -40,8 +41,9 @@ def convert(source: Path, to: Path, tell: Callable[[str], None] = lambda text: N
         placed: dict[str, str] = {}
         total = 0
         for number, file in enumerate(files, start=1):
-            one = len(files) == 1
-            name = "model" if one else f"model-{number:05d}-of-{len(files):05d}"
+            name = "adapter_model" if file.name == ADAPTER_PICKLE else "model"
+            if len(files) > 1:
+                name += f"-{number:05d}-of-{len(files):05d}"
             out = folder / f"{name}.safetensors"
             tell(f"reading {file.name} ({number}/{len(files)}, {file.stat().st_size / 1e9:.2f} GB)")
             _read_apart(file, out)
@@ -61,7 +63,7 @@ def pickled_files(source: Path) -> list[Path]:
         return [source]
     if not source.is_dir():
         raise InputError(f"{source} doesn't exist; name a model's folder or a file of weights")
-    for pattern in ("pytorch_model*.bin", *PICKLED):
+    for pattern in ("pytorch_model*.bin", ADAPTER_PICKLE, *PICKLED):
         paths = sorted(p for p in source.glob(pattern) if p.name != "training_args.bin")
         if paths:
             return paths
