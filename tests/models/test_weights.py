@@ -24,6 +24,8 @@ from hasten.models.load import (
     stored_formats,
 )
 from hasten.models.save import save_adapter, save_model
+from hasten.recipe.prepare import weight_notes
+from hasten.recipe.schema import Recipe
 from tiny import logits
 
 WEIGHTS = "model.safetensors"
@@ -51,7 +53,7 @@ def edit_weights(folder: Path, change: Callable[[Weights], Weights]) -> None:
 
 
 def notes(folder: Path) -> list[str]:
-    return check_weights(str(folder), read_config(str(folder), needs_weights=True))
+    return check_weights(str(folder), folder, read_config(str(folder), needs_weights=True))
 
 
 def refusal(folder: Path) -> str:
@@ -389,3 +391,25 @@ def test_what_is_fetched_from_a_hub_is_checked_as_a_folder_is(
     (llama / "adapter_config.json").write_text("{}")
     with pytest.raises(InputError, match="together with a model's weights"):
         local_folder("some-owner/some-model")
+
+
+def test_weights_of_a_hub_name_are_checked_before_data_is_prepared(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the hub's cache as its client lays it out."""
+    edit_config(llama, tie_word_embeddings=True)
+    model = tmp_path / "hub" / "models--some-owner--some-model"
+    snapshot = model / "snapshots" / ("a" * 40)
+    shutil.copytree(llama, snapshot)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text(snapshot.name)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    recipe = Recipe(model="some-owner/some-model", dataset="examples.jsonl", max_steps=1)
+    for fetch in (False, True):
+        with pytest.raises(InputError, match="an embedding and a head that differ"):
+            weight_notes(recipe, fetch=fetch)
+    (snapshot / WEIGHTS).unlink()
+    assert weight_notes(recipe, fetch=False) == []
+    with pytest.raises(InputError, match=f"has no {WEIGHTS}"):
+        weight_notes(recipe, fetch=True)

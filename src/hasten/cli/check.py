@@ -158,10 +158,14 @@ def _model(recipe: Recipe, data: PreparedData | None) -> tuple[str, JobContext]:
 
 
 def _weights(recipe: Recipe) -> tuple[str, list[str]]:
+    from hasten.models.load import stored_folder
     from hasten.recipe.prepare import is_random, weight_notes
 
-    notes = weight_notes(recipe)
-    return "drawn from the seed" if is_random(recipe) else "fit the config", notes
+    notes = weight_notes(recipe, fetch=False)
+    if is_random(recipe):
+        return "drawn from the seed", notes
+    fetched = stored_folder(recipe.model) is not None
+    return "fit the config" if fetched else "not fetched yet: checked when training starts", notes
 
 
 def _built(recipe: Recipe, data: PreparedData) -> tuple[str, None]:

@@ -332,18 +332,14 @@ def _taken(
     return loaded
 
 
-def check_weights(source: str, config: PreTrainedConfig) -> list[str]:
+def check_weights(source: str, folder: Path, config: PreTrainedConfig) -> list[str]:
     """A sentence for each thing about trained weights that their user should read.
 
-    Only headers are read, and the model is built without memory. A hub's weights aren't fetched:
-    they are checked when they are loaded.
+    Only headers are read, and the model is built without memory. ``folder`` is the source's.
 
     Raises:
         InputError: whatever `load_model` would raise about the weights or the generation config.
     """
-    folder = check_source(source)
-    if folder is None:
-        return []
     stored = read_weights(folder, config)
     skeletons = {name: tensor.skeleton() for name, tensor in stored.tensors.items()}
     _taken(source, config, skeletons, device_map={"": "meta"})
@@ -355,13 +351,24 @@ def check_weights(source: str, config: PreTrainedConfig) -> list[str]:
 def local_folder(source: str) -> Path:
     """The folder of a source, fetched from the hub once if it is a name there."""
     folder = check_source(source)
-    if folder is not None:
-        return folder
+    return folder if folder is not None else _snapshot(source)
+
+
+def stored_folder(source: str) -> Path | None:
+    """The folder of a source; None for a name on the hub without fetched weights."""
+    folder = check_source(source)
+    if folder is None:
+        with suppress(InputError):
+            folder = _snapshot(source, local_files_only=True)
+    return folder
+
+
+def _snapshot(source: str, **how: Any) -> Path:
     from huggingface_hub import snapshot_download
 
     wanted = ["config.json", "generation_config.json", ADAPTER, "model*.safetensors", INDEX]
     with quiet(), _advice(f"the weights of {source} can't be fetched"):
-        fetched = Path(snapshot_download(source, allow_patterns=wanted))
+        fetched = Path(snapshot_download(source, allow_patterns=wanted, **how))
     check_folder(fetched, needs_weights=True)
     return fetched
 

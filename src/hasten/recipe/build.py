@@ -440,7 +440,7 @@ def prepare_run(
     if recipe.loss_spike is not None and Slot.CHECKPOINT not in plan:
         raise InputError(NEEDS_CHECKPOINTS)
     if not environment.started_by_hasten():  # or who started this rank has looked
-        for note in weight_notes(recipe):
+        for note in weight_notes(recipe, fetch=exit_stack is not None):
             tell(note)
     check_writers(recipe.log_to)
     check_folder(output)

@@ -22,7 +22,13 @@ from hasten.data.token_store import inspect
 from hasten.errors import InputError, pip_install
 from hasten.foreign_files import LARGEST_LOG, read_bounded
 from hasten.models.adapters import adapted_table, parameter_counts
-from hasten.models.load import check_weights, read_config, stored_formats
+from hasten.models.load import (
+    check_weights,
+    local_folder,
+    read_config,
+    stored_folder,
+    stored_formats,
+)
 from hasten.models.presets import PRESETS
 from hasten.models.weights import NumberFormats
 from hasten.parts.checkpoint import checkpoints
@@ -154,8 +160,10 @@ def saved_formats(recipe: Recipe) -> NumberFormats:
     return stored_formats(recipe.model, read_config(recipe.model, needs_weights=True))
 
 
-def weight_notes(recipe: Recipe) -> list[str]:
+def weight_notes(recipe: Recipe, *, fetch: bool) -> list[str]:
     """A sentence for each thing about the model's weights, and their saved form, worth reading.
+
+    Weights on the hub are fetched only on request. Without it nothing is checked that isn't here.
 
     Raises:
         InputError: the weights don't fit the config, or can't be trained as they are.
@@ -163,14 +171,15 @@ def weight_notes(recipe: Recipe) -> list[str]:
     if is_random(recipe):
         return []
     config = read_config(recipe.model, needs_weights=True)
-    notes = check_weights(recipe.model, config)
+    folder = (local_folder if fetch else stored_folder)(recipe.model)
+    notes = [] if folder is None else check_weights(recipe.model, folder, config)
     longest = getattr(config, "max_position_embeddings", None)
     if isinstance(longest, int) and recipe.cutoff_len > longest:
         notes.append(
             f"cutoff_len is {recipe.cutoff_len:,}, and the model has learned {longest:,} positions "
             "(max_position_embeddings): later ones are new to it"
         )
-    if recipe.finetuning_type == "full" and Path(recipe.model).is_dir():
+    if recipe.finetuning_type == "full" and folder is not None:
         notes.append(f"weights will be saved in {saved_formats(recipe)} (save_dtype)")
     return notes
 
