@@ -256,7 +256,7 @@ def _write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 
 def stored_template(tokenizer: PreTrainedTokenizerBase) -> str | list[dict[str, str]]:
-    """The chat template, or several with their names, as files have them; empty: there is none."""
+    """The chat template, or several with their names, as in files; empty if there is none."""
     template = tokenizer.chat_template
     if isinstance(template, dict):
         return [{"name": name, "template": text} for name, text in template.items()]
