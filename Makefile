@@ -20,7 +20,7 @@ TORCH := $(shell sed -n 's/^torch\(==[^ ;]*\).*/\1/p' requirements.lock)
 .PHONY: help install demo test test-data test-long test-versions quick lint format calibrate campaign audit docs clean
 help:
 	@echo "make demo     set up, then train a small model with and without hasten's techniques"
-	@echo "make test     set up, then run the tests: about twenty minutes on two cores"
+	@echo "make test     set up, then run the tests: about twelve minutes on two cores"
 	@echo "make quick    only the tests that a change can break, in two minutes; SINCE=main~3"
 	@echo "make test-data  the tests of the real examples (HASTEN_TEST_DATA) and of the articles' code (HASTEN_TEST_ARTICLES)"
 	@echo "make test-long  all tests, with full counts of faults and shapes"

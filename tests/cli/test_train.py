@@ -194,7 +194,7 @@ def test_a_finished_training_is_saved_whatever_lies_beside_the_weights(
     summary = run_training(recipe, tell=lines.append)
     assert summary["unsaved"] == []
     assert "weights will be saved in bfloat16 (save_dtype)" in lines
-    notes = weight_notes(recipe.model_copy(update={"cutoff_len": 2**20}))
+    notes = weight_notes(recipe.model_copy(update={"cutoff_len": 2**20}), fetch=True)
     assert [note for note in notes if note not in lines] == [
         f"cutoff_len is 1,048,576, and the model has learned "
         f"{read_config(str(base)).max_position_embeddings:,} positions "

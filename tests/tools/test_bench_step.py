@@ -61,7 +61,8 @@ def test_steps_are_those_that_hasten_takes() -> None:
 def test_speed_is_tokens_over_seconds_of_the_steps_after_the_warm_up() -> None:
     watch = clock.Clock(warmup=1)
     watch.marks = {"opened": 0.0, "started": 1.0, "first_step_after_process": 9.0}
-    watch.ends, watch.tokens = [11.0, 12.0, 15.0], [100, 100, 500]
+    watch.begins, watch.ends = [1.0, 11.0, 13.0, 16.0], [11.0, 12.0, 16.0]  # stopped for a second
+    watch.tokens = [100, 100, 500]
     found = watch.result()
     assert found["step_seconds"] == [10.0, 1.0, 3.0]
     assert found["steady_tokens_per_second"] == 600 / 4
@@ -98,7 +99,21 @@ def report(*runs: dict[str, Any]) -> dict[str, Any]:
         "step_tokens": [10, 20],
         "flops_per_token": 1e6,
         "ceiling": 1e9,
+        "settings": {"abreast": False},
     }
+
+
+def test_variants_that_take_turns_are_compared_step_by_step() -> None:
+    """The machine becomes slower from step to step; the first one warms up."""
+    steps = [[9.0, 1.0, 2.0, 4.0], [1.0, 2.0, 4.0, 8.0]]
+    runs = [
+        result(name, 1.0, step_seconds=seconds, warmup=1)
+        for name, seconds in zip(("hasten", "hf_best"), steps, strict=True)
+    ]
+    found = report(*runs) | {"settings": {"abreast": True}}
+    assert "| 0.50 [0.50, 0.50] |" in table.variants_table(found)[3]
+    runs[1]["chose_records"] = True  # then its steps aren't those of the other
+    assert "| 1.00 |" in table.variants_table(found)[3]
 
 
 def test_ratios_are_taken_within_a_round() -> None:
