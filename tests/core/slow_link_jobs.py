@@ -9,6 +9,8 @@ from hasten.machine import environment
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
 
 from hasten.core import health
 from hasten.core.health import LOOK, SlowLink
@@ -19,11 +21,20 @@ from hasten.core.step import training
 from hasten.launch.ranks import process_group
 from hasten.machine.environment import World
 from hasten.techniques.layout.ddp import DDP
-from tiny import job_context, language_job
+from tiny import job_context, language_job, tiny_config
+
+
+def model() -> nn.Module:
+    """Its gradients are eight times what a link lets through at once."""
+    torch.manual_seed(0)
+    config = tiny_config("llama")
+    config.vocab_size = 1500
+    built: nn.Module = AutoModelForCausalLM.from_config(config)
+    return built
 
 
 def session_on(world: World) -> Session:
-    job = language_job(steps=LOOK + 1)
+    job = language_job(model, steps=LOOK + 1)
     return assemble(prepare(job, Plan((DDP(),)), job_context(job, world=world)))
 
 

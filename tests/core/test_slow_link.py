@@ -64,12 +64,11 @@ def test_fast_links_and_short_waits_are_not_mentioned(
 
 
 @pytest.mark.timing
-def test_a_link_of_a_megabyte_a_second_is_told_as_that() -> None:
-    with lab_with_links(rate="8mbit") as lab:
+def test_a_link_of_two_megabytes_a_second_is_told_as_that() -> None:
+    with lab_with_links(rate="16mbit") as lab:
         results = lab.run([sys.executable, "-W", "ignore", str(JOB)], seconds=120)
     assert [r.code for r in results] == [0, 0], results
     found = re.search(r"rank 0 sends its ([\d.]+) MB at ([\d.]+) MB/s", results[0].output)
     assert found, results[0].output
-    # A burst and what a step hides are faster, a busy machine is slower.
-    assert 0.0 < float(found[2]) <= 5
+    assert 0.0 < float(found[2]) <= 3  # a burst is faster, a busy machine slower
     assert "slow" not in results[1].output

@@ -92,7 +92,7 @@ def eval_examples(run: Path, tell: Callable[[str], None]) -> Sequence[TokenizedE
     """The eval examples that the run's recipe sets apart.
 
     Raises:
-        InputError: it sets none apart, or the data is no longer that of the training.
+        InputError: the recipe sets none apart, or the data isn't that of the training any more.
     """
     recipe = recipe_of(run)
     prepared = stored_data(recipe, run / "data")

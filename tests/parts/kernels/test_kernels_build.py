@@ -6,7 +6,6 @@ the tests of the kernels.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import signal
@@ -14,11 +13,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
+from hasten.machine.locks import HeldLock
 from hasten.parts.kernels import build, products, rowwise
 from hasten.parts.nn.attention import use_document_attention
 from hasten.parts.nn.fused_layers import fuse_layers
@@ -283,12 +284,8 @@ def test_a_build_that_keeps_the_folder_for_too_long_is_waited_for_no_more(
     toy()
     (tmp_path / "sources" / "toy.cpp").write_text('extern "C" int answer() { return 8; }\n')
     monkeypatch.setattr(build, "WAIT_SECONDS", 0.3)
-    stuck = os.open(tmp_path / "kernels", os.O_RDONLY)
-    fcntl.flock(stuck, fcntl.LOCK_EX)
-    try:
+    with closing(HeldLock(tmp_path / "kernels" / "compiling.lock")):
         assert toy().library.answer() == 8
-    finally:
-        os.close(stuck)
 
 
 @needs_compiler

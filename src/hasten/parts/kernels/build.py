@@ -155,10 +155,10 @@ def _one_compiler(folder: int) -> Iterator[None]:
 
     Without locks, or after `WAIT_SECONDS`, both compile: each writes a complete file.
     """
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as locks:
         with contextlib.suppress(LockedError, OSError):
             lock = HeldLock(Path(f"/proc/self/fd/{folder}/compiling.lock"), WAIT_SECONDS)
-            held.enter_context(contextlib.closing(lock))
+            locks.enter_context(contextlib.closing(lock))
         yield
 
 
