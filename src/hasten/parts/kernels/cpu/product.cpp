@@ -13,8 +13,9 @@
 
 namespace {
 
-constexpr int64_t CHUNK = 256, PANELS = 500000, BLOCK = 96;  // words of k, words of B's, rows of A's
+constexpr int64_t CHUNK = 384, PANELS = 500000, BLOCK = 96;  // words of k, words of B's, rows of A's
 constexpr int64_t TASK = 384;          // rows or columns of C, at least, of a task that lays out B
+constexpr int64_t ALONE = 192;         // rows for each thread that are enough to lay out B alone
 constexpr int64_t TOGETHER = 8000000;  // words of B that all threads lay out together
 
 struct Group {  // one of several products that share their formats and strides
@@ -101,7 +102,8 @@ void block(const Call& call, Matrix<T> a, Matrix<T> b, Out* out, int64_t m, int6
   }
 }
 
-// Tasks of rows of one product: all threads lay out B, as many columns at a time as fit.
+// Tasks of rows of one product: all threads lay out B, as many columns at a time as fit. Threads get
+// equally many tasks, of up to BLOCK rows, so that they end together.
 template <class Unit, class T, class Out>
 void rows_together(const Call& call, Matrix<T> a, Matrix<T> b, Out* out, int64_t m, int64_t n,
                    int64_t k, int threads) {
@@ -110,7 +112,8 @@ void rows_together(const Call& call, Matrix<T> a, Matrix<T> b, Out* out, int64_t
   static thread_local Scratch memory;
   int64_t chunk = chunk_of<Unit>(k), chunks = (k + chunk - 1) / chunk, words = (k + E - 1) / E;
   int64_t wide = std::min(std::max<int64_t>(C, TOGETHER / words / C * C), ceil_to(n, C));
-  int64_t each = ceil_to((m + 4 * threads - 1) / (4 * threads), BLOCK), tasks = (m + each - 1) / each;
+  int64_t turns = (m + threads * BLOCK - 1) / (threads * BLOCK), parts = threads * turns;
+  int64_t each = ceil_to((m + parts - 1) / parts, Unit::ROWS), tasks = (m + each - 1) / each;
   Word* layout = memory.get<Word>(wide * words);
 #pragma omp parallel num_threads(threads)
   for (int64_t j0 = 0; j0 < n; j0 += wide) {
@@ -150,7 +153,9 @@ void products(const T* a, const T* b, Out* out, const Call& call, const int64_t*
     bool rows = g.m >= g.n;
     int64_t side = rows ? g.m : g.n;
     if (!g.m || !g.n) continue;
-    if (count == 1 && rows && threads > 1 && g.k && g.m > BLOCK) {
+    // A chunk of B that a thread lays out alone is in its cache, which pays where many chunks follow.
+    bool alone = g.k > 2 * chunk_of<Unit>(g.k) && g.m >= ALONE * threads;
+    if (count == 1 && rows && g.k && g.m > BLOCK && !alone) {
       rows_together<Unit>(call, left_of(g), right_of(g), out + g.out, g.m, g.n, g.k, threads);
       return;
     }
@@ -158,7 +163,7 @@ void products(const T* a, const T* b, Out* out, const Call& call, const int64_t*
     int64_t parts = std::max<int64_t>(1, std::min<int64_t>(side / TASK, threads > 1 ? 4 * threads : 1));
     if (parts > threads) parts = parts / threads * threads;
     if (threads > 1 && parts < threads) parts = std::min<int64_t>(threads, (side + 95) / 96);
-    int64_t each = ceil_to((side + parts - 1) / parts, 96);
+    int64_t each = ceil_to((side + parts - 1) / parts, rows ? Unit::ROWS : Unit::VECTORS * Unit::LANES);
     for (int64_t from = 0; from < side; from += each)
       tasks.push_back({g, from, std::min(side, from + each), rows});
   }
