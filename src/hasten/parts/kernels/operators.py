@@ -3,11 +3,10 @@
 A compiled graph keeps an operator whole. A simulated GPU counts it by the function that makes
 results without numbers.
 
-An operator of ``torch.library.custom_op`` may write its arguments. It runs Python for autograd in
-each call. That takes 25 to 40 us on the host, longer than a small kernel takes. An operator of a
-``torch.library.Library`` goes from torch's dispatcher straight to its function. None of them has
-gradients of its own. They are called in the forward and backward pass of a
-``torch.autograd.Function``.
+Operators belong to a ``torch.library.Library``: torch's dispatcher calls their function directly.
+One of ``torch.library.custom_op`` runs Python for autograd in each call, which takes 20 to 40 us,
+longer than a small kernel. None of them has gradients of its own. They are called in the forward
+and backward pass of a ``torch.autograd.Function``.
 """
 
 from __future__ import annotations
@@ -16,36 +15,44 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
 from ctypes import c_void_p
-from typing import Any, Final, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from hasten.parts.kernels.registry import LEAST_CAPABILITY
 
 P = ParamSpec("P")
 R = TypeVar("R")
-NAMESPACE: Final = "hasten_gpu"
-DEVICES: Final = ("CUDA", "CPU")  # Triton's interpreter runs kernels on a processor's tensors
-_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+_libraries: dict[str, torch.library.Library] = {}  # by namespace
 
 
 def operator(
     name: str, results: Callable[..., Any], mutates: Sequence[str] = ()
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes the decorated function an operator of the same signature, by ``custom_op``.
+    """Makes the decorated function an operator of the same signature.
 
     Args:
         name: with its namespace.
         results: takes the same arguments, as tensors without memory, and returns results of
             the right shapes and formats.
         mutates: names of the arguments that it writes.
+
+    Returns:
+        The decorator, which returns the operator (``torch._ops.OpOverload``).
     """
+    namespace, called = name.split("::")
+    if namespace not in _libraries:
+        _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
+    library = _libraries[namespace]
 
     def define(function: Callable[P, R]) -> Callable[P, R]:
-        made = custom_op(name, function, mutates_args=mutates)
-        made.register_fake(results)
+        schema = torch.library.infer_schema(function, mutates_args=mutates)
+        library.define(called + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        library.impl(called, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(name, results, lib=library)
+        made = getattr(getattr(torch.ops, namespace), called).default
+        made.__doc__ = function.__doc__
         return cast("Callable[P, R]", made)
 
     return define
@@ -53,34 +60,6 @@ def operator(
 
 def no_results(*args: Any) -> None:
     """The results of an operator that only writes its arguments."""
-
-
-def gpu_operator(
-    results: Callable[..., Any],
-    name: str = "",
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes the decorated function an operator that writes none of its arguments, by a Library.
-
-    Args:
-        results: as :func:`operator` has it.
-        name: of the operator; the default is the function's.
-
-    Returns:
-        The decorator, which returns the operator (``torch._ops.OpOverload``).
-    """
-
-    def define(function: Callable[P, R]) -> Callable[P, R]:
-        called = name or function.__name__
-        schema = torch.library.infer_schema(function, mutates_args=())
-        _LIBRARY.define(called + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        for device in DEVICES:
-            _LIBRARY.impl(called, function, device)
-        torch.library.register_fake(f"{NAMESPACE}::{called}", results, lib=_LIBRARY)
-        made = getattr(getattr(torch.ops, NAMESPACE), called).default
-        made.__doc__ = function.__doc__
-        return cast("Callable[P, R]", made)
-
-    return define
 
 
 def address(tensor: Tensor | None) -> c_void_p:

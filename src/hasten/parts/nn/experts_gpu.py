@@ -16,8 +16,7 @@ activation times ``gradient @ down``, which backward has anyway. So no pair's ou
 stored for backward, which is as much memory as (2), and no pass reads it again.
 
 The host never waits for the device. The passes are torch operators under
-``hasten_gpu::``. So compiled graphs and simulated devices have them, and a call costs
-less than with ``custom_op``. The kernels are
+``hasten_gpu::``, so compiled graphs and simulated devices have them. The kernels are
 :mod:`hasten.parts.kernels.experts_triton`.
 """
 
@@ -30,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hasten.parts.kernels.operators import gpu_operator, launch, why_no_triton
+from hasten.parts.kernels.operators import launch, operator, why_no_triton
 from hasten.parts.kernels.registry import is_refused
 from hasten.parts.nn import fused_gpu
 
@@ -141,7 +140,9 @@ def _blocks(n: int) -> int:
     return -(-n // BLOCK)
 
 
-@gpu_operator(lambda x, positions: x.new_empty(positions.numel(), x.shape[1]), "expert_spread")
+@operator(
+    "hasten_gpu::expert_spread", lambda x, positions: x.new_empty(positions.numel(), x.shape[1])
+)
 def spread(x: Tensor, positions: Tensor) -> Tensor:
     """Row ``positions[t, j]`` of the result (S, n) is row ``t`` of ``x`` (T, n)."""
     x, positions = x.contiguous(), positions.contiguous()
@@ -153,8 +154,9 @@ def spread(x: Tensor, positions: Tensor) -> Tensor:
     return y
 
 
-@gpu_operator(
-    lambda x, positions, weights: x.new_empty(positions.shape[0], x.shape[1]), "expert_combine"
+@operator(
+    "hasten_gpu::expert_combine",
+    lambda x, positions, weights: x.new_empty(positions.shape[0], x.shape[1]),
 )
 def combine(x: Tensor, positions: Tensor, weights: Tensor | None) -> Tensor:
     """Row ``t`` (T, n) is the sum over ``j`` of ``weights[t, j] * x[positions[t, j]]``.
@@ -171,7 +173,7 @@ def combine(x: Tensor, positions: Tensor, weights: Tensor | None) -> Tensor:
     return y
 
 
-@gpu_operator(lambda x: x.new_empty(x.shape[0], x.shape[1] // 2), "expert_gate")
+@operator("hasten_gpu::expert_gate", lambda x: x.new_empty(x.shape[0], x.shape[1] // 2))
 def gate(x: Tensor) -> Tensor:
     """``silu(gate) * up`` (S, m), of gate and up side by side in a row of ``x`` (S, 2 m)."""
     x = x.contiguous()
@@ -182,13 +184,13 @@ def gate(x: Tensor) -> Tensor:
     return y
 
 
-@gpu_operator(
+@operator(
+    "hasten_gpu::expert_gate_backward",
     lambda grad, x, positions, weights, inner: (
         x.new_empty(x.shape),
         weights.new_empty(weights.shape),
         grad.new_empty(grad.shape if inner else (0,)),
     ),
-    "expert_gate_backward",
 )
 def gate_backward(
     grad: Tensor, x: Tensor, positions: Tensor, weights: Tensor, inner: bool

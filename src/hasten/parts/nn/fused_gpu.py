@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hasten.machine.lazy_torch import constant_in_graphs
-from hasten.parts.kernels.operators import gpu_operator, launch, operator, why_no_triton
+from hasten.parts.kernels.operators import launch, operator, why_no_triton
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 16_384  # numbers of a row that one program of a norm holds; more would leave registers
@@ -60,8 +60,9 @@ def fits(*tensors: Tensor) -> bool:
     return alike and narrow and one.dtype in DTYPES and one.device.type == "cuda"
 
 
-@gpu_operator(
-    lambda x, weight, eps: (x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32))
+@operator(
+    "hasten_gpu::rms_norm",
+    lambda x, weight, eps: (x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)),
 )
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """``x`` (..., n) over its root mean square, times ``weight`` (n,); also 1 / that root."""
@@ -75,11 +76,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return y, inverse
 
 
-@gpu_operator(
+@operator(
+    "hasten_gpu::rms_norm_backward",
     lambda grad, x, weight, inverse, past: (
         x.new_empty(x.shape),
         weight.new_empty(weight.shape, dtype=torch.float32),
-    )
+    ),
 )
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, past: Tensor | None
@@ -99,7 +101,7 @@ def rms_norm_backward(
     return dx, dw.sum(0)
 
 
-@gpu_operator(lambda gate, up: gate.new_empty(gate.shape))
+@operator("hasten_gpu::swiglu", lambda gate, up: gate.new_empty(gate.shape))
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up``, all of one shape."""
     gate, up = gate.contiguous(), up.contiguous()
@@ -110,7 +112,10 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return y
 
 
-@gpu_operator(lambda grad, gate, up: (gate.new_empty(gate.shape), up.new_empty(up.shape)))
+@operator(
+    "hasten_gpu::swiglu_backward",
+    lambda grad, gate, up: (gate.new_empty(gate.shape), up.new_empty(up.shape)),
+)
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of ``gate`` and ``up``."""
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
@@ -122,7 +127,7 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     return dgate, dup
 
 
-@gpu_operator(lambda x, *_: x.new_empty(x.shape))
+@operator("hasten_gpu::rotate", lambda x, *_: x.new_empty(x.shape))
 def rotate(
     x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool, back: bool
 ) -> Tensor:

@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from hasten.parts.kernels.operators import gpu_operator, launch
+from hasten.parts.kernels.operators import launch, operator
 from hasten.parts.kernels.registry import is_refused
 from hasten.parts.nn import fused_gpu
 
@@ -74,7 +74,7 @@ def row_warps(block: int) -> int:
     return fused_gpu.warps(block, ROW_NUMBERS, ROW_WARPS)
 
 
-@gpu_operator(lambda x, dtype: _straight(x, dtype))
+@operator("hasten_gpu::float8_rows", lambda x, dtype: _straight(x, dtype))
 def float8_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """``x`` (T, n) in float8 and its scales (T, 1): a row's largest / the format's largest."""
     x = _rows_contiguous(x)
@@ -88,7 +88,7 @@ def float8_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return data, scale
 
 
-@gpu_operator(lambda x, dtype: _turned(x, dtype))
+@operator("hasten_gpu::float8_columns", lambda x, dtype: _turned(x, dtype))
 def float8_columns(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """``x.T`` in float8, (n, T filled up with zeros), and its scales (n, 1)."""
     turned = _turned(x, dtype)
@@ -96,7 +96,7 @@ def float8_columns(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return turned
 
 
-@gpu_operator(lambda x, dtype: (*_straight(x, dtype), *_turned(x, dtype)))
+@operator("hasten_gpu::float8_both", lambda x, dtype: (*_straight(x, dtype), *_turned(x, dtype)))
 def float8_both(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the results of ``float8_rows`` and ``float8_columns``."""
     straight, turned = _straight(x, dtype), _turned(x, dtype)
@@ -148,8 +148,11 @@ def _tiles(
     return (together, -(-n // wide), -(-down // together)), shape
 
 
-@gpu_operator(
-    lambda codes, scale, levels, rows, columns, dtype: codes.new_empty((rows, columns), dtype=dtype)
+@operator(
+    "hasten_gpu::widen_nf4",
+    lambda codes, scale, levels, rows, columns, dtype: codes.new_empty(
+        (rows, columns), dtype=dtype
+    ),
 )
 def widen_nf4(
     codes: Tensor, scale: Tensor, levels: Tensor, rows: int, columns: int, dtype: torch.dtype
@@ -163,7 +166,9 @@ def widen_nf4(
     return out
 
 
-@gpu_operator(lambda codes, scale, dtype: codes.new_empty(codes.shape, dtype=dtype))
+@operator(
+    "hasten_gpu::widen_int8", lambda codes, scale, dtype: codes.new_empty(codes.shape, dtype=dtype)
+)
 def widen_int8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Decodes the matrix from int8 codes and a scale for each row."""
     rows, n = codes.shape
