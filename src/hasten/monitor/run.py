@@ -52,6 +52,8 @@ def run_numbers(run: Run, now: float) -> dict[str, Any]:
     rates = _values_of(run.recent, "tokens_per_second")
     seconds = _values_of(run.recent, "step_seconds")
     middle = statistics.median(seconds) if seconds else None
+    # Median absolute deviation / median.
+    spread = statistics.median(abs(s - middle) for s in seconds) / middle if middle else None
     sign = run.last_sign
     status, description = _status(run, now, sign, middle)
     step, total = number(last.get("step")), number(start.get("total_steps"))
@@ -79,7 +81,7 @@ def run_numbers(run: Run, now: float) -> dict[str, Any]:
         "tokens_per_second_low": _quantile(rates, 0.1),
         "tokens_per_second_high": _quantile(rates, 0.9),
         "step_seconds_median": middle,
-        "step_spread": _spread(seconds),
+        "step_spread": spread,
         "mfu": _mean_of(run.recent, "mfu"),
         "peak_memory_bytes": number(last.get("peak_memory_bytes")),
         "padding_share": _mean_of(run.recent, "padding_share"),
@@ -199,12 +201,6 @@ def _quantile(values: list[float], share: float) -> float | None:
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else None
 
 
-def _spread(values: list[float]) -> float | None:
-    """Median absolute deviation / median."""
-    middle = statistics.median(values) if values else 0.0
-    return statistics.median(abs(v - middle) for v in values) / middle if middle else None
-
-
 # A file of JSON lines that somebody else is writing, followed by offset.
 #
 # A line counts once its end has been written; a half one stays for the next look. The file may be
@@ -290,7 +286,10 @@ class FollowedFile:
                 self._skipping = False
                 self.unreadable += 1
                 continue
-            value = _value(line)
+            try:
+                value = json.loads(line) if len(line) <= LONGEST_LINE else None
+            except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
+                value = None
             if isinstance(value, dict):
                 rows.append(value)
             elif line.strip():
@@ -307,15 +306,6 @@ class FollowedFile:
             return False
         file.seek(self._offset - len(self._anchor))
         return bool(file.read(len(self._anchor)) == self._anchor)
-
-
-def _value(line: bytes) -> Any:
-    if len(line) > LONGEST_LINE:
-        return None
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
-        return None
 
 
 STEP_COLUMNS = (
@@ -362,7 +352,7 @@ class Run:
             _File(folder / "machine.jsonl", self._machine, self._machine_anew),
             _File(folder / "samples.jsonl", self._sample, self._samples_anew),
             *(
-                _File(folder / name, self._event(make), partial(self.events.forget, kind))
+                _File(folder / name, partial(self._event, make), partial(self.events.forget, kind))
                 for name, kind, make in (
                     ("restarts.jsonl", "restart", told.of_restart),
                     ("spikes.jsonl", "spike", told.of_spike),
@@ -475,7 +465,7 @@ class Run:
         self.recent.append(line)
         if line.get("skipped"):
             self.skipped += 1
-            self.events.add(told.of_skipped(line))
+            self.events.add(Event("skipped", step, "gradients not finite: nothing moved", True))
 
     def _evaluation(self, line: Line) -> None:
         self.evaluations.add(number(line.get("step")) or 0, line)
@@ -490,13 +480,8 @@ class Run:
         texts = {name: lines_of(line.get(name), LONGEST_SAMPLE) for name in ("prompt", "answer")}
         self.samples.append({"step": number(line.get("step")), **texts})
 
-    def _event(self, make: Callable[[Line], Event | None]) -> Callable[[Line], None]:
-        def take(line: Line) -> None:
-            event = make(line)
-            if event is not None:
-                self.events.add(event)
-
-        return take
+    def _event(self, make: Callable[[Line], Event | None], line: Line) -> None:
+        self.events.add(make(line))
 
     def _small_files(self) -> bool:
         start, summary = self.folder / "run.json", self.folder / "summary.json"
@@ -506,9 +491,8 @@ class Run:
             with self.lock:
                 changed, self.start = True, contents
                 self.events.forget("plan")
-                other = told.of_plan(contents.get("plan"), before) if before is not None else None
-                if other is not None:
-                    self.events.add(other)
+                if before is not None:
+                    self.events.add(told.of_plan(contents.get("plan"), before))
         if self._is_new(summary):
             contents = told.read_object(summary)
             with self.lock:
