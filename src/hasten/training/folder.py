@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from hasten.core.session import Session
 from hasten.errors import InputError
@@ -163,36 +162,31 @@ def save_weights(
     Returns:
         A sentence for each further part that couldn't be written.
     """
-    with session.setup.layout.gather(session.model):
-        if session.setup.context.world.is_main:
-            return _save(session.model, data, folder, formats, rescue)
-    return SavedWeights(folder, [])
-
-
-def _save(
-    model: nn.Module, data: PreparedData, folder: Path, formats: NumberFormats, rescue: bool
-) -> SavedWeights:
-    any_model: Any = model
+    model: Any = session.model
     adapter = bool(adapted_table(model))
     second = rescue_path(folder) if rescue else None
     attempts = [(target, formats) for target in (folder, second) if target is not None]
     if rescue and not adapter and formats.most is not torch.bfloat16:
         attempts += [(target, NumberFormats(torch.bfloat16)) for target, _ in attempts]
     problems: list[str] = []
-    for target, these in attempts:
-        try:
-            if adapter:
-                unsaved_parts = save_adapter(any_model, data.tokenizer, target)
-            else:
-                unsaved_parts = save_model(any_model, data.tokenizer, target, these)
-        except Exception as error:  # safetensors has an error of its own for a full disk
-            rounded = "" if these is formats else " rounded to bfloat16"
-            problems.append(f"the weights{rounded} couldn't be written to {target}: {_line(error)}")
-            continue
-        if problems:
-            rounded = "" if these is formats else ", rounded to bfloat16"
-            problems.append(f"the weights are in {target}{rounded}")
-        return SavedWeights(target, [*problems, *unsaved_parts])
+    with session.setup.layout.gather(model):
+        if not session.setup.context.world.is_main:
+            return SavedWeights(folder, [])
+        for target, these in attempts:
+            rounded = "" if these is formats else ", rounded to bfloat16,"
+            try:
+                if adapter:
+                    unsaved_parts = save_adapter(model, data.tokenizer, target)
+                else:
+                    unsaved_parts = save_model(model, data.tokenizer, target, these)
+            except Exception as error:  # safetensors has an error of its own for a full disk
+                problems.append(
+                    f"the weights{rounded} couldn't be written to {target}: {_line(error)}"
+                )
+                continue
+            if problems:
+                problems.append(f"the weights{rounded} are in {target}")
+            return SavedWeights(target, [*problems, *unsaved_parts])
     return SavedWeights(None, problems)
 
 

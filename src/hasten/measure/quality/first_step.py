@@ -261,17 +261,16 @@ class FirstStepProof:
         return self.removals[before:]
 
     def _batches(self, host_batch: Any) -> list[Any]:
-        batches = [self._fitting(host_batch)]
+        """The batch, and once two documents in its form.
+
+        The batch is cut if the host's pass wouldn't fit into the free memory.
+        """
+        is_long = on_any_rank(not self._fits(host_batch, copies=2))
+        batches = [_cut(host_batch, SHORT_ROWS, SHORT_TOKENS) if is_long else host_batch]
         if not self._has_probed:
             self._has_probed = True
             batches.append(uneven_documents(host_batch, self._pad_id))
         return [batch for batch in batches if batch is not None]
-
-    def _fitting(self, batch: Any) -> Any:
-        """The batch, or a part of it if the host's pass wouldn't fit into what memory is free."""
-        if on_any_rank(not self._fits(batch, copies=2)):
-            return _cut(batch, SHORT_ROWS, SHORT_TOKENS)
-        return batch
 
     def _fits(self, batch: Any, copies: int) -> bool:
         """True if a pass and so many float32 copies of the gradients fit into the free memory."""
