@@ -26,8 +26,8 @@ def size(count: float) -> str:
 
 
 def number(value: Any) -> float | None:
-    """A finite number, or None; true and false are 1 and 0."""
-    if not isinstance(value, int | float):
+    """The value if it is a finite number, else None; true and false are none."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     try:
         as_float = float(value)

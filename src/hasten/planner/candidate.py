@@ -5,13 +5,11 @@ Columns are for choosing among many; a ``PlanCandidate`` is for people.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import yaml
 
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import Layouts, PlannedJob, PlannedLayout
@@ -189,9 +187,7 @@ def recipe_lines(layout: PlannedLayout) -> str:
         shown = {"fsdp2": {"reshard": layout.zero == 3}}
     else:
         shown = {"ddp": {}} if layout.dp > 1 else {}
-    if shown:
-        entry = yaml.safe_dump(shown, default_flow_style=True, sort_keys=False, width=math.inf)
-        lines.append(f"layout: {entry.strip()}")
+    lines += [f"layout: {_inline(shown)}"] if shown else []
     if layout.pp == 1:
         plan.append(f"gradient_accumulation: {{micro_batch_size: {layout.micro_batch}}}")
         plan += _RECOMPUTES[layout.recompute]
@@ -237,6 +233,13 @@ def beyond_trainer(layout: PlannedLayout, lora: bool = False) -> str:
         f"{lacking}: this layout is for Megatron-LM and the like (hasten launch --target megatron "
         "writes its arguments)"
     )
+
+
+def _inline(value: Any) -> str:
+    """YAML in one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_inline(one)}" for key, one in value.items()) + "}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 # What a plan spends: days, device hours, money where the user gave a price, energy as a bound.

@@ -29,10 +29,9 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from hasten import formatting
 from hasten.errors import InputError
 from hasten.foreign_files import json_lines, read_json_object
-from hasten.formatting import aligned, number_text
+from hasten.formatting import aligned, number, number_text
 from hasten.report.svg import visible
 
 LARGEST_FILE = 256 << 20  # bytes
@@ -143,11 +142,6 @@ class _Log:
                 self.peak_memory_bytes = max(peak, self.peak_memory_bytes or 0.0)
             if loss is not None:
                 yield self.last_step or self.lines, number(self.tokens), loss
-
-
-def number(value: object) -> float | None:
-    """The value if it is a finite number, else None; true and false are none."""
-    return None if isinstance(value, bool) else formatting.number(value)
 
 
 def _trained(path: Path, summary: Mapping[str, Any], read_recipe: Any) -> RunFacts:

@@ -173,7 +173,7 @@ def save_weights(
         if not session.setup.context.world.is_main:
             return SavedWeights(folder, [])
         for target, these in attempts:
-            rounded = "" if these is formats else ", rounded to bfloat16,"
+            rounded = "" if these is formats else ", rounded to bfloat16"
             try:
                 if adapter:
                     unsaved_parts = save_adapter(model, data.tokenizer, target)
@@ -181,11 +181,11 @@ def save_weights(
                     unsaved_parts = save_model(model, data.tokenizer, target, these)
             except Exception as error:  # safetensors has an error of its own for a full disk
                 problems.append(
-                    f"the weights{rounded} couldn't be written to {target}: {_line(error)}"
+                    f"the weights couldn't be written to {target}{rounded}: {_line(error)}"
                 )
                 continue
             if problems:
-                problems.append(f"the weights{rounded} are in {target}")
+                problems.append(f"the weights are in {target}{rounded}")
             return SavedWeights(target, [*problems, *unsaved_parts])
     return SavedWeights(None, problems)
 
