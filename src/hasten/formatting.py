@@ -188,6 +188,11 @@ def did_you_mean(word: object, options: Iterable[str]) -> str:
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
+def one_line(error: Exception, most: int = 200) -> str:
+    """An error's text on one line of at most so many characters; its kind if it has no text."""
+    return " ".join(str(error).split())[:most] or type(error).__name__
+
+
 # Texts of others: no terminal obeys one.
 
 # Control characters, line ends of Unicode, and marks that turn the direction of text.

@@ -277,15 +277,11 @@ class JobCost:
     currency: str
     kwh_at_most: float | None
 
-    @property
-    def days(self) -> Span:
-        return self.seconds.times(1 / 86_400)
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return {
             "tokens": self.tokens,
-            "days": vars(self.days),
+            "days": vars(self.seconds.times(1 / 86_400)),
             "device_hours": vars(self.device_hours),
             "money": vars(self.money) if self.money else None,
             "currency": self.currency or None,

@@ -22,6 +22,7 @@ import torch
 from hasten.core.session import Session
 from hasten.errors import InputError
 from hasten.foreign_files import open_regular
+from hasten.formatting import one_line
 from hasten.machine import environment
 from hasten.machine.files import TEMPORARY, write_atomic
 from hasten.models.adapters import adapted_table
@@ -181,7 +182,7 @@ def save_weights(
                     unsaved_parts = save_model(model, data.tokenizer, target, these)
             except Exception as error:  # safetensors has an error of its own for a full disk
                 problems.append(
-                    f"the weights couldn't be written to {target}{rounded}: {_line(error)}"
+                    f"the weights couldn't be written to {target}{rounded}: {one_line(error)}"
                 )
                 continue
             if problems:
@@ -200,10 +201,6 @@ def rescue_path(path: Path) -> Path | None:
         [Path(rescue, name)], (Path(rescue, f"{number}-{name}") for number in itertools.count(2))
     )
     return next(each for each in paths if not os.path.lexists(each))
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def save_all(
@@ -234,7 +231,7 @@ def save_all(
             try:
                 samples = write_samples(session, data.tokenizer, data.eval_data)
             except Exception as error:  # all is saved by now, and a summary is worth more
-                unsaved.append(f"no sample could be written: {_line(error)}")
+                unsaved.append(f"no sample could be written: {one_line(error)}")
     del first_version
     return folders[0], samples, unsaved
 

@@ -41,6 +41,7 @@ from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.machine import environment, memory
 from hasten.measure.quality.preserved import nothing_else_changes, seed_all
+from hasten.parts.comm.groups import gathered_objects
 from hasten.parts.data.collate import IGNORED
 
 LOSS_BOUND = 2e-5  # relative; sums of float32 in another order differ by some 1e-7
@@ -339,7 +340,8 @@ class FirstStepProof:
                     break
             best = trials[-1]
             if best.differs:  # each rank must choose the same one, and sizes differ between ranks
-                best = trials[0] if _ranks() > 1 else min(trials, key=lambda t: t.size)
+                shared = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+                best = trials[0] if shared else min(trials, key=lambda t: t.size)
             self.removals.append(Removal(best.without, reason))
             self.techniques = [t for t in self.techniques if t is not best.without]
             now, differs = best.difference, best.differs
@@ -508,18 +510,9 @@ def proof_is_on() -> bool:
     return environment.variable("HASTEN_PROOF") != "off"
 
 
-def _ranks() -> int:
-    ready = dist.is_available() and dist.is_initialized()
-    return dist.get_world_size() if ready else 1
-
-
 def on_any_rank(happened: bool) -> bool:
     """The same answer on all ranks: true if it holds on one of them."""
-    if _ranks() == 1:
-        return happened
-    everywhere: list[Any] = [None] * _ranks()
-    dist.all_gather_object(everywhere, bool(happened))
-    return any(everywhere)
+    return any(gathered_objects(bool(happened)))
 
 
 # The formats of the two looks.
