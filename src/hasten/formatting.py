@@ -36,6 +36,11 @@ def number(value: Any) -> float | None:
     return as_float if math.isfinite(as_float) else None
 
 
+def numbers_of(rows: Iterable[Mapping[str, Any]], key: str) -> list[float]:
+    """The finite numbers under a key, without the rows that have none there."""
+    return [read for row in rows if (read := number(row.get(key))) is not None]
+
+
 NOT_MEASURED = "not measured"
 
 

@@ -149,9 +149,7 @@ NAME = "trace.json.gz"
 MOST_EVENTS = 100_000  # some 2 MB compressed; a viewer in the browser stays quick
 
 
-def keep_trace(
-    export: Callable[[str], object], folder: Path, most: int = MOST_EVENTS
-) -> dict[str, Any]:
+def keep_trace(export: Callable[[str], object], folder: Path) -> dict[str, Any]:
     """Let the profiler ``export``, cut what it wrote to size, and put it into ``folder``.
 
     The file appears complete or not at all; an earlier one is replaced.
@@ -160,7 +158,7 @@ def keep_trace(
         raw = Path(temp_dir) / "raw.json"
         export(str(raw))
         trace = json.loads(raw.read_bytes())
-        events = longest(trace["traceEvents"], most)
+        events = longest(trace["traceEvents"], MOST_EVENTS)
         dropped = len(trace["traceEvents"]) - len(events)
         part = Path(temp_dir) / NAME
         with gzip.open(part, "wt", encoding="utf-8") as file:

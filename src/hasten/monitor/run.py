@@ -27,7 +27,7 @@ from typing import Any
 import psutil
 
 from hasten.foreign_files import STOP_FILE, open_regular
-from hasten.formatting import duration, number
+from hasten.formatting import duration, number, numbers_of
 from hasten.monitor import events as told
 from hasten.monitor.events import Event, Events, lines_of, short
 from hasten.monitor.series import Series
@@ -49,8 +49,8 @@ LARGEST_REPORT = 2 << 20  # bytes; hasten's own pages are below 500 kB
 def run_numbers(run: Run, now: float) -> dict[str, Any]:
     """The run's numbers; None where they aren't known."""
     last, summary, start = run.last, run.summary, run.start
-    rates = _values_of(run.recent, "tokens_per_second")
-    seconds = _values_of(run.recent, "step_seconds")
+    rates = numbers_of(run.recent, "tokens_per_second")
+    seconds = numbers_of(run.recent, "step_seconds")
     middle = statistics.median(seconds) if seconds else None
     # Median absolute deviation / median.
     spread = statistics.median(abs(s - middle) for s in seconds) / middle if middle else None
@@ -187,12 +187,8 @@ def _communication(run: Run) -> float | None:
     return seconds / total if seconds is not None and total else None
 
 
-def _values_of(lines: Iterable[Mapping[str, Any]], name: str) -> list[float]:
-    return [n for line in lines if (n := number(line.get(name))) is not None]
-
-
 def _mean_of(lines: Iterable[Mapping[str, Any]], name: str) -> float | None:
-    values = _values_of(lines, name)
+    values = numbers_of(lines, name)
     return sum(values) / len(values) if values else None
 
 

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from hasten.errors import InputError
 from hasten.foreign_files import json_lines, read_json_object
-from hasten.formatting import aligned, number, number_text
+from hasten.formatting import aligned, number, number_text, numbers_of
 from hasten.report.svg import visible
 
 LARGEST_FILE = 256 << 20  # bytes
@@ -227,8 +227,7 @@ def _hugging_face(path: Path, state: Mapping[str, Any]) -> RunFacts:
     logs = [entry for entry in history if isinstance(entry, dict)]
     last = next((e for e in reversed(logs) if number(e.get("train_runtime"))), {})
     steps, runtime = _whole(state.get("global_step")), number(last.get("train_runtime"))
-    tokens = [t for e in logs if (t := number(e.get("num_tokens"))) is not None]
-    eval_losses = [v for e in logs if (v := number(e.get("eval_loss"))) is not None]
+    tokens, eval_losses = numbers_of(logs, "num_tokens"), numbers_of(logs, "eval_loss")
     total = tokens[-1] if tokens else None
     padded = not tokens and number(state.get("num_input_tokens_seen"))
     notes = [f"{path.name}: {UNCOUNTED}"] if padded else []

@@ -12,7 +12,6 @@ import datetime
 import gc
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,27 +54,21 @@ class _SimulatedFuture(torch.futures.Future[Answer]):
         super().__init__()
 
 
-@dataclass
-class GroupOptions:
-    """The options with which this rank initialised the process group."""
+def simulate_groups() -> dict[str, str]:
+    """Let process groups of this process be those of a simulated node.
 
-    backend: str = ""
-    device_id: str = ""
-    current_device: str = ""
-
-
-def simulate_groups() -> GroupOptions:
-    """Let process groups of this process be those of a simulated node."""
-    meeting = GroupOptions()
+    The result has the options with which this rank initialises its group, from then on.
+    """
+    meeting: dict[str, str] = {}
     module: Any = dist
     futures: Any = torch.futures
     futures.Future = _SimulatedFuture
     begin, group, name = dist.init_process_group, dist.new_group, dist.get_backend
 
     def init_process_group(backend: str | None = None, **options: Any) -> None:
-        meeting.backend = str(backend)
-        meeting.device_id = str(options.pop("device_id", None))
-        meeting.current_device = f"cuda:{torch.cuda.current_device()}"
+        meeting["backend"] = str(backend)
+        meeting["device_id"] = str(options.pop("device_id", None))
+        meeting["current_device"] = f"cuda:{torch.cuda.current_device()}"
         begin("gloo" if backend == "gloo" else FAKE, **options)
 
     def new_group(*args: Any, backend: str | None = None, **options: Any) -> Any:
@@ -163,7 +156,7 @@ def trace_rank(
         full_model: trace the full model and step instead of a few layers and passes.
         directory: a folder through which the ranks connect.
     """
-    meeting = GroupOptions()
+    meeting: dict[str, str] = {}
     if count > 1:
         environment.take_over(rank_environment(rank, count, directory, threads=1))
         meeting = simulate_groups()
@@ -193,7 +186,7 @@ def trace_rank(
     return {
         "device": default_device,
         "current_device": current,
-        "meeting": vars(meeting),
+        "meeting": meeting,
         "plan": [str(technique) for technique in paper.plan],
         "layers": paper.layers,
         "passes": paper.passes,

@@ -458,7 +458,10 @@ class FirstStepProof:
         inputs = copy.copy(self.passes.batch(batch, techniques))  # hosts add keys to it
         with self.passes.active(techniques), torch.enable_grad():
             loss = self.passes.loss(inputs)
-            gradients = _gradients(loss, list(named.values()), _has_graph(inputs))
+            # A tensor of the batch that was computed from weights has a graph of its own.
+            tensors = inputs.values() if isinstance(inputs, Mapping) else ()
+            has_graph = any(isinstance(t, Tensor) and t.grad_fn is not None for t in tensors)
+            gradients = _gradients(loss, list(named.values()), has_graph)
         return _Pass(float(loss.detach()), dict(zip(named, gradients, strict=True)))
 
 
@@ -473,12 +476,6 @@ def _error_text(error: BaseException | None) -> str:
 
 def _number(value: float) -> float:
     return value if math.isfinite(value) else math.inf
-
-
-def _has_graph(batch: Any) -> bool:
-    """Returns True if a tensor of the batch was computed from weights."""
-    tensors = batch.values() if isinstance(batch, Mapping) else ()
-    return any(isinstance(tensor, Tensor) and tensor.grad_fn is not None for tensor in tensors)
 
 
 def _gradients(loss: Tensor, parameters: list[nn.Parameter], keep: bool) -> list[Tensor | None]:
