@@ -26,14 +26,19 @@ def size(count: float) -> str:
 
 
 def number(value: Any) -> float | None:
-    """A finite number, or None; true and false are 1 and 0."""
-    if not isinstance(value, int | float):
+    """The value if it is a finite number, else None; true and false are none."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     try:
         as_float = float(value)
     except OverflowError:  # JSON may have integers of any length
         return None
     return as_float if math.isfinite(as_float) else None
+
+
+def numbers_of(rows: Iterable[Mapping[str, Any]], key: str) -> list[float]:
+    """The finite numbers under a key, without the rows that have none there."""
+    return [read for row in rows if (read := number(row.get(key))) is not None]
 
 
 NOT_MEASURED = "not measured"
@@ -186,6 +191,11 @@ def did_you_mean(word: object, options: Iterable[str]) -> str:
     """`` (did you mean 'x'?)`` when an option is near, else an empty string."""
     near = difflib.get_close_matches(str(word), list(options), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def one_line(error: Exception, most: int = 200) -> str:
+    """An error's text on one line of at most so many characters; its kind if it has no text."""
+    return " ".join(str(error).split())[:most] or type(error).__name__
 
 
 # Texts of others: no terminal obeys one.

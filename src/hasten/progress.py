@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -29,9 +30,11 @@ class Audience(Protocol):
 
 
 class SilentProgress:
-    """Shows nothing."""
+    """Shows nothing; ``tell`` receives the lines that stay, if it is given."""
 
-    def tell(self, text: str) -> None: ...
+    def __init__(self, tell: Callable[[str], None] = lambda text: None) -> None:
+        self.tell = tell
+
     def begin(self) -> None: ...
     def show(self, text: str, share: float) -> None: ...
 

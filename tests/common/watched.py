@@ -74,19 +74,17 @@ def serving(places: Sequence[Path], live: bool = True) -> Iterator[MonitorServer
     """A monitor of the places; without ``live`` they are read once and no file is opened later."""
     watching = RunsReader(places)
     server = MonitorServer(watching, "127.0.0.1", 0, TOKEN)
-    if live:
-        watching.start()
-    else:
+    if not live:
         watching.read_all()
     thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    try:
-        _until_it_answers(server.port)
-        yield server
-    finally:
-        server.stop()
-        watching.close()
-        thread.join(timeout=60)
+    with watching if live else contextlib.nullcontext():
+        thread.start()
+        try:
+            _until_it_answers(server.port)
+            yield server
+        finally:
+            server.stop()
+    thread.join(timeout=60)
 
 
 def _until_it_answers(port: int) -> None:

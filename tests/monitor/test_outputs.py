@@ -94,7 +94,8 @@ def expected(run: Path) -> Series:
     for kind, name in (("train", "metrics.jsonl"), ("eval", "evaluations.jsonl")):
         for line in map(json.loads, (run / name).read_text().splitlines()):
             for key, value in line.items():
-                if key not in BESIDE and (known := number(value)) is not None:
+                known = number(int(value) if isinstance(value, bool) else value)
+                if key not in BESIDE and known is not None:
                     found.setdefault(f"{kind}/{key}", {})[line["step"]] = known
     return found
 

@@ -29,7 +29,7 @@ from hasten.release.evaluation import (
     score,
     score_tasks,
 )
-from hasten.release.trained_model import Sampling, generate, load_base, load_run
+from hasten.release.trained_model import BASE, Sampling, generate, load_other, load_run
 
 
 def test_the_loss_is_the_one_that_training_reported(full_run: Path) -> None:
@@ -39,7 +39,7 @@ def test_the_loss_is_the_one_that_training_reported(full_run: Path) -> None:
     summary = json.loads((full_run / "summary.json").read_text())
     assert loss.mean == pytest.approx(summary["eval_loss"], rel=1e-5)
     assert (loss.name, exact.name, exact.mean) == (LOSS, EXACT, 0.0)
-    before = score(load_base(full_run), "eval data", examples)
+    before = score(load_other(BASE, full_run), "eval data", examples)
     row = compare(before, [loss])[0]
     assert row.verdict == "better"
     assert row.before is not None

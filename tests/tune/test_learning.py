@@ -13,7 +13,7 @@ import pytest
 from hasten.errors import InputError
 from hasten.measure.record import ExperimentRecord
 from hasten.measure.workers import WorkerError
-from hasten.tune.learning import FEWEST_PAIRS, Learning, LearningResult
+from hasten.tune.learning_study import FEWEST_PAIRS, Learning, LearningResult
 from hasten.tune.space import Dimension, Point, Space
 from tune.simulated import Clock
 

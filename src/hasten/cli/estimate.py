@@ -24,6 +24,7 @@ from hasten.cli.arguments import (
     writable,
 )
 from hasten.cli.output import say
+from hasten.core.plan import name_of
 from hasten.errors import InputError
 from hasten.formatting import aligned, wrapped
 from hasten.machine.files import write_result
@@ -294,7 +295,7 @@ def recipe_with(recipe: Recipe, one: PlanCandidate, job: PlannedJob) -> Recipe:
 def _slot(entry: Any) -> Any:
     from hasten.recipe.shorthands import catalogue
 
-    name = entry if isinstance(entry, str) else next(iter(entry))
+    name = name_of(entry)
     return next((kind.slot for kind in catalogue() if kind.name() == name), name)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hasten.core.context import ExampleStats, JobContext
+from hasten.core.plan import name_of
 from hasten.machine import cache
 from hasten.measure.recipe_experiment import ExperimentSubject, conditions
 from hasten.recipe.schema import AutoPlan
@@ -65,7 +66,7 @@ class Choice:
     @property
     def sentence(self) -> str:
         """One sentence: the plan that was selected, the reason, and its gain."""
-        names = [entry if isinstance(entry, str) else next(iter(entry)) for entry in self.entries]
+        names = [*map(name_of, self.entries)]
         gained = ""
         if self.gain is not None:
             low, high = self.gain["low"], self.gain["high"]

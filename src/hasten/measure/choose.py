@@ -122,12 +122,10 @@ def kept_choice(recipe: Recipe, audience: Audience, folder: Path | None = None) 
     return stored_choice(choice_path(subject, settings, folder))
 
 
-def choose_by_forecast(
-    recipe: Recipe, context: JobContext, why: str, more: Iterable[type[Technique]] = ()
-) -> Choice:
+def choose_by_forecast(recipe: Recipe, context: JobContext, why: str) -> Choice:
     """The initial plan, for ranks that a launcher started, or without time for a comparison."""
     settings = recipe.auto_plan or AutoPlan()
-    technique_candidates = candidates(recipe, context, settings.fidelity, more)
+    technique_candidates = candidates(recipe, context, settings.fidelity)
     base_plan = plan_of(recipe.model_copy(update={"auto_plan": None}), context)
     plan = first_plan(technique_candidates, base_plan, context)
     rows = _rows(technique_candidates)

@@ -33,7 +33,7 @@ from hasten.core.plan import Plan
 from hasten.errors import InputError
 from hasten.formatting import aligned, number_text, span
 from hasten.machine.locks import one_measurement
-from hasten.measure.ablation import Design, Variant
+from hasten.measure.ablation import Design
 from hasten.measure.experiment import ExperimentContext, measure_variants
 from hasten.measure.record import ExperimentRecord
 from hasten.measure.statistics import Effect, Interval, paired_ratio, spread, verdict
@@ -56,7 +56,6 @@ class Loop:
     rounds: tuple[float, ...]
     losses: tuple[float, ...] = ()
     peak_memory_bytes: int | None = None
-    build_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,15 @@ def compare(
         plans = dict.fromkeys(PLACES, Plan())
         variants = measure_variants(at, plans, design, check, record=record).variants
         check()
-    first, second = map(_loop, called, variants)
+    first, second = (
+        Loop(
+            name,
+            tuple(variant.rounds),
+            tuple(step["loss"] for step in variant.steps if step["loss"] is not None),
+            variant.peak_memory_bytes,
+        )
+        for name, variant in zip(called, variants, strict=True)
+    )
     ratio = paired_ratio(first.rounds, second.rounds)
     return Comparison(first, second, ratio, verdict(ratio, noise_floor=noise_floor), unit)
 
@@ -185,9 +192,3 @@ def loop_spec(target: str) -> WorkerSpec:
     """The worker of the loop that a factory makes."""
     arguments = {"target": target, "paths": sys.path}
     return WorkerSpec("loop", arguments, slices=False)  # a loop may wait for what goes on meanwhile
-
-
-def _loop(name: str, variant: Variant) -> Loop:
-    losses = tuple(step["loss"] for step in variant.steps if step["loss"] is not None)
-    build = variant.startup_seconds.get("build")
-    return Loop(name, tuple(variant.rounds), losses, variant.peak_memory_bytes, build)

@@ -55,6 +55,7 @@ from hasten.core.timing import (
 )
 from hasten.errors import InputError
 from hasten.machine import host
+from hasten.parts.comm.groups import gathered_objects
 
 # Operators of a profiled step by own time, sorted into families that a person can act on.
 #
@@ -148,9 +149,7 @@ NAME = "trace.json.gz"
 MOST_EVENTS = 100_000  # some 2 MB compressed; a viewer in the browser stays quick
 
 
-def keep_trace(
-    export: Callable[[str], object], folder: Path, most: int = MOST_EVENTS
-) -> dict[str, Any]:
+def keep_trace(export: Callable[[str], object], folder: Path) -> dict[str, Any]:
     """Let the profiler ``export``, cut what it wrote to size, and put it into ``folder``.
 
     The file appears complete or not at all; an earlier one is replaced.
@@ -159,7 +158,7 @@ def keep_trace(
         raw = Path(temp_dir) / "raw.json"
         export(str(raw))
         trace = json.loads(raw.read_bytes())
-        events = longest(trace["traceEvents"], most)
+        events = longest(trace["traceEvents"], MOST_EVENTS)
         dropped = len(trace["traceEvents"]) - len(events)
         part = Path(temp_dir) / NAME
         with gzip.open(part, "wt", encoding="utf-8") as file:
@@ -421,7 +420,7 @@ def measure(
     tell("profiling one step", 0.6)
     profiled = _profiled(session, run, folder)
     run.close()  # a feed that reads ahead ends with it
-    ranks = _gather(
+    ranks = gathered_objects(
         {
             "rank": session.setup.context.world.rank,
             "seconds": sum(m.step_seconds for m in measured),
@@ -512,11 +511,11 @@ def _parallel(
     engine.sum_loads = setup.rank_sync.sum
     tell("the same examples without communication", 0.7)
     dist.barrier()
-    without_comm = _gather(_again(session, before, len(measured)))
+    without_comm = gathered_objects(_again(session, before, len(measured)))
     tell("one rank alone", 0.85)
     alone = _again(session, before, len(measured)) if setup.context.world.is_main else None
     dist.barrier()  # the others sleep in it
-    alone = _gather(alone)[0]
+    alone = gathered_objects(alone)[0]
     return efficiency(
         tokens=sum(m.tokens for m in measured),
         seconds=max(rank["seconds"] for rank in ranks),
@@ -537,7 +536,7 @@ def efficiency_once_more(
     setup, engine = session.setup, session.engine
     if setup.layout.size == 1 or setup.rank_sync.diverged or not isinstance(engine, PlainEngine):
         return None
-    ranks = _gather({"seconds": sum(m.step_seconds for m in measured)})
+    ranks = gathered_objects({"seconds": sum(m.step_seconds for m in measured)})
     module, sum_loads, progress = engine.module, engine.sum_loads, session.progress
     layout, communication = setup.layout, setup.communication
     buffers = {name: buffer.clone() for name, buffer in session.loss_module.named_buffers()}
@@ -586,11 +585,3 @@ def _again(session: Session, before: Progress, steps: int) -> tuple[int, float]:
     metrics = _take(run, steps)
     run.close()
     return sum(m.tokens for m in metrics), sum(m.step_seconds for m in metrics)
-
-
-def _gather(payload: Any) -> list[Any]:
-    if not (dist.is_available() and dist.is_initialized()):
-        return [payload]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, payload)
-    return gathered

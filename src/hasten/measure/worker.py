@@ -406,8 +406,7 @@ class QualityJob:
 
     def handle(self, op: str, arguments: Mapping[str, Any]) -> Reply:
         from hasten.core.health import NotFiniteError
-        from hasten.measure.quality.gradients import gradient, leak, reference, update
-        from hasten.measure.quality.job import losses, train
+        from hasten.measure.quality.checks import gradient, leak, losses, reference, train, update
 
         every = (reference, gradient, leak, update, losses, train)
         checks: dict[str, Callable[..., Reply]] = {check.__name__: check for check in every}

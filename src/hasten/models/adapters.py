@@ -64,7 +64,7 @@ def _is_rank(setting: object) -> bool:
 
 
 def _is_scale(setting: object, most: float = math.inf) -> bool:
-    return not isinstance(setting, bool) and 0 < (number(setting) or 0.0) <= most
+    return 0 < (number(setting) or 0.0) <= most
 
 
 def _is_names(setting: object) -> bool:

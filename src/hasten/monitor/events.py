@@ -39,9 +39,11 @@ class Events:
         self._kinds: dict[str, deque[Event]] = {}
         self.count = 0
 
-    def add(self, event: Event) -> None:
-        self._kinds.setdefault(event.kind, deque(maxlen=KEPT)).append(event)
-        self.count += 1
+    def add(self, event: Event | None) -> None:
+        """Takes an event; None is no event."""
+        if event is not None:
+            self._kinds.setdefault(event.kind, deque(maxlen=KEPT)).append(event)
+            self.count += 1
 
     def forget(self, kind: str) -> None:
         if self._kinds.pop(kind, None):
@@ -85,10 +87,6 @@ def of_adjustment(line: Line) -> Event | None:
     change = f"{short(line.get('from'))} -> {short(line.get('to'))}"
     text = short(f"{short(line.get('switch'))}: {change}{gain}")
     return Event("adjusted", number(line.get("step")), text)
-
-
-def of_skipped(line: Line) -> Event:
-    return Event("skipped", number(line.get("step")), "gradients not finite: nothing moved", True)
 
 
 def of_plan(now: Any, before: Any) -> Event | None:

@@ -27,7 +27,7 @@ from typing import Any
 import psutil
 
 from hasten.foreign_files import STOP_FILE, open_regular
-from hasten.formatting import duration, number
+from hasten.formatting import duration, number, numbers_of
 from hasten.monitor import events as told
 from hasten.monitor.events import Event, Events, lines_of, short
 from hasten.monitor.series import Series
@@ -49,9 +49,11 @@ LARGEST_REPORT = 2 << 20  # bytes; hasten's own pages are below 500 kB
 def run_numbers(run: Run, now: float) -> dict[str, Any]:
     """The run's numbers; None where they aren't known."""
     last, summary, start = run.last, run.summary, run.start
-    rates = _values_of(run.recent, "tokens_per_second")
-    seconds = _values_of(run.recent, "step_seconds")
+    rates = numbers_of(run.recent, "tokens_per_second")
+    seconds = numbers_of(run.recent, "step_seconds")
     middle = statistics.median(seconds) if seconds else None
+    # Median absolute deviation / median.
+    spread = statistics.median(abs(s - middle) for s in seconds) / middle if middle else None
     sign = run.last_sign
     status, description = _status(run, now, sign, middle)
     step, total = number(last.get("step")), number(start.get("total_steps"))
@@ -79,7 +81,7 @@ def run_numbers(run: Run, now: float) -> dict[str, Any]:
         "tokens_per_second_low": _quantile(rates, 0.1),
         "tokens_per_second_high": _quantile(rates, 0.9),
         "step_seconds_median": middle,
-        "step_spread": _spread(seconds),
+        "step_spread": spread,
         "mfu": _mean_of(run.recent, "mfu"),
         "peak_memory_bytes": number(last.get("peak_memory_bytes")),
         "padding_share": _mean_of(run.recent, "padding_share"),
@@ -185,24 +187,14 @@ def _communication(run: Run) -> float | None:
     return seconds / total if seconds is not None and total else None
 
 
-def _values_of(lines: Iterable[Mapping[str, Any]], name: str) -> list[float]:
-    return [n for line in lines if (n := number(line.get(name))) is not None]
-
-
 def _mean_of(lines: Iterable[Mapping[str, Any]], name: str) -> float | None:
-    values = _values_of(lines, name)
+    values = numbers_of(lines, name)
     return sum(values) / len(values) if values else None
 
 
 def _quantile(values: list[float], share: float) -> float | None:
     ordered = sorted(values)
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else None
-
-
-def _spread(values: list[float]) -> float | None:
-    """Median absolute deviation / median."""
-    middle = statistics.median(values) if values else 0.0
-    return statistics.median(abs(v - middle) for v in values) / middle if middle else None
 
 
 # A file of JSON lines that somebody else is writing, followed by offset.
@@ -290,7 +282,10 @@ class FollowedFile:
                 self._skipping = False
                 self.unreadable += 1
                 continue
-            value = _value(line)
+            try:
+                value = json.loads(line) if len(line) <= LONGEST_LINE else None
+            except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
+                value = None
             if isinstance(value, dict):
                 rows.append(value)
             elif line.strip():
@@ -307,15 +302,6 @@ class FollowedFile:
             return False
         file.seek(self._offset - len(self._anchor))
         return bool(file.read(len(self._anchor)) == self._anchor)
-
-
-def _value(line: bytes) -> Any:
-    if len(line) > LONGEST_LINE:
-        return None
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
-        return None
 
 
 STEP_COLUMNS = (
@@ -362,7 +348,7 @@ class Run:
             _File(folder / "machine.jsonl", self._machine, self._machine_anew),
             _File(folder / "samples.jsonl", self._sample, self._samples_anew),
             *(
-                _File(folder / name, self._event(make), partial(self.events.forget, kind))
+                _File(folder / name, partial(self._event, make), partial(self.events.forget, kind))
                 for name, kind, make in (
                     ("restarts.jsonl", "restart", told.of_restart),
                     ("spikes.jsonl", "spike", told.of_spike),
@@ -475,7 +461,7 @@ class Run:
         self.recent.append(line)
         if line.get("skipped"):
             self.skipped += 1
-            self.events.add(told.of_skipped(line))
+            self.events.add(Event("skipped", step, "gradients not finite: nothing moved", True))
 
     def _evaluation(self, line: Line) -> None:
         self.evaluations.add(number(line.get("step")) or 0, line)
@@ -490,13 +476,8 @@ class Run:
         texts = {name: lines_of(line.get(name), LONGEST_SAMPLE) for name in ("prompt", "answer")}
         self.samples.append({"step": number(line.get("step")), **texts})
 
-    def _event(self, make: Callable[[Line], Event | None]) -> Callable[[Line], None]:
-        def take(line: Line) -> None:
-            event = make(line)
-            if event is not None:
-                self.events.add(event)
-
-        return take
+    def _event(self, make: Callable[[Line], Event | None], line: Line) -> None:
+        self.events.add(make(line))
 
     def _small_files(self) -> bool:
         start, summary = self.folder / "run.json", self.folder / "summary.json"
@@ -506,9 +487,8 @@ class Run:
             with self.lock:
                 changed, self.start = True, contents
                 self.events.forget("plan")
-                other = told.of_plan(contents.get("plan"), before) if before is not None else None
-                if other is not None:
-                    self.events.add(other)
+                if before is not None:
+                    self.events.add(told.of_plan(contents.get("plan"), before))
         if self._is_new(summary):
             contents = told.read_object(summary)
             with self.lock:

@@ -87,7 +87,11 @@ class Series:
         self.lines += 1
         if not self._buckets or self._buckets[-1].count >= self.stride:
             if len(self._buckets) >= 2 * self._most:
-                self._halve()
+                for one, other in zip(self._buckets[::2], self._buckets[1::2], strict=True):
+                    one.join(other)
+                self._buckets = self._buckets[::2]
+                self.stride *= 2
+                self.generation += 1
             self._buckets.append(Bucket(len(self.columns), x))
         self._buckets[-1].add(x, values)
 
@@ -125,13 +129,6 @@ class Series:
             "x": [_short(bucket.last, 12) for bucket in rows],
             "columns": columns,
         }
-
-    def _halve(self) -> None:
-        for one, other in zip(self._buckets[::2], self._buckets[1::2], strict=True):
-            one.join(other)
-        self._buckets = self._buckets[::2]
-        self.stride *= 2
-        self.generation += 1
 
 
 def _short(value: float, digits: int = DIGITS) -> float | int:

@@ -376,9 +376,8 @@ def application(
         return HTMLResponse(page, headers={"content-security-policy": policy})
 
     async def metrics(request: Request) -> Response:
-        return PlainTextResponse(
-            await asyncio.to_thread(_standings, watching), media_type=CONTENT_TYPE
-        )
+        text = await asyncio.to_thread(lambda: exposition(watching.standings()))
+        return PlainTextResponse(text, media_type=CONTENT_TYPE)
 
     async def events(request: Request) -> Response:
         nonlocal streams
@@ -471,28 +470,20 @@ async def _stop(watching: RunsReader, request: Request) -> Response:
     return PlainTextResponse("The run saves and stops after its step.\n", 202)
 
 
-def _standings(watching: RunsReader) -> str:
-    standings: list[tuple[str, dict[str, Any]]] = []
-    for run in watching.runs:
-        with run.lock:
-            standings.append((run.name, run.standing()))
-    return exposition(standings)
-
-
 def page_and_policy() -> tuple[str, str]:
     """The page, and a policy that allows its own script and style by their hashes, nothing else."""
     page = resources.files("hasten.monitor").joinpath("page.html").read_text(encoding="utf-8")
-    script, style = (_hash(page, tag) for tag in ("script", "style"))
+
+    def digest(tag: str) -> str:
+        [text] = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+    script, style = digest("script"), digest("style")
     policy = (
         f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; "
         "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
     return page, policy
-
-
-def _hash(page: str, tag: str) -> str:
-    [text] = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def listen(address: str, port: int, server: str) -> socket.socket:

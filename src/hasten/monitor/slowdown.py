@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hasten.formatting import number
+from hasten.formatting import number, numbers_of
 from hasten.monitor.series import Series
 
 LAST_STEPS = 20
@@ -47,7 +47,7 @@ def slowdown(
     usual = steps.means("tokens_per_second")
     if steps.lines < FEWEST_STEPS or not usual or not last:
         return None
-    rates = [r for line in last if (r := number(line.get("tokens_per_second"))) is not None]
+    rates = numbers_of(last, "tokens_per_second")
     before = statistics.median(usual)
     if not rates or before <= 0:
         return None
@@ -66,7 +66,7 @@ def _causes(
 ) -> list[str]:
     causes = []
     for name, text in SHARES.items():
-        shares = [s for line in last if (s := number(line.get(name))) is not None]
+        shares = numbers_of(last, name)
         if not shares:
             continue
         now, usual = statistics.fmean(shares), statistics.median(steps.means(name) or [0.0])

@@ -122,16 +122,12 @@ def watch_in_terminal(watching: RunsReader, console: Console | None = None) -> N
         try:
             while True:
                 live.update(_panels(watching, console.width), refresh=True)
-                if watching.runs and all(_is_finished(run) for run in watching.runs):
+                statuses = {standing["status"] for _, standing in watching.standings()}
+                if statuses and statuses <= {*FINISHED}:
                     return
                 time.sleep(EVERY_SECONDS)
         except KeyboardInterrupt:
             return
-
-
-def _is_finished(run: Run) -> bool:
-    with run.lock:
-        return run.standing()["status"] in FINISHED
 
 
 def _panels(watching: RunsReader, width: int) -> Group:

@@ -119,7 +119,7 @@ Cursor = dict[str, tuple[int, int]]  # of one run's series: generation and how m
 
 
 class RunsReader:
-    """The runs at or below some places; ``start`` begins to read them, ``close`` ends it.
+    """The runs at or below some places; inside ``with``, threads read them.
 
     ``after_look`` is called with each run after it was read; for alerts.
     """
@@ -131,24 +131,26 @@ class RunsReader:
         self._runs: dict[str, Run] = {}
         self._over = threading.Event()
 
-    def start(self) -> None:
+    def __enter__(self) -> RunsReader:
         self._find()
         threading.Thread(target=self._keep_finding, daemon=True, name="finding").start()
-
-    def close(self) -> None:
-        self._over.set()
-
-    def __enter__(self) -> RunsReader:
-        self.start()
         return self
 
     def __exit__(self, *reason: object) -> None:
-        self.close()
+        self._over.set()
 
     @property
     def runs(self) -> list[Run]:
         """In the order of their discovery, so that a run keeps its colour."""
         return list(self._runs.values())
+
+    def standings(self) -> list[tuple[str, dict[str, Any]]]:
+        """Name and state of each run."""
+        standings = []
+        for run in self.runs:
+            with run.lock:
+                standings.append((run.name, run.standing()))
+        return standings
 
     def read_all(self) -> None:
         """Read everything once, here and now, without threads; for a single look."""

@@ -189,7 +189,7 @@ def recipe_lines(layout: PlannedLayout) -> str:
         shown = {"ddp": {}} if layout.dp > 1 else {}
     lines += [f"layout: {_inline(shown)}"] if shown else []
     if layout.pp == 1:
-        plan += [_inline({"gradient_accumulation": {"micro_batch_size": layout.micro_batch}})[1:-1]]
+        plan.append(f"gradient_accumulation: {{micro_batch_size: {layout.micro_batch}}}")
         plan += _RECOMPUTES[layout.recompute]
     plan += _PRECISIONS[layout.precision]
     plan += _COMMUNICATIONS[layout.compression]
@@ -277,15 +277,11 @@ class JobCost:
     currency: str
     kwh_at_most: float | None
 
-    @property
-    def days(self) -> Span:
-        return self.seconds.times(1 / 86_400)
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return {
             "tokens": self.tokens,
-            "days": vars(self.days),
+            "days": vars(self.seconds.times(1 / 86_400)),
             "device_hours": vars(self.device_hours),
             "money": vars(self.money) if self.money else None,
             "currency": self.currency or None,

@@ -218,7 +218,7 @@ def _device(path: Path, figures: Mapping[str, Any]) -> Device:
         raise InputError(f"{path}: the device lacks {', '.join(lacks)} (FLOP/s, bytes, bytes/s)")
     for key, value in figures.items():
         is_text = device_fields[key].type == "str"
-        figure = None if isinstance(value, bool) else number(value)
+        figure = number(value)
         if not (isinstance(value, str) if is_text else figure is not None and figure >= 0):
             kind = "a text" if is_text else "a finite number, 0 at least"
             raise InputError(f"{path}: {key} is {str(value)[:60]!r}; it must be {kind}")

@@ -45,8 +45,16 @@ def planned(
     """
     config = config_of(recipe)
     if file is not None:
-        layout, job = _from_file(file)
-        batch = _batch(recipe, job)
+        stored_plan = read_json_object(file, "result of hasten estimate --json")
+        try:
+            stored_layout = _from_values(PlannedLayout, stored_plan["best"][0]["layout"])
+            stored_job = _from_values(PlannedJob, stored_plan["job"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise InputError(
+                f"--estimate: {file} isn't what hasten estimate --json writes ({error})"
+            ) from error
+        layout = dataclasses.asdict(stored_layout)
+        batch = _batch(recipe, dataclasses.asdict(stored_job))
         arguments(config, layout, batch, cloud.devices)  # refuses what can't be run, before writing
         return layout, batch
     from hasten.planner import plan
@@ -103,18 +111,6 @@ def scaled_rate(cloud: CloudConfig, gpu: str) -> float | None:
     return max(SLOWEST, node * host_flops / (REACHED * cluster.device.peak16))
 
 
-def _from_file(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    stored_plan = read_json_object(path, "result of hasten estimate --json")
-    try:
-        layout = _from_values(PlannedLayout, stored_plan["best"][0]["layout"])
-        job = _from_values(PlannedJob, stored_plan["job"])
-    except (ValueError, LookupError, TypeError) as error:
-        raise InputError(
-            f"--estimate: {path} isn't what hasten estimate --json writes ({error})"
-        ) from error
-    return dataclasses.asdict(layout), dataclasses.asdict(job)
-
-
 def _from_values(kind: type[Planned], values: Any) -> Planned:
     """A layout or job out of a file's object.
 
@@ -125,10 +121,8 @@ def _from_values(kind: type[Planned], values: Any) -> Planned:
         raise ValueError(f"no {kind.__name__} but {str(values)[:40]!r}")
     types = {field.name: field.type for field in dataclasses.fields(kind)}
     for name, number in values.items():
-        if type(number).__name__ != types.get(name) and (type(number), types.get(name)) != (
-            int,
-            "float",
-        ):
+        kinds = (type(number).__name__, types.get(name))
+        if kinds[0] != kinds[1] and kinds != ("int", "float"):
             raise ValueError(f"{name} is {str(number)[:40]!r}")
     return kind(**values)
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from hasten.errors import InputError
 from hasten.foreign_files import json_lines
-from hasten.formatting import number
+from hasten.formatting import measure, number, numbers_of
 from hasten.models.architecture import Architecture
 from hasten.planner.candidate import PlanCandidate
 from hasten.planner.cluster import Cluster
@@ -254,7 +254,7 @@ def terms_of_run(predicted: PlanCandidate, run: Path) -> list[CalibratedTerm]:
     step = _median(rows, "step_seconds")
     tokens = _median(rows, "positions")
     rate = tokens / step / predicted.devices if step and tokens else None
-    memory = max((peak for r in rows if (peak := number(r.get("peak_memory_bytes")))), default=None)
+    memory = max(numbers_of(rows, "peak_memory_bytes"), default=0.0) or None
     spans = (
         ("step", "s", predicted.step_seconds, step),
         ("rate of a device", "tokens/s", predicted.tokens_per_second_per_device, rate),
@@ -291,19 +291,13 @@ def table(terms: list[CalibratedTerm]) -> list[list[str]]:
     """Rows of words, the head first."""
     rows = [["term", "predicted", "measured", "measured/predicted", "in P10-P90"]]
     for term in terms:
-        measured = "not measured" if term.measured is None else _number(term.measured, term.unit)
+        values = [measure(value, term.unit) for value in (term.predicted, term.measured)]
         ratio = "-" if term.ratio is None else f"{term.ratio:.2f}"
         within = {None: "-", True: "yes", False: "no"}[term.within]
-        rows.append([term.name, _number(term.predicted, term.unit), measured, ratio, within])
+        rows.append([term.name, *values, ratio, within])
     return rows
 
 
 def _median(rows: list[dict[str, Any]], key: str) -> float | None:
-    finite = [read for r in rows if (read := number(r.get(key))) is not None]
-    return statistics.median(finite) if finite else None
-
-
-def _number(value: float, unit: str) -> str:
-    if unit == "bytes":
-        return f"{value / 1e9:.2f} GB"
-    return f"{value:.4g} {unit}"
+    values = numbers_of(rows, key)
+    return statistics.median(values) if values else None

@@ -92,12 +92,6 @@ def rates(machine: MachineNumbers, layouts: Layouts, c: Constants) -> tuple[Colu
     return np.asarray(rate), np.asarray(np.where(layouts.precision == FP32, rate, half))
 
 
-def low_bits(layouts: Layouts) -> Column:
-    """1 where the layers' operands are cast to 8 bits or fewer."""
-    p = layouts.precision
-    return np.asarray((p == FP8) | (p == MXFP8) | (p == NVFP4), dtype=np.float64)
-
-
 def forward(
     model: ModelNumbers,
     machine: MachineNumbers,
@@ -108,6 +102,7 @@ def forward(
     """The forward pass of one micro-batch."""
     T, tp = tokens(model, layouts), layouts.tp
     rate, half = rates(machine, layouts, c)
+    is_cast = np.isin(layouts.precision, (FP8, MXFP8, NVFP4))  # operands, to 8 bits or fewer
     dense, expert, cast, head, latent = (np.zeros(len(T)) for _ in range(5))
     for index, slot in enumerate(SLOTS):
         count = model.counts[index]
@@ -129,7 +124,7 @@ def forward(
                 * (model.active if slot == "expert_down" else 1)
                 / (tp if slot in EXPERTS or slot in ROWS else 1)
             )
-            cast = cast + low_bits(layouts) * count * rows * CAST_BYTES * model.inputs[index]
+            cast = cast + is_cast * count * rows * CAST_BYTES * model.inputs[index]
     if np.any(model.moe_layers):
         moved = 2 * element(layouts) * c.permute * T * model.active / tp * model.hidden
         expert = expert + model.moe_layers * moved / machine.memory_rate

@@ -17,7 +17,8 @@ from hasten.planner.numbers import calibrated
 from hasten.planner.planning import ClusterPlan
 from hasten.planner.simulate import draw_schedule, micro_batch, stages
 from hasten.recipe.price import Price
-from hasten.report.markup import html_table
+from hasten.report.markup import html_page, html_table
+from hasten.report.svg import Bar, bar_chart
 
 WIDTH = 100  # characters of a line where nobody says how many
 BAR = 28  # characters of a waterfall's longest bar
@@ -280,15 +281,7 @@ def _bars(parts: Mapping[str, float], unit: float, name: str) -> list[str]:
 
 # A plan as one page that stands alone: tables, waterfalls, and the schedule's timetable.
 
-STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;margin:0;color:#1a1a1a;background:#fff}"
-    "main{max-width:1080px;margin:auto;padding:24px;overflow-x:auto}h1{font-size:22px}"
-    "h2{font-size:17px}svg{width:100%;height:auto}table{border-collapse:collapse}"
-    "td,th{padding:2px 14px 2px 0;text-align:left;border-bottom:1px solid #ddd}"
-    "td+td{font-variant-numeric:tabular-nums}.bar{background:#2a6fb0;height:12px}"
-    "@media(prefers-color-scheme:dark){body{color:#eee;background:#161616}"
-    "td,th{border-color:#444}}"
-)
+CHART = 880  # pixels, the width of a drawing
 
 
 def page(
@@ -300,32 +293,32 @@ def page(
     """The page; no scripts, nothing is loaded from elsewhere."""
     best = cluster_plan.best[0]
     cluster = cluster_plan.cluster
-    cluster_text = f"{cluster.nodes} x {cluster.per_node} {cluster.device.name}"
-    body = [
-        f"<h1>{escape(cluster_plan.model.name)} on {escape(cluster_text)}</h1>",
-        f"<p>{escape(request_line(cluster_plan))}<br>"
-        f"Intervals: P10-P90, {escape(basis(cluster_plan))}</p>",
-        "<h2>Layouts (figures with P10-P90)</h2>",
-        _layouts(cluster_plan, cluster_plan.best, price),
-        f"<h2>Step of {escape(layout_text(best.layout))}</h2>",
-        _page_bars({PARTS[k]: v for k, v in best.step_parts.items()}, 1.0, "s"),
-        "<h2>Memory of its fullest rank</h2>",
-        _page_bars(best.memory_parts, 1e9, "GB"),
-        *_schedule(cluster_plan, best),
-        "<h2>Nothing beats these in time, memory and GPU hours together</h2>",
-        _layouts(cluster_plan, cluster_plan.pareto, price),
-        "<h2>Why not</h2>",
-        html_table(["layout", "reason"], ([layout_text(r.layout), r.reason] for r in nearest)),
-        "<h2>What would change it</h2>",
-        html_table(
+    step_parts = {PARTS[name]: seconds for name, seconds in best.step_parts.items()}
+    sections = {
+        "Layouts (figures with P10-P90)": _layouts(cluster_plan, cluster_plan.best, price),
+        f"Step of {layout_text(best.layout)}": _chart("Seconds of a step", step_parts, 1.0, "s"),
+        "Memory of its fullest rank": _chart("Memory", best.memory_parts, 1e9, "GB"),
+        "Its pipeline": _schedule(cluster_plan, best),
+        "Nothing beats these in time, memory and GPU hours together": _layouts(
+            cluster_plan, cluster_plan.pareto, price
+        ),
+        "Why not": html_table(
+            ["layout", "reason"], ([layout_text(r.layout), r.reason] for r in nearest)
+        ),
+        "What would change it": html_table(
             ["change", "rate of the first", "of the best then"],
             ([c.what, percent(c.same_layout), percent(c.best_layout)] for c in changes),
         ),
-    ]
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>hasten estimate</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{STYLE}</style><main>{''.join(body)}</main></html>\n"
+    }
+    body = "".join(
+        f"<section><h2>{escape(title)}</h2>{content}</section>"
+        for title, content in sections.items()
+        if content
+    )
+    return html_page(
+        f"{cluster_plan.model.name} on {cluster.nodes} x {cluster.per_node} {cluster.device.name}",
+        f"<p>{escape(request_line(cluster_plan))}<br>"
+        f"Intervals: P10-P90, {escape(basis(cluster_plan))}</p>{body}",
     )
 
 
@@ -337,25 +330,19 @@ def _layouts(
     return html_table(titles, rows)
 
 
-def _schedule(cluster_plan: ClusterPlan, one: PlanCandidate) -> list[str]:
-    """The pipeline's timetable, where there is a pipeline."""
+def _schedule(cluster_plan: ClusterPlan, one: PlanCandidate) -> str:
+    """The pipeline's timetable; empty without a pipeline."""
     layout = one.layout
     if layout.pp == 1 or not one.simulated:
-        return []
+        return ""
     _, seconds = stages(
         cluster_plan.model,
         layout,
         micro_batch(cluster_plan.model, one, cluster_plan.job.task == "lora"),
     )
-    drawn = draw_schedule(layout.schedule, layout.pp, one.micro_batches, layout.virtual, seconds)
-    return ["<h2>Its pipeline</h2>", drawn]
+    return draw_schedule(layout.schedule, layout.pp, one.micro_batches, layout.virtual, seconds)
 
 
-def _page_bars(parts: Mapping[str, float], unit: float, name: str) -> str:
-    most = max(parts.values()) or 1.0
-    rows = "".join(
-        f"<tr><td>{escape(label)}</td><td>{value / unit:.3g} {name}</td><td>"
-        f'<div class="bar" style="width:{max(0.0, 320 * value / most):.0f}px"></div></td></tr>'
-        for label, value in parts.items()
-    )
-    return f"<table>{rows}</table>"
+def _chart(title: str, parts: Mapping[str, float], unit: float, name: str) -> str:
+    bars = [Bar(label, f"{v / unit:.3g} {name}", v / unit) for label, v in parts.items()]
+    return bar_chart(title, bars, CHART, 0, lambda value: f"{value:g} {name}")

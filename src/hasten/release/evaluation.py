@@ -24,6 +24,7 @@ from torch.nn.functional import cross_entropy
 from hasten.data.chat_template import encode_all
 from hasten.data.readers import read_examples
 from hasten.errors import InputError, require_packages
+from hasten.formatting import one_line
 from hasten.machine.environment import with_variables
 from hasten.measure.significance import holm
 from hasten.measure.statistics import DOUBT, mean_and_error, student_quantile, student_tail
@@ -375,8 +376,7 @@ def score_tasks(
                 task_manager=TaskManager(include_defaults=False),
             )
         except Exception as error:  # of the library, for whatever a task's file holds
-            reason = " ".join(str(error).split())[:300] or type(error).__name__
-            raise InputError(f"--tasks: lm-eval refuses a task: {reason}") from error
+            raise InputError(f"--tasks: lm-eval refuses a task: {one_line(error, 300)}") from error
     metrics = []
     for name, rows in results["samples"].items():
         numbers = {k for row in rows for k, v in row.items() if k in row.get("metrics", ())}

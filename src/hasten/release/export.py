@@ -28,6 +28,7 @@ from hasten.data.conversation import Conversation
 from hasten.data.turns import Message
 from hasten.errors import InputError
 from hasten.foreign_files import read_json_object
+from hasten.formatting import one_line
 from hasten.machine.files import write_atomic
 from hasten.models.adapters import merge, round_base, with_adapter
 from hasten.models.gguf_format import GGUFType, check_convertible, read_gguf, write_gguf
@@ -254,7 +255,12 @@ def _write(
     tokenizer, stop = trained.tokenizer, trained.stop
     if request.form == "adapter":
         unsaved = save_adapter(model, tokenizer, folder)
-        _without_local_path(folder / ADAPTER)
+        config = folder / ADAPTER
+        fields = read_json_object(config, "adapter's config")
+        base = Path(str(fields.get("base_model_name_or_path") or ""))
+        if base.is_dir():  # its path says something of the author's machine alone
+            fields["base_model_name_or_path"] = base.resolve().name
+            config.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", "utf-8")
         return "float32", with_adapter(trained.base(), folder), [], unsaved
     if trained.lora is not None:
         model = merge(model)
@@ -413,9 +419,8 @@ def _repair_generation(model: Any) -> str:
     try:
         generation.validate(strict=True)
     except ValueError as error:
-        reason = " ".join(str(error).split())[:200]
         raise InputError(
-            f"the model's generation_config.json is contradictory: {reason}"
+            f"the model's generation_config.json is contradictory: {one_line(error)}"
         ) from error
     return "generation_config.json has sampling settings: do_sample is written as true"
 
@@ -507,15 +512,6 @@ def _describe(request: Export, recipe: Recipe, folder: Path, result: Exported, t
     )
 
 
-def _without_local_path(config: Path) -> None:
-    """Reduces the base's name in an adapter's config to the folder's, if it is a local folder."""
-    fields = read_json_object(config, "adapter's config")
-    name = str(fields.get("base_model_name_or_path") or "")
-    if Path(name).is_dir():
-        fields["base_model_name_or_path"] = Path(name).resolve().name
-        config.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
 # Upload to a hub.
 
 # What a folder of an export has; nothing else of it is uploaded.
@@ -535,8 +531,9 @@ def check_upload(repository: str) -> None:
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
-        reason = " ".join(str(error).split())
-        raise InputError(f"--push {repository} is no name of a repository: {reason}") from error
+        raise InputError(
+            f"--push {repository} is no name of a repository: {one_line(error, 500)}"
+        ) from error
     if "/" not in repository:
         raise InputError(f"--push {repository} names no owner: give OWNER/NAME")
     if get_token() is None:
@@ -562,9 +559,8 @@ def upload(folder: Path, repository: str, is_private: bool) -> str:
             commit_message="Upload of hasten export",
         )
     except (HTTPError, OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:300]
         raise InputError(
-            f"--push {repository} failed ({reason}): {folder} is complete, and "
+            f"--push {repository} failed ({one_line(error, 300)}): {folder} is complete, and "
             f"`hf upload {repository} {folder}` uploads it"
         ) from error
     return str(commit.repo_url)

@@ -125,17 +125,15 @@ def check_adapter_base(folder: Path, recipe: Recipe) -> None:
         )
 
 
-def load_base(run: Path, weights: str = "") -> LoadedModel:
-    """The model that a run started from, with the run's tokenizer."""
-    tokenizer = load_tokenizer(str(weights_folder(run, weights)))
-    model: Any = model_for(recipe_of(run), tokenizer, stop_token(tokenizer, answer_end(tokenizer)))
-    return _ready(BASE, model, tokenizer)
-
-
 def load_other(source: str, run: Path, weights: str = "") -> LoadedModel:
-    """Returns the model to compare with: ``base``, another run, a folder or a hub name."""
+    """Returns the model to compare with: ``base``, another run, a folder or a hub name.
+
+    The base is the model that the run started from; its tokenizer is the run's.
+    """
     if source == BASE:
-        return load_base(run, weights)
+        tokenizer = load_tokenizer(str(weights_folder(run, weights)))
+        stop = stop_token(tokenizer, answer_end(tokenizer))
+        return _ready(BASE, model_for(recipe_of(run), tokenizer, stop), tokenizer)
     if (Path(source) / RECIPE).is_file():
         return load_run(Path(source))
     return _ready(source, load_model(source), load_tokenizer(source), Path(source))

@@ -33,6 +33,7 @@ from hasten.machine.files import write_result
 from hasten.measure.ablation import Design, Variant
 from hasten.measure.statistics import Effect, Interval, paired_ratio, unpaired_ratio, verdict
 from hasten.recipe.yaml_reader import first_complaint
+from hasten.report.judgement import idle_techniques
 
 NAME = "bundle.json"
 LARGEST = 64 << 20  # bytes of the file
@@ -101,7 +102,7 @@ def measurements(variants: Iterable[Variant]) -> dict[str, BundledMeasurement]:
             baseline_rounds=tuple(
                 () if base.failed else variant.baseline_rounds or base.rounds[: len(variant.rounds)]
             ),
-            idle=tuple(str(a["technique"]) for a in variant.effective if a["effective"] is False),
+            idle=tuple(idle_techniques(variant)),
             failed=variant.failed,
         )
         for variant in listed

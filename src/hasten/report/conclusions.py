@@ -14,7 +14,7 @@ from typing import Any
 
 from hasten import formatting
 from hasten.core.plan import Plan
-from hasten.formatting import number_text, span
+from hasten.formatting import number, number_text, span
 from hasten.measure.ablation import Variant
 from hasten.measure.quality.requirements import FAILED
 from hasten.measure.significance import LEAST_FLOOR
@@ -191,14 +191,14 @@ def word_of(ratio: Interval, floor: float | None) -> str:
 def reason_of(row: Mapping[str, Any]) -> str:
     """A line of the verification in words: its verdict and the reason for it."""
     measured = row["measured"]
-    number = "no reason given" if measured is None else f"measured {amount(measured)}"
-    return f"{row['verdict']}: {row['text'] or number}"
+    text = "no reason given" if measured is None else f"measured {amount(measured)}"
+    return f"{row['verdict']}: {row['text'] or text}"
 
 
 def amount(value: object) -> str:
     """A number or text that a verification measured, as it is printed."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number_text(float(value), "measured") if number else str(value)  # type: ignore[arg-type]
+    numeric = number(value)
+    return str(value) if numeric is None else number_text(numeric, "measured")
 
 
 def _sensible(value: float | None) -> bool:

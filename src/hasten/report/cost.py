@@ -17,11 +17,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hasten.errors import InputError
+from hasten.measure.energy import JOULES_PER_KWH
 from hasten.recipe.price import Price
 from hasten.report.conclusions import on_the_whole
 from hasten.report.judgement import verdict_word
-
-JOULES_PER_KWH = 3.6e6
 
 
 def time_saved(ratio: float) -> float:

@@ -135,7 +135,12 @@ def interaction_of(variants: Sequence[Variant]) -> dict[str, Any] | None:
         missing = "not all of these variants were alive together"
     if missing:
         return {"ratio": NOT_MEASURED, "text": f"Not measured: {missing}."}
-    ratio = _joint(together, singles, base)
+    base_rounds = together.baseline_rounds or base.rounds
+    every = [base_rounds, together.rounds, *(variant.rounds for variant in singles)]
+    first, second, *others = (values[: min(map(len, every))] for values in every)
+    # The baseline's process variance is in every single gain and once in that of all together.
+    weights = 1 + len(others) + (len(others) - 1) ** 2
+    ratio = _widened(joint_ratio(first, second, others), base, weights)
     ratio_text = span(ratio.summary(), "times")
     text = f"Together the techniques reach {ratio_text} of what their single gains multiply to"
     if ratio.rounds == 1:
@@ -179,16 +184,6 @@ def _again(variants: Sequence[Variant]) -> list[float]:
 
 def _side_by_side(variants: Sequence[Variant]) -> bool:
     return all(variant.baseline_rounds == variants[0].baseline_rounds for variant in variants)
-
-
-def _joint(together: Variant, singles: Sequence[Variant], base: Variant) -> Interval:
-    base_rounds = together.baseline_rounds or base.rounds
-    every = [base_rounds, together.rounds, *(variant.rounds for variant in singles)]
-    rounds = min(len(values) for values in every)
-    first, second, *others = (values[:rounds] for values in every)
-    # The baseline's process variance is in every single gain and once in that of all together.
-    weights = 1 + len(others) + (len(others) - 1) ** 2
-    return _widened(joint_ratio(first, second, others), base, weights)
 
 
 # One judgement per variant: its effect against the variant that it belongs beside, and its quality.

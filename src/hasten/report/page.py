@@ -28,7 +28,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from hasten.core.plan import name_of
 from hasten.errors import InputError
-from hasten.formatting import duration, measure, number_text, outline, span
+from hasten.formatting import duration, measure, number, number_text, outline, span
 from hasten.machine.files import write_result
 from hasten.measure.quality.requirements import FAILED
 from hasten.recipe.write_back import plain_entry
@@ -276,8 +276,8 @@ def table_of(report: Mapping[str, Any]) -> ReportTable:
     if set(others) <= {base} and not cumulative:
         del columns["ratio"]
     rows = []
-    for number, variant in enumerate(variants):
-        usual = variants[number - 1]["name"] if cumulative and number else base
+    for index, variant in enumerate(variants):
+        usual = variants[index - 1]["name"] if cumulative and index else base
         rows.append(
             {
                 "name": variant["name"],
@@ -328,11 +328,11 @@ def terms(variants: Sequence[Row], part: str, unit: str) -> list[dict[str, Any]]
     """The ledger's `part` before and after: one row per term that either variant measured."""
     first, last = variants[0]["ledger"][part], result_of(variants)["ledger"][part]
     rows = []
-    for number, name in enumerate(first, start=1):
+    for index, name in enumerate(first, start=1):
         pair = first[name], last[name]
         if pair != (None, None):
             before, after = (number_text(value, unit) for value in pair)
-            row = {"name": term_name(name), "number": number, "before": before, "after": after}
+            row = {"name": term_name(name), "number": index, "before": before, "after": after}
             rows.append(row)
     return rows
 
@@ -367,8 +367,7 @@ def has_cost(cost: Mapping[str, Any]) -> bool:
 
 def priced(prices: Mapping[str, Any] | None, variant: Row) -> float | None:
     """A variant's entry in an object from variant names to numbers."""
-    value = (prices or {}).get(variant["name"])
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return number((prices or {}).get(variant["name"]))
 
 
 def unmeasured(report: Mapping[str, Any]) -> list[str]:

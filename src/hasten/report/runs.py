@@ -29,10 +29,9 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from hasten import formatting
 from hasten.errors import InputError
 from hasten.foreign_files import json_lines, read_json_object
-from hasten.formatting import aligned, number_text
+from hasten.formatting import aligned, number, number_text, numbers_of
 from hasten.report.svg import visible
 
 LARGEST_FILE = 256 << 20  # bytes
@@ -145,11 +144,6 @@ class _Log:
                 yield self.last_step or self.lines, number(self.tokens), loss
 
 
-def number(value: object) -> float | None:
-    """The value if it is a finite number, else None; true and false are none."""
-    return None if isinstance(value, bool) else formatting.number(value)
-
-
 def _trained(path: Path, summary: Mapping[str, Any], read_recipe: Any) -> RunFacts:
     metrics = path / "metrics.jsonl"
     recipe = path / "recipe.yaml"
@@ -233,8 +227,7 @@ def _hugging_face(path: Path, state: Mapping[str, Any]) -> RunFacts:
     logs = [entry for entry in history if isinstance(entry, dict)]
     last = next((e for e in reversed(logs) if number(e.get("train_runtime"))), {})
     steps, runtime = _whole(state.get("global_step")), number(last.get("train_runtime"))
-    tokens = [t for e in logs if (t := number(e.get("num_tokens"))) is not None]
-    eval_losses = [v for e in logs if (v := number(e.get("eval_loss"))) is not None]
+    tokens, eval_losses = numbers_of(logs, "num_tokens"), numbers_of(logs, "eval_loss")
     total = tokens[-1] if tokens else None
     padded = not tokens and number(state.get("num_input_tokens_seen"))
     notes = [f"{path.name}: {UNCOUNTED}"] if padded else []

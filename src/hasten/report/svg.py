@@ -326,7 +326,10 @@ def line_chart(title: str, curves: Sequence[Curve], size: tuple[int, int], forma
     drawn = [(curve, thin(curve.points, most)) for curve in curves]
     xs = sorted(point[0] for _, points in drawn for point in points) or [0.0, 1.0]
     ticks = nice_ticks((point[1] for _, points in drawn for point in points), 5)
-    names = _tick_names(ticks)
+    # Enough decimals for names to be distinct; extreme values in short form.
+    places = max(0, -math.floor(math.log10(ticks[1] - ticks[0]) + 1e-6))
+    is_plain = places <= 8 and max(map(abs, ticks)) < 1e9
+    names = [f"{value:.{places}f}" if is_plain else f"{value:.3g}" for value in ticks]
     left_x = 14 + LETTER * max(map(len, names))
     x = linear((xs[0], xs[-1]), (left_x + EDGE, size[0] - 2 * EDGE))
     y = linear((ticks[0], ticks[-1]), (size[1] - 28, 10))
@@ -357,13 +360,6 @@ def _bar(bar: Bar, x: Scale, origin: float, y: float) -> list[str]:
         ends = [(a, y, b, y), (a, y - 4, a, y + 4), (b, y - 4, b, y + 4)]
         marks += [line("whisker", *end) for end in ends]
     return marks
-
-
-def _tick_names(ticks: Sequence[float]) -> list[str]:
-    """Formats numbers with enough decimals to be distinct; extreme values in short form."""
-    places = max(0, -math.floor(math.log10(ticks[1] - ticks[0]) + 1e-6))
-    plain = places <= 8 and max(map(abs, ticks)) < 1e9
-    return [f"{value:.{places}f}" if plain else f"{value:.3g}" for value in ticks]
 
 
 def _deviations(values: Sequence[float]) -> list[float]:

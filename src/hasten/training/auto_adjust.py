@@ -233,25 +233,23 @@ class LiveTuning:
             self._candidates = [c for c in self._candidates if c.switch is not switch]
             index = switch.values.index(candidate.value)  # further on in the direction that paid
             self._candidates += _at(switch, 2 * index - switch.values.index(before))
-        self._note(_line(candidate, before, step, why))
+        ratio = candidate.ratio(DOUBT)
+        self._note(
+            {
+                "step": step,
+                "switch": switch.name,
+                "from": before,
+                "to": candidate.value,
+                "kept": why == "helped",
+                "why": why,
+                "ratio": {"mean": ratio.estimate, "low": ratio.low, "high": ratio.high},
+                "tries": len(candidate.ratios),
+            }
+        )
 
 
 def _at(switch: LiveSetting, index: int) -> list[Candidate]:
     return [Candidate(switch, switch.values[index])] if 0 <= index < len(switch.values) else []
-
-
-def _line(candidate: Candidate, before: Any, step: int, why: str) -> dict[str, Any]:
-    ratio = candidate.ratio(DOUBT)
-    return {
-        "step": step,
-        "switch": candidate.switch.name,
-        "from": before,
-        "to": candidate.value,
-        "kept": why == "helped",
-        "why": why,
-        "ratio": {"mean": ratio.estimate, "low": ratio.low, "high": ratio.high},
-        "tries": len(candidate.ratios),
-    }
 
 
 def sentence(line: dict[str, Any]) -> str:

@@ -60,35 +60,33 @@ class UndisturbedRun:
 def check_faults(path: Path, overrides: Sequence[str], seed: int | None = None) -> int:
     """Run the checks and print a line for each; the exit code is 4 if one failed."""
     recipe = load_recipe(path, overrides)
-    check_folder(Path(recipe.output))
-    with only_run_in(Path(recipe.output)):  # another self-test would remove this one's folder
-        return _self_test(recipe, path, int(time.time()) if seed is None else seed)
-
-
-def _self_test(recipe: Recipe, path: Path, seed: int) -> int:
-    folder = Path(recipe.output) / "faults"
-    if folder.exists() and not (folder / "by-hasten").is_file():
-        raise InputError(f"output: {folder} is not of an earlier self-test; move it away")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    (folder / "by-hasten").touch()
-    failed = 0
-    print(f"{STEPS} steps of {path}, a checkpoint every {EVERY}; kills by seed {seed}", flush=True)
-    for name, check in SelfTest(recipe, folder, random.Random(seed)).checks():
-        began = time.monotonic()
-        try:
-            message, good = check(), True
-        except CheckFailedError as error:
-            message, good = str(error), False
-        failed += not good
-        took = time.monotonic() - began
-        print(f"{'ok  ' if good else 'FAIL'} {name:<12} {message} ({took:.0f} s)", flush=True)
-        if not good and name == "undisturbed":
-            break
-    if failed:
-        print(f"the files of the checks are in {folder}")
-        return FAILED
-    shutil.rmtree(folder)
+    output, failed = Path(recipe.output), 0
+    folder = output / "faults"
+    seed = int(time.time()) if seed is None else seed
+    check_folder(output)
+    with only_run_in(output):  # another self-test would remove this one's folder
+        if folder.exists() and not (folder / "by-hasten").is_file():
+            raise InputError(f"output: {folder} is not of an earlier self-test; move it away")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        (folder / "by-hasten").touch()
+        about = f"{STEPS} steps of {path}, a checkpoint every {EVERY}; kills by seed {seed}"
+        print(about, flush=True)
+        for name, check in SelfTest(recipe, folder, random.Random(seed)).checks():
+            began = time.monotonic()
+            try:
+                message, good = check(), True
+            except CheckFailedError as error:
+                message, good = str(error), False
+            failed += not good
+            took = time.monotonic() - began
+            print(f"{'ok  ' if good else 'FAIL'} {name:<12} {message} ({took:.0f} s)", flush=True)
+            if not good and name == "undisturbed":
+                break
+        if failed:
+            print(f"the files of the checks are in {folder}")
+            return FAILED
+        shutil.rmtree(folder)
     return 0
 
 

@@ -69,28 +69,22 @@ def _compared(session: Session, plan: Plan) -> str | None:
     devices = [p.device.index or 0 for p in itertools.islice(learns, 1) if p.is_cuda]
     try:
         with torch.random.fork_rng(devices):
-            return _difference(session, plan)
+            passes = _SessionPasses(session)
+            marker = [t for t in plan if t.slot in CHANGES_A_PASS][:1]
+            proof = FirstStepProof(passes, marker, "transformers")
+            routing = session.setup.routing
+            host_objects = [] if routing is None else [routing]
+            with without_dropout(passes.plain):  # the session's own is off already
+                removed = proof.check({"documents": passes.documents}, *host_objects)
+        if proof.batches and not removed:
+            _LOG.info("%s", proof)
+        return str(removed[0].difference) if removed else None
     except _NothingToCompareError as reason:
         _LOG.info("no proof on the first step: %s", reason)
         return None
     finally:
         for parameter, learned in learns.items():  # the plain model shares them
             parameter.requires_grad_(learned)
-
-
-def _difference(session: Session, plan: Plan) -> str | None:
-    passes = _SessionPasses(session)
-    marker = [t for t in plan if t.slot in CHANGES_A_PASS][:1]
-    proof = FirstStepProof(passes, marker, "transformers")
-    routing = session.setup.routing
-    host_objects = [] if routing is None else [routing]
-    with without_dropout(passes.plain):  # the session's own is off already
-        removed = proof.check({"documents": passes.documents}, *host_objects)
-    if removed:
-        return str(removed[0].difference)
-    if proof.batches:
-        _LOG.info("%s", proof)
-    return None
 
 
 class _NothingToCompareError(Exception):

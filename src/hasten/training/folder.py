@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from hasten.core.session import Session
 from hasten.errors import InputError
 from hasten.foreign_files import open_regular
+from hasten.formatting import one_line
 from hasten.machine import environment
 from hasten.machine.files import TEMPORARY, write_atomic
 from hasten.models.adapters import adapted_table
@@ -163,36 +163,31 @@ def save_weights(
     Returns:
         A sentence for each further part that couldn't be written.
     """
-    with session.setup.layout.gather(session.model):
-        if session.setup.context.world.is_main:
-            return _save(session.model, data, folder, formats, rescue)
-    return SavedWeights(folder, [])
-
-
-def _save(
-    model: nn.Module, data: PreparedData, folder: Path, formats: NumberFormats, rescue: bool
-) -> SavedWeights:
-    any_model: Any = model
+    model: Any = session.model
     adapter = bool(adapted_table(model))
     second = rescue_path(folder) if rescue else None
     attempts = [(target, formats) for target in (folder, second) if target is not None]
     if rescue and not adapter and formats.most is not torch.bfloat16:
         attempts += [(target, NumberFormats(torch.bfloat16)) for target, _ in attempts]
     problems: list[str] = []
-    for target, these in attempts:
-        try:
-            if adapter:
-                unsaved_parts = save_adapter(any_model, data.tokenizer, target)
-            else:
-                unsaved_parts = save_model(any_model, data.tokenizer, target, these)
-        except Exception as error:  # safetensors has an error of its own for a full disk
-            rounded = "" if these is formats else " rounded to bfloat16"
-            problems.append(f"the weights{rounded} couldn't be written to {target}: {_line(error)}")
-            continue
-        if problems:
+    with session.setup.layout.gather(model):
+        if not session.setup.context.world.is_main:
+            return SavedWeights(folder, [])
+        for target, these in attempts:
             rounded = "" if these is formats else ", rounded to bfloat16"
-            problems.append(f"the weights are in {target}{rounded}")
-        return SavedWeights(target, [*problems, *unsaved_parts])
+            try:
+                if adapter:
+                    unsaved_parts = save_adapter(model, data.tokenizer, target)
+                else:
+                    unsaved_parts = save_model(model, data.tokenizer, target, these)
+            except Exception as error:  # safetensors has an error of its own for a full disk
+                problems.append(
+                    f"the weights couldn't be written to {target}{rounded}: {one_line(error)}"
+                )
+                continue
+            if problems:
+                problems.append(f"the weights are in {target}{rounded}")
+            return SavedWeights(target, [*problems, *unsaved_parts])
     return SavedWeights(None, problems)
 
 
@@ -206,10 +201,6 @@ def rescue_path(path: Path) -> Path | None:
         [Path(rescue, name)], (Path(rescue, f"{number}-{name}") for number in itertools.count(2))
     )
     return next(each for each in paths if not os.path.lexists(each))
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def save_all(
@@ -240,7 +231,7 @@ def save_all(
             try:
                 samples = write_samples(session, data.tokenizer, data.eval_data)
             except Exception as error:  # all is saved by now, and a summary is worth more
-                unsaved.append(f"no sample could be written: {_line(error)}")
+                unsaved.append(f"no sample could be written: {one_line(error)}")
     del first_version
     return folders[0], samples, unsaved
 

@@ -189,7 +189,9 @@ class Writers:
         values = {
             f"{kind}/{name}": numeric
             for name, value in line.items()
-            if name not in BESIDE and (numeric := number(value)) is not None
+            # A flag is 1 or 0.
+            if name not in BESIDE
+            and (numeric := number(int(value) if isinstance(value, bool) else value)) is not None
         }
         step = int(number(line.get("step")) or 0)
         for name, writer in list(self._open.items()):

@@ -58,12 +58,14 @@ from hasten.core.setup import prepare
 from hasten.core.timing import StepMetrics, clock_on
 from hasten.errors import InputError
 from hasten.foreign_files import STOP_FILE
+from hasten.formatting import one_line
 from hasten.launch.ranks import check_agreement, naming_ranks, process_group
 from hasten.machine import environment, host
 from hasten.machine.processes import Heartbeat, attempt_folder, attempt_number, reporting_errors
 from hasten.measure.energy import meter_of_run
 from hasten.models.save import AS_IN_MEMORY
 from hasten.models.weights import NumberFormats
+from hasten.progress import SilentProgress
 from hasten.recipe.build import PreparedJob, job_of, plan_of, prepare_run
 from hasten.recipe.gpu_check import check_ranks, without_refused
 from hasten.recipe.memory_check import advising, settle_memory
@@ -127,61 +129,40 @@ def train(
         InputError: a part of the recipe can't be used; nothing was trained.
         StoppedError: a check ended the run, or a rank can't be reached.
     """
-    resolved_recipe = recipe if isinstance(recipe, Recipe) else load_recipe(Path(recipe))
+    resolved = recipe if isinstance(recipe, Recipe) else load_recipe(Path(recipe))
     choice = None
     if environment.world().size == 1:
-        resolved_recipe, choice = with_chosen_plan(resolved_recipe, _LinesOnly(tell))
+        resolved, choice = with_chosen_plan(resolved, SilentProgress(tell))
         if choice is not None:
             on_step = call_all(SpeedWatch(choice, tell).note, on_step)
     live: list[Session] = []
-    hooks = (call_all(live.append, on_start), on_step, on_evaluation)
-    with (
-        reporting_errors(),
-        defer_signals(lambda: next(iter(live), None)),
-        ExitStack() as stack,
-    ):
-        return _prepare_and_train(resolved_recipe, stack, import_seconds, tell, on_tokens, hooks)
-
-
-def _prepare_and_train(
-    recipe: Recipe,
-    exit_stack: ExitStack,
-    import_seconds: float,
-    tell: Tell,
-    on_tokens: Callable[[int, int], None] | None,
-    hooks: tuple[Callable[[Session], None], OnStep, OnEvaluation],
-) -> dict[str, Any]:
-    began = time.perf_counter()
-    output = Path(recipe.output)
-    prepared = prepare_run(recipe, tell, on_tokens, exit_stack=exit_stack)
-    context = prepared.context
-    seconds = {"imports": import_seconds, "data": time.perf_counter() - began}
-    host.reset_memory_peak(context.device)
-    world, met = context.world, time.perf_counter()
-    timeout = datetime.timedelta(seconds=recipe.link_seconds)
-    group = process_group(world, context.device, timeout, recipe.backend)
-    with group, reporting_errors(), naming_ranks(world):
-        if recipe.auto_plan is not None:
-            recipe = same_on_all_ranks(recipe, context, tell if world.is_main else _silent)
-            plan = plan_of(recipe, context, tell)
-            job = job_of(recipe, prepared.data, context, plan)
-            prepared = replace(prepared, recipe=recipe, plan=plan, job=job)
-        check_agreement(world, terms_of_all_ranks(recipe, context))
-        if context.on_gpu:
-            check_ranks(world, context.device)
-        seconds["meeting"] = time.perf_counter() - met
-        run = _Run(prepared, output, tell if world.is_main else _silent, began)
-        return _train(run, seconds, *hooks)
-
-
-class _LinesOnly:
-    """An audience that has lines only."""
-
-    def __init__(self, tell: Tell) -> None:
-        self.tell = tell
-
-    def begin(self) -> None: ...
-    def show(self, text: str, share: float) -> None: ...
+    with ExitStack() as stack:
+        stack.enter_context(reporting_errors())
+        stack.enter_context(defer_signals(lambda: next(iter(live), None)))
+        began = time.perf_counter()
+        prepared = prepare_run(resolved, tell, on_tokens, exit_stack=stack)
+        context, world = prepared.context, prepared.context.world
+        seconds = {"imports": import_seconds, "data": time.perf_counter() - began}
+        host.reset_memory_peak(context.device)
+        met = time.perf_counter()
+        timeout = datetime.timedelta(seconds=resolved.link_seconds)
+        with (
+            process_group(world, context.device, timeout, resolved.backend),
+            reporting_errors(),
+            naming_ranks(world),
+        ):
+            main_tell = tell if world.is_main else _silent
+            if resolved.auto_plan is not None:
+                resolved = same_on_all_ranks(resolved, context, main_tell)
+                plan = plan_of(resolved, context, tell)
+                job = job_of(resolved, prepared.data, context, plan)
+                prepared = replace(prepared, recipe=resolved, plan=plan, job=job)
+            check_agreement(world, terms_of_all_ranks(resolved, context))
+            if context.on_gpu:
+                check_ranks(world, context.device)
+            seconds["meeting"] = time.perf_counter() - met
+            run = _Run(prepared, Path(resolved.output), main_tell, began)
+            return _train(run, seconds, call_all(live.append, on_start), on_step, on_evaluation)
 
 
 def _open_folder(recipe: Recipe, data: PreparedData, keep: Sequence[str], tell: Tell) -> None:
@@ -422,8 +403,9 @@ class SamplesInTime:
                 samples = write_samples(self._session, tokens.tokenizer, tokens.eval_data, count)
             except Exception as error:  # of a library: a sample isn't worth the training
                 self._is_over = True
-                reason = " ".join(str(error).split())[:200]
-                self._run.tell(f"warning: samples: none can be written in this run: {reason}")
+                self._run.tell(
+                    f"warning: samples: none can be written in this run: {one_line(error)}"
+                )
                 return
         for sample in samples:
             self._lines.add({"step": evaluation.step, **asdict(sample)})

@@ -284,7 +284,16 @@ def plan_space(  # noqa: C901  # a clause for each kind of choice
 
     @functools.cache  # a study asks for the same points and techniques thousands of times
     def plan(point: Point) -> Plan:
-        return _plan_of(raw.settings(point), kinds, fixed_techniques)
+        settings = raw.settings(point)
+        knobs: dict[str, dict[str, Any]] = {
+            value: {} for name, value in settings.items() if "." not in name and value != NONE
+        }
+        for path, value in settings.items():
+            choice, dot, name = path.rpartition(".")
+            if dot:
+                knobs[choice][name] = value
+        built = [replace(kinds[choice], **values) for choice, values in knobs.items()]  # type: ignore[type-var]  # a frozen dataclass
+        return Plan((*built, *fixed_techniques))
 
     @functools.cache
     def hindered(technique: Technique) -> list[str]:
@@ -437,18 +446,3 @@ def _start(dimensions: Sequence[Dimension], base: Plan) -> Point:
         value = getattr(technique, d.name.partition(".")[2]) if is_chosen else d.values[0]
         indices.append(d.values.index(value))
     return tuple(indices)
-
-
-def _plan_of(
-    settings: Mapping[str, Any],
-    kinds: Mapping[str, Technique],
-    fixed_techniques: Sequence[Technique],
-) -> Plan:
-    chosen = [v for name, v in settings.items() if "." not in name and v != NONE]
-    built = []
-    for name in chosen:
-        knob_values = {
-            k.partition(".")[2]: v for k, v in settings.items() if k.startswith(f"{name}.")
-        }
-        built.append(replace(kinds[name], **knob_values))  # type: ignore[type-var]  # a frozen dataclass
-    return Plan((*built, *fixed_techniques))

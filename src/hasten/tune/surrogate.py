@@ -64,8 +64,10 @@ class PlanGaussianProcess:
         self._space, self._forecast = space, forecast
         self.noise, self._aparts, self._scales = max(noise, 1e-3), aparts, scales
         self._known: dict[Point, tuple[Array, float]] = {}
-        weights = [KNOB**2 if d.needs else 1.0 for d in space.dimensions]
-        self._weights: Array = np.array(weights)
+        weights = np.array([KNOB**2 if d.needs else 1.0 for d in space.dimensions])
+        self._weights: Array = weights
+        self._single = weights.sum()  # over choices, and over pairs of them
+        self._pairs = (self._single**2 - (weights**2).sum()) / 2
 
     def after(
         self,
@@ -106,7 +108,8 @@ class PlanGaussianProcess:
                 _, lower, solved = fits[i]
                 across = _mixed(*alike, scale, share) + TRUST**2 * np.outer(first, before)
                 half = np.linalg.solve(lower, across.T)  # (seen, wanted)
-                spread: Array = self._prior(scale, share) + TRUST**2 * first**2
+                prior = _mixed(self._single, self._pairs, scale, share)
+                spread: Array = prior + TRUST**2 * first**2
                 variance = np.maximum(spread - (half**2).sum(0), 0.0) + extra_noise**2
                 middle = first + half.T @ solved
                 total += shares[i]
@@ -121,7 +124,7 @@ class PlanGaussianProcess:
         """Before any measurement: the forecast, give or take much."""
         _, first = self._levels(wanted)
         middle = self._scales[len(self._scales) // 2]
-        width = math.hypot(middle * math.sqrt(self._weights.sum()), self._aparts[-1])
+        width = math.hypot(middle * math.sqrt(self._single), self._aparts[-1])
         return Posterior(first, np.full(len(wanted), width))
 
     def _fit(self, covariance: Array, residuals: Array, variances: Array) -> tuple[float, Any, Any]:
@@ -130,11 +133,6 @@ class PlanGaussianProcess:
         solved = np.linalg.solve(lower, residuals)
         likelihood = -0.5 * float(solved @ solved) - float(np.log(np.diag(lower)).sum())
         return likelihood, lower, solved
-
-    def _prior(self, scale: float, share: float) -> float:
-        single = float(self._weights.sum())
-        pairs = (single**2 - float((self._weights**2).sum())) / 2
-        return scale**2 * (single + share**2 * pairs)
 
     def _levels(self, points: Sequence[Point]) -> tuple[Array, Array]:
         """Indices with -1 where a dimension doesn't matter, (points, dimensions); forecasts."""

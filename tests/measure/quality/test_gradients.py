@@ -10,16 +10,18 @@ import torch
 
 from hasten.core.loop import Evaluation
 from hasten.core.plan import Plan
-from hasten.measure.quality.gradients import (
+from hasten.measure.quality.checks import (
     REFERENCE,
+    _at,
     errors,
     gradient,
     leak,
+    losses,
     others,
     reference,
+    train,
     update,
 )
-from hasten.measure.quality.job import _at, losses, train
 from hasten.measure.worker import QualityJob
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.batch import GradientAccumulation

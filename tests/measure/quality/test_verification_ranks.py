@@ -14,7 +14,7 @@ from hasten.core.plan import Plan
 from hasten.core.technique import Technique
 from hasten.machine import environment
 from hasten.machine.environment import World
-from hasten.measure.quality.gradients import reference
+from hasten.measure.quality.checks import reference
 from hasten.measure.quality.requirements import COMMUNICATION, FLOAT32, LEAK_FLOAT32
 from hasten.measure.quality.runner import CheckRequest, QualityRunner
 from hasten.measure.quality.verification import VerificationDesign, verification_report

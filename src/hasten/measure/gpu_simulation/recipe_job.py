@@ -76,21 +76,6 @@ class SimulatedExamples(Sequence[TokenizedExample]):
         return self._record
 
 
-class MetaModelFactory:
-    """Builds a model on the device, where it takes no memory.
-
-    It has no skeleton. Ranks that would otherwise receive weights build them, too.
-    """
-
-    def __init__(self, build: Any, device: str) -> None:
-        self._build, self._device = build, device
-
-    def __call__(self) -> nn.Module:
-        with torch.device(self._device):
-            model: nn.Module = self._build()
-        return model
-
-
 @dataclass(frozen=True)
 class SimulatedRecipe:
     """A recipe of which sessions of any size can be built, all with the plan of the whole job.
@@ -216,7 +201,15 @@ class SizedRecipe:
     def setup(self) -> Setup:
         plan = plan_of(self.recipe, self.context)
         job = job_of(self.recipe, self.data, self.context, plan)
-        job = replace(job, model=MetaModelFactory(job.model, self.context.device))
+        build = job.model
+
+        # On the device a model takes no memory. A function has no skeleton, so ranks that would
+        # otherwise receive weights build them, too.
+        def on_device() -> nn.Module:
+            with torch.device(self.context.device):
+                return build()
+
+        job = replace(job, model=on_device)
         return prepare(job, plan, self.context, Path(self.recipe.output) / "checkpoints")
 
     def passes(self) -> int:

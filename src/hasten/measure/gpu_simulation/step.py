@@ -120,11 +120,8 @@ def on_simulated_device(tracer: Tracer) -> Iterator[None]:
     waits = accelerator.synchronize
 
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-        tracer.entered_module()
-        try:
+        with tracer.module_call():
             return call(self, *args, **kwargs)
-        finally:
-            tracer.left_module()
 
     def resized(self: Any, size: int) -> Any:
         out = resize(self, size)

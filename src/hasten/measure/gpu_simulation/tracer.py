@@ -14,11 +14,12 @@ flags and sizes therefore stay correct.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -101,13 +102,14 @@ class Tracer(TorchDispatchMode):
             self.counts[quantity, name, what] += count
         self._pending.clear()
 
-    def entered_module(self) -> None:
-        """A module's call began on this thread."""
+    @contextlib.contextmanager
+    def module_call(self) -> Iterator[None]:
+        """Inside, a module's call runs on this thread."""
         self._inside.depth = getattr(self._inside, "depth", 0) + 1
-
-    def left_module(self) -> None:
-        """And ended."""
-        self._inside.depth -= 1
+        try:
+            yield
+        finally:
+            self._inside.depth -= 1
 
     def synchronised(self, what: str) -> None:
         """The host waited for the device."""

@@ -41,6 +41,7 @@ from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.machine import environment, memory
 from hasten.measure.quality.preserved import nothing_else_changes, seed_all
+from hasten.parts.comm.groups import gathered_objects
 from hasten.parts.data.collate import IGNORED
 
 LOSS_BOUND = 2e-5  # relative; sums of float32 in another order differ by some 1e-7
@@ -261,17 +262,16 @@ class FirstStepProof:
         return self.removals[before:]
 
     def _batches(self, host_batch: Any) -> list[Any]:
-        batches = [self._fitting(host_batch)]
+        """The batch, and once two documents in its form.
+
+        The batch is cut if the host's pass wouldn't fit into the free memory.
+        """
+        is_long = on_any_rank(not self._fits(host_batch, copies=2))
+        batches = [_cut(host_batch, SHORT_ROWS, SHORT_TOKENS) if is_long else host_batch]
         if not self._has_probed:
             self._has_probed = True
             batches.append(uneven_documents(host_batch, self._pad_id))
         return [batch for batch in batches if batch is not None]
-
-    def _fitting(self, batch: Any) -> Any:
-        """The batch, or a part of it if the host's pass wouldn't fit into what memory is free."""
-        if on_any_rank(not self._fits(batch, copies=2)):
-            return _cut(batch, SHORT_ROWS, SHORT_TOKENS)
-        return batch
 
     def _fits(self, batch: Any, copies: int) -> bool:
         """True if a pass and so many float32 copies of the gradients fit into the free memory."""
@@ -340,7 +340,8 @@ class FirstStepProof:
                     break
             best = trials[-1]
             if best.differs:  # each rank must choose the same one, and sizes differ between ranks
-                best = trials[0] if _ranks() > 1 else min(trials, key=lambda t: t.size)
+                shared = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+                best = trials[0] if shared else min(trials, key=lambda t: t.size)
             self.removals.append(Removal(best.without, reason))
             self.techniques = [t for t in self.techniques if t is not best.without]
             now, differs = best.difference, best.differs
@@ -457,7 +458,10 @@ class FirstStepProof:
         inputs = copy.copy(self.passes.batch(batch, techniques))  # hosts add keys to it
         with self.passes.active(techniques), torch.enable_grad():
             loss = self.passes.loss(inputs)
-            gradients = _gradients(loss, list(named.values()), _has_graph(inputs))
+            # A tensor of the batch that was computed from weights has a graph of its own.
+            tensors = inputs.values() if isinstance(inputs, Mapping) else ()
+            has_graph = any(isinstance(t, Tensor) and t.grad_fn is not None for t in tensors)
+            gradients = _gradients(loss, list(named.values()), has_graph)
         return _Pass(float(loss.detach()), dict(zip(named, gradients, strict=True)))
 
 
@@ -472,12 +476,6 @@ def _error_text(error: BaseException | None) -> str:
 
 def _number(value: float) -> float:
     return value if math.isfinite(value) else math.inf
-
-
-def _has_graph(batch: Any) -> bool:
-    """Returns True if a tensor of the batch was computed from weights."""
-    tensors = batch.values() if isinstance(batch, Mapping) else ()
-    return any(isinstance(tensor, Tensor) and tensor.grad_fn is not None for tensor in tensors)
 
 
 def _gradients(loss: Tensor, parameters: list[nn.Parameter], keep: bool) -> list[Tensor | None]:
@@ -509,18 +507,9 @@ def proof_is_on() -> bool:
     return environment.variable("HASTEN_PROOF") != "off"
 
 
-def _ranks() -> int:
-    ready = dist.is_available() and dist.is_initialized()
-    return dist.get_world_size() if ready else 1
-
-
 def on_any_rank(happened: bool) -> bool:
     """The same answer on all ranks: true if it holds on one of them."""
-    if _ranks() == 1:
-        return happened
-    everywhere: list[Any] = [None] * _ranks()
-    dist.all_gather_object(everywhere, bool(happened))
-    return any(everywhere)
+    return any(gathered_objects(bool(happened)))
 
 
 # The formats of the two looks.

@@ -25,7 +25,11 @@ def nothing_else_changes(model: nn.Module, *host_objects: Any) -> Iterator[None]
     roots = [model, *host_objects, *itertools.chain(*map(_counting, host_objects))]
     inside = [tuple(root.modules()) if isinstance(root, nn.Module) else (root,) for root in roots]
     holders = {id(one): one for one in itertools.chain(*inside)}.values()
-    saved = [(vars(h), set(vars(h)), _plain_values(vars(h))) for h in holders]
+    # Copies of the numbers, texts, tensors, and small containers of such, that each holds.
+    saved = [
+        (vars(h), set(vars(h)), {n: copy.deepcopy(vars(h)[n]) for n in _plain_names(vars(h))})
+        for h in holders
+    ]
     every = itertools.chain(*(h._buffers.values() for h in holders if isinstance(h, nn.Module)))
     buffers = [(b, b.detach().clone()) for b in every if b is not None]
     precision = torch.get_float32_matmul_precision()
@@ -65,11 +69,6 @@ def seed_all(seed: int) -> None:
 _LARGEST = 20_000  # elements of a container that is copied
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _REGISTRIES = {"_parameters", "_buffers", "_modules"}
-
-
-def _plain_values(holder: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies of the numbers, texts, tensors, and small containers of such, that it holds."""
-    return {key: copy.deepcopy(holder[key]) for key in _plain_names(holder)}
 
 
 def _plain_names(holder: Mapping[str, Any]) -> set[str]:
