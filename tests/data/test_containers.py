@@ -337,18 +337,25 @@ def test_texts_of_a_folder_count_where_it_has_nothing_else(tmp_path: Path) -> No
         (b"q,Fo\x00ur", "NUL"),
         (b'q,"a"b', "not CSV"),
         (b"q,", "lacks an answer"),
-        (b"", "an empty row"),
         (b"q," + b"x" * 200_000, "field larger"),
     ],
 )
 def test_a_bad_row_is_rejected_with_its_number(tmp_path: Path, row: bytes, reason: str) -> None:
     good = b'"two\r\nlines, one row",a\r\n'
-    path = put(tmp_path, "a.csv", b"question,answer\r\n" + good + row + b"\r\n" + good + b"\r\n")
+    blank = b"\r\n"  # no row at all
+    path = put(
+        tmp_path, "a.csv", b"question,answer\r\n" + good + row + b"\r\n" + blank + good + blank
+    )
     reading = read_examples([path], max_rejected=1)
     assert pairs(reading) == [("two\r\nlines, one row", "a")] * 2
     ((_, line, why),) = reading.rejected
     assert line == 3
     assert reason in why
+
+
+def test_rows_without_any_text_are_no_examples(tmp_path: Path) -> None:
+    path = put(tmp_path, "a.csv", b"question,answer\r\nq,a\r\n\r\n,\r\nq,b\r\n,\r\n")
+    assert pairs(read_examples([path], max_rejected=0)) == [("q", "a"), ("q", "b")]
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,6 @@ BAD = {
 ONLY_IN_LINES = {
     "BOM before": (b"\xef\xbb\xbf" + damaged(b'"Four"'), "byte order mark"),
     "two objects": (damaged(b'"Four"') + b" " + damaged(b'"Five"'), "more than one value"),
-    "an empty line": (b"", "empty line"),
 }
 
 
@@ -117,6 +116,24 @@ def test_a_bad_line_is_rejected_with_its_place_and_no_good_one_is_lost(
     ((file, line, why),) = reading.rejected
     assert (file, line) == (str(path), 3)
     assert reason in why
+
+
+def test_empty_lines_are_no_examples_and_keep_the_numbers_of_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    good = json.dumps(GOOD).encode()
+    path.write_bytes(b"\n" + good + b"\n\n \t\r\n" + good + b"\n\n\n")
+    reading = read_examples([path], max_rejected=0)
+    assert [c.location for c in reading.conversations] == [f"{path}:{n}" for n in (2, 5)]
+    assert not reading.rejected
+
+
+def test_blank_lines_are_no_examples_and_keep_the_numbers_of_the_others(tmp_path: Path) -> None:
+    good = json.dumps(GOOD).encode()
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b"\n".join([b"", good, b" \t\r", b"", good, b""]))
+    reading = read_examples([path])
+    assert [c.location for c in reading.conversations] == [f"{path}:2", f"{path}:5"]
+    assert not reading.rejected
 
 
 @pytest.mark.parametrize("indent", [None, 2])

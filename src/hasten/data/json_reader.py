@@ -51,8 +51,10 @@ class FaultError(ValueError):
 
 
 def scan_lines(file: IO[bytes]) -> Iterator[JsonValue]:
-    """The examples of a stream with one on each line; closes it. May raise OSError."""
-    blank: list[int] = []  # blank lines are faults only if something follows them
+    """The examples of a stream with one on each line; closes it. May raise OSError.
+
+    Empty lines are left out, as pyarrow's reader does, which `datasets` uses.
+    """
     number = 0
     with file:
         try:
@@ -60,11 +62,7 @@ def scan_lines(file: IO[bytes]) -> Iterator[JsonValue]:
                 text = line.removeprefix(_BOM) if number == 1 else line
                 if fault:
                     yield JsonValue(number, None, fault)
-                elif not text.strip():
-                    blank.append(number)
-                else:
-                    yield from (JsonValue(empty, None, "an empty line") for empty in blank)
-                    blank.clear()
+                elif text.strip():
                     yield _line(number, text.rstrip().decode("utf-8", "surrogateescape"))
         except DamagedStreamError as error:
             yield JsonValue(number + 1, None, str(error), lost=True)
@@ -73,7 +71,7 @@ def scan_lines(file: IO[bytes]) -> Iterator[JsonValue]:
 def scan_texts(file: IO[bytes]) -> Iterator[JsonValue]:
     """The texts of a stream, one on each line, as examples; closes it. May raise OSError.
 
-    Empty lines are left out: `datasets` reads such files line by line too.
+    Empty lines are left out here too.
     """
     number = 0
     with file:

@@ -271,6 +271,8 @@ _FAULTS = (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError)
 def scan_csv(path: Path, container: Container) -> Iterator[JsonValue]:
     """The rows of a CSV or TSV file as objects with the header's keys; every cell is a text.
 
+    Rows without any text are left out: tools leave them between tables and at the end.
+
     Raises InputError for a header that can't name columns.
     """
     with open_stream(path, container) as stream:
@@ -278,15 +280,10 @@ def scan_csv(path: Path, container: Container) -> Iterator[JsonValue]:
         mark = "\t" if container.kind == "tsv" else ","
         rows = _csv_rows(csv.reader(_lines(text, path), strict=True, delimiter=mark))
         header: list[str] | None = None
-        blank: list[int] = []  # empty rows are faults only if something follows them
         for number, cells, reason, lost in rows:
             if header is None:
                 header = _header(path, cells, reason, mark)
-            elif reason is None and not any(cells):
-                blank.append(number)
-            else:
-                yield from (JsonValue(row, None, "an empty row") for row in blank)
-                blank.clear()
+            elif reason is not None or any(cells):
                 yield _csv_example(number, header, cells, reason, lost)
 
 
