@@ -34,6 +34,7 @@ from hasten.machine.signals import StopSignal
 from offspring import children
 from ranks import on_ranks
 from verify_rank_jobs import waits_for_one_that_hangs
+from waiting import until
 
 pytestmark = pytest.mark.waits
 
@@ -92,14 +93,6 @@ def run(tmp_path: Path) -> Callable[..., int]:
         return supervise(ranks, supervision, tmp_path / "data", tmp_path / "restarts.jsonl")
 
     return run
-
-
-def until(true: Callable[[], bool]) -> bool:
-    """Wait for it, a minute at most; whether it came."""
-    end = time.monotonic() + 60
-    while not (found := true()) and time.monotonic() < end:
-        time.sleep(0.01)
-    return found
 
 
 def noted(folder: Path) -> list[dict[str, Any]]:

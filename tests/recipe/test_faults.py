@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -23,15 +22,9 @@ from hasten.training.folder import LineFile, archive_previous_run, keep_lines_un
 from hasten.training.run import _earlier_evaluations, set_step_checks, train, watch_notices
 from sample_data import small
 from tiny import language_job, session_of
+from waiting import until
 
 GOOD = {"model": "deepseek-llm-tiny", "dataset": "stdlib", "max_steps": 3}
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def recipe(**changes: Any) -> Any:
@@ -96,7 +89,7 @@ def test_a_file_to_leave_by_that_is_there_already_ends_the_run_before_its_first_
     (tmp_path / "leave").touch()
     session = session_of(language_job(steps=50))
     with watch_notices(session, recipe(leave_file=str(tmp_path / "leave"))):
-        until(lambda: session.stop_requested)
+        assert until(lambda: session.stop_requested)
     assert session.preempted
     assert session.stop_requested
 

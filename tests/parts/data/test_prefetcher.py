@@ -27,6 +27,7 @@ from hasten.parts.data.prefetch import (
     each_tensor,
     tensor_bytes,
 )
+from waiting import until
 
 
 def readers() -> list[threading.Thread]:
@@ -38,16 +39,6 @@ def _no_thread_is_left() -> Iterator[None]:
     yield
     gc.collect()
     assert until(lambda: not readers())
-
-
-def until(true: Callable[[], Any]) -> bool:
-    """Wait for another thread; the bound only decides how long a failure takes."""
-    end = time.monotonic() + 60
-    while not true():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 class Counted:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,20 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.parts.data.prefetch import ReadingThread
+from waiting import until
 
 
 def reading(source: Iterator[Any], room: int = 4, bound: int = 1 << 30) -> ReadingThread:
     return ReadingThread(source, None, lambda item: 8, room, bound)
-
-
-def until(true: Callable[[], Any]) -> bool:
-    """Wait for another thread; the bound only decides how long a failure takes."""
-    end = time.monotonic() + 60
-    while not true():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 class Bell:
