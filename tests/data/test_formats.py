@@ -127,15 +127,6 @@ def test_empty_lines_are_no_examples_and_keep_the_numbers_of_the_others(tmp_path
     assert not reading.rejected
 
 
-def test_blank_lines_are_no_examples_and_keep_the_numbers_of_the_others(tmp_path: Path) -> None:
-    good = json.dumps(GOOD).encode()
-    path = tmp_path / "data.jsonl"
-    path.write_bytes(b"\n".join([b"", good, b" \t\r", b"", good, b""]))
-    reading = read_examples([path])
-    assert [c.location for c in reading.conversations] == [f"{path}:2", f"{path}:5"]
-    assert not reading.rejected
-
-
 @pytest.mark.parametrize("indent", [None, 2])
 @pytest.mark.parametrize("kind", BAD)
 def test_a_bad_record_of_a_list_costs_itself_alone(

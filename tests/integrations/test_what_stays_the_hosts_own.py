@@ -22,9 +22,12 @@ from transformers import (
 )
 
 import hasten
+from hasten.errors import InputError
 from hasten.integrations.batches import packed_batch
+from hasten.integrations.loop import in_loop
 from hasten.integrations.transformers import TrainerTechniques
 from hasten.parts.nn.losses import LabelOnlyLoss
+from hasten.techniques.optimizer import FusedAdamW
 from integrations.test_first_step import MARK, joined, left_padded, rows, weights
 from integrations.test_first_step import trainer_of as first_step_trainer
 from tiny import COMMON, tiny_model
@@ -548,3 +551,17 @@ def test_a_batch_without_labels_is_the_hosts_to_refuse(tmp_path: Path) -> None:
     hasten.speed_up(trainer, ["packed"])
     with pytest.raises(ValueError, match="did not return a loss"):
         trainer.train()
+
+
+def test_an_optimizer_with_hooks_or_a_schedule_is_not_replaced_in_a_loop() -> None:
+    """A hook would not be called, and the schedule would change the rates of the former alone."""
+    model = tiny_model()
+    loop = in_loop(model, [FusedAdamW()], examples=rows(4), batch=2)
+    hooked = torch.optim.AdamW(model.parameters())
+    hooked.register_step_post_hook(lambda *_: None)
+    assert loop.optimizer(hooked) is hooked
+    scheduled = torch.optim.AdamW(model.parameters())
+    torch.optim.lr_scheduler.LambdaLR(scheduled, lambda step: 0.5**step)
+    with pytest.raises(InputError, match="build the schedule on what it returns"):
+        loop.optimizer(scheduled)
+    assert loop.optimizer(torch.optim.AdamW(model.parameters())).__class__ is not torch.optim.AdamW

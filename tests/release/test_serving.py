@@ -83,13 +83,101 @@ def test_completions_continue_a_text(url: str, loaded: LoadedModel) -> None:
     assert "".join(c.choices[0].text for c in chunks if c.choices) == expected
 
 
+def ask(url: str, **fields: Any) -> Any:
+    body = {"prompt": QUESTION, "max_tokens": 24, **fields}
+    if "messages" in fields:
+        del body["prompt"]
+    path = "/completions" if "prompt" in body else "/chat/completions"
+    status, answer = sent(url, path, json.dumps(body).encode())
+    content = json.loads(answer)
+    return content["choices"][0] if status == 200 else content["error"]["message"]
+
+
+def test_a_temperature_samples_and_a_seed_repeats_while_others_ask(url: str) -> None:
+    alone = {seed: ask(url, temperature=2, seed=seed)["text"] for seed in range(4)}
+    assert len(set(alone.values())) == 4
+    request: dict[str, Any] = {"prompt": QUESTION, "max_tokens": 24, "temperature": 2}
+    stream = client(url).completions.create(model="run", stream=True, seed=1, **request)
+    others = [threading.Thread(target=ask, args=(url,), kwargs={"seed": s}) for s in range(5)]
+    for other in others:  # each would set the seed during the streamed answer
+        other.start()
+    streamed = "".join(part.choices[0].text for part in stream)
+    # A stream leaves out a character whose last bytes were not generated.
+    assert streamed == alone[1].rstrip("\N{REPLACEMENT CHARACTER}")
+    for other in others:
+        other.join()
+    assert ask(url, top_p=0.99, seed=1)["text"] != ask(url, top_p=0.99, seed=2)["text"]
+
+
+def test_an_answer_ends_before_its_stop_text(url: str) -> None:
+    text = ask(url, temperature=0)["text"]
+    stop = text[len(text) // 2 :][:3]
+    for form in (stop, [stop, "never written"]):
+        answer = ask(url, temperature=0, stop=form)
+        assert answer["text"] == text[: text.index(stop)]
+        assert answer["finish_reason"] == "stop"
+    assert "stop isn't supported for streamed" in ask(url, stop=stop, stream=True)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"n": 2}, {"best_of": 2}, {"logprobs": 0}, {"logprobs": 5}, {"echo": True}),
+        *({"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"suffix": "end"}),
+        {"logit_bias": {"5": 100}},
+    ],
+    ids=str,
+)
+def test_fields_that_would_be_ignored_are_refused(url: str, fields: dict[str, Any]) -> None:
+    assert "isn't supported" in ask(url, **fields)
+
+
+def test_neutral_fields_change_nothing(url: str) -> None:
+    neutral = {"n": 1, "logprobs": None, "frequency_penalty": 0, "user": "me", "echo": False}
+    assert ask(url, temperature=0, **neutral) == ask(url, temperature=0)
+
+
+def test_the_context_counts_the_tokens_of_the_chat_template(url: str, loaded: LoadedModel) -> None:
+    message = Message("user", QUESTION)
+    room = loaded.model.config.max_position_embeddings - len(
+        trained_model.prompt_tokens(loaded, [message])
+    )
+    refusal = ask(url, messages=[{"role": "user", "content": QUESTION}], max_tokens=room + 1)
+    assert f"from 1 to {room}," in refusal
+
+
+def test_a_picture_is_refused_by_a_model_of_text(url: str) -> None:
+    picture = {"type": "image_url", "image_url": {"url": "data:,"}}
+    assert "text parts" in ask(url, messages=[{"role": "user", "content": [picture]}])
+    history = [{"role": "assistant", "content": "a", "tool_calls": None}]
+    user = {"role": "user", "content": "a"}
+    assert ask(url, messages=[user, *history, user])["message"]["role"] == "assistant"
+
+
+def test_the_text_next_to_tool_calls_stays_in_a_conversation() -> None:
+    serving = pytest.importorskip("transformers.cli.serving.chat_completion")
+    from transformers.cli.serving.utils import Modality
+
+    from hasten.release.serving import follow_openai
+
+    handler: Any = serving.ChatCompletionHandler(None, None)
+    follow_openai(handler)
+    calls = [{"type": "function", "function": {"name": "look", "arguments": "{}"}}]
+    message = {"role": "assistant", "content": "I look it up.", "tool_calls": calls}
+    (turn,) = handler.get_processor_inputs_from_messages([message], Modality.LLM)
+    assert turn["content"] == "I look it up."
+    assert turn["tool_calls"][0]["function"]["arguments"] == {}
+
+
 def test_requests_without_the_token_or_from_other_pages_are_refused(url: str) -> None:
     import openai
 
     with pytest.raises(openai.AuthenticationError):
         client(url, "another-token-of-length").models.list()
     with pytest.raises(openai.BadRequestError, match="pinned"):
-        client(url).chat.completions.create(model="other", messages=[])
+        client(url).chat.completions.create(
+            model="other", messages=[{"role": "user", "content": "a"}]
+        )
 
     def status(path: str, **headers: str) -> int:
         request = urllib.request.Request(f"{url}{path}", headers=headers)

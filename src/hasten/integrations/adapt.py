@@ -457,6 +457,8 @@ def optimizer_reason(
         other = [k for k, v in PLAIN_ADAMW.items() if any(g.get(k, v) != v for g in groups)]
         if other:
             return f"the AdamW has {' and '.join(other)} set, which the technique doesn't have"
+        if usual._optimizer_step_pre_hooks or usual._optimizer_step_post_hooks:
+            return "the AdamW has hooks around its step, which the technique would not call"
     kinds = {p.dtype for p in parameters if p.requires_grad} - {torch.float32}
     if kinds and isinstance(technique, FusedAdamW):
         names = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))

@@ -76,8 +76,18 @@ class LoopParts:
         return StepLoader(WeightedBatches(self.examples), order, collate)
 
     def optimizer(self, usual: Optimizer) -> Optimizer:
-        """The technique's optimizer with the settings of the usual one, which wasn't stepped."""
-        return optimizer_of(self.setup, self.model, usual)
+        """The technique's optimizer with the settings of the usual one, which wasn't stepped.
+
+        Raises:
+            InputError: a schedule holds the usual one, and would not change another's rates.
+        """
+        optimizer = optimizer_of(self.setup, self.model, usual)
+        if optimizer is not usual and any("initial_lr" in g for g in usual.param_groups):
+            raise InputError(
+                "the optimizer has a learning-rate schedule already, which would change its rates "
+                "alone: call optimizer first, and build the schedule on what it returns"
+            )
+        return optimizer
 
     def attach(self, module: nn.Module) -> None:
         """COMMUNICATION: hook into the replicas, before the first pass."""

@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -67,6 +68,20 @@ LARGEST_REQUEST = 8 << 20  # bytes
 REQUEST_SECONDS = 30.0  # for a client to send its request whole
 NEW_TOKENS = 1024  # where a request names no number, as in the server of transformers
 LIMITS = ("max_completion_tokens", "max_tokens")
+# The handlers ignore these fields, compute something else for them, or complete a text after
+# its suffix. Each has the value with which it changes nothing.
+UNSUPPORTED: dict[str, Any] = {
+    **dict.fromkeys(("n", "best_of"), 1),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), 0),
+    **dict.fromkeys(("logprobs", "echo"), False),
+    "suffix": "",
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "response_format": {"type": "text"},
+    "modalities": ["text"],
+    **dict.fromkeys(("top_logprobs", "functions", "function_call", "audio", "prediction"), None),
+    **dict.fromkeys(("reasoning_effort", "verbosity", "web_search_options", "moderation"), None),
+}
 
 
 def address_url(host: str, port: int) -> str:
@@ -134,20 +149,24 @@ def application(loaded: LoadedModel) -> Starlette:
             "version in the constraints file"
         ) from error
 
-    def answered_by(handler: Any) -> Callable[[Request], Any]:
+    def answered_by(handler: Any, source: str) -> Callable[[Request], Any]:
+        follow_openai(handler)
+
         async def respond(request: Request) -> Response:
             try:
-                body = await request_body(request)
-                limit_new_tokens(body, loaded)
+                body = supported_fields(await request_body(request), source)
+                limit_new_tokens(body, loaded, len(prompt_of(handler, body, loaded.tokenizer)))
+                if (seed := body.pop("seed", None)) is not None:
+                    # In the queue, directly before its answer: not during another's.
+                    state.get_manager(key).submit(torch.manual_seed, seed)
+                response: Response = await handler.handle_request(body, uuid.uuid4().hex)
             except InputError as error:
                 return error_response(400, str(error))
-            try:
-                response: Response = await handler.handle_request(body, uuid.uuid4().hex)
             except HTTPException as error:  # FastAPI's is one
                 return error_response(error.status_code, str(error.detail))
             except Exception as error:  # of a library, for whatever a client sends
                 return error_response(400, f"{type(error).__name__}: {error}")
-            return response
+            return without_stop(response, body["stop"]) if "stop" in body else response
 
         return respond
 
@@ -160,14 +179,56 @@ def application(loaded: LoadedModel) -> Starlette:
 
     app = Starlette(
         routes=[
-            Route("/v1/chat/completions", answered_by(chat), methods=["POST"]),
-            Route("/v1/completions", answered_by(completion), methods=["POST"]),
+            Route("/v1/chat/completions", answered_by(chat, "messages"), methods=["POST"]),
+            Route("/v1/completions", answered_by(completion, "prompt"), methods=["POST"]),
             Route("/v1/models", models),
             Route("/health", health),
         ]
     )
     app.router.redirect_slashes = False
     return app
+
+
+def follow_openai(handler: Any) -> None:
+    """Changes a handler where it departs from OpenAI's interface without an error.
+
+    A temperature above 0 samples, also from a model with a greedy default. The text next to tool
+    calls stays in a conversation.
+    """
+    build, convert = handler._build_generation_config, handler.get_processor_inputs_from_messages
+
+    def config_of(body: dict[str, Any], usual: Any, use_cb: bool = False) -> Any:
+        config = build(body, usual, use_cb=use_cb)
+        if body.get("temperature"):
+            config.do_sample, config.top_k = True, 0
+        return config
+
+    def turns_of(messages: list[dict[str, Any]], modality: Any) -> Any:
+        turns = convert(messages, modality)
+        for turn, message in zip(turns, messages, strict=True):
+            if "tool_calls" in message:
+                text = {"role": message["role"], "content": message.get("content")}
+                turn["content"] = convert([text], modality)[0]["content"]
+        return turns
+
+    handler._build_generation_config = config_of
+    handler.get_processor_inputs_from_messages = turns_of
+
+
+def prompt_of(handler: Any, body: dict[str, Any], tokenizer: Any) -> list[int]:
+    """The tokens of a request's prompt, as its handler computes them."""
+    from transformers.cli.serving.utils import Modality
+
+    if "prompt" in body:
+        return list(tokenizer(body["prompt"])["input_ids"])
+    rendered = tokenizer.apply_chat_template(
+        handler.get_processor_inputs_from_messages(body["messages"], Modality.LLM),
+        add_generation_prompt=True,
+        tools=body.get("tools"),
+        return_dict=True,
+        **body.get("chat_template_kwargs", {}),
+    )
+    return list(rendered["input_ids"])
 
 
 async def request_body(request: Request) -> dict[str, Any]:
@@ -191,40 +252,97 @@ async def request_body(request: Request) -> dict[str, Any]:
     return body
 
 
-def limit_new_tokens(body: dict[str, Any], loaded: LoadedModel) -> None:
+def supported_fields(body: dict[str, Any], source: str) -> dict[str, Any]:
+    """The fields of a request that change its answer.
+
+    Args:
+        source: the field that holds the prompt.
+
+    Raises:
+        InputError: a field that the server can't follow, or a value that it can't have.
+    """
+    body = {name: value for name, value in body.items() if value is not None}
+    for name, neutral in UNSUPPORTED.items():
+        requested = body.pop(name, neutral)
+        # 0 log-probabilities are those of the chosen tokens, not none.
+        if requested != neutral or isinstance(requested, bool) is not isinstance(neutral, bool):
+            raise InputError(f"{name}={requested!r} isn't supported by this server: leave it out")
+    if source == "prompt":
+        if not isinstance(body.get(source), str):
+            raise InputError("prompt must be a text")
+        if "logit_bias" in body:
+            raise InputError("logit_bias isn't supported for completions: leave it out")
+    else:
+        body[source] = _checked_messages(body.get(source))
+    _check_values(body)
+    if "top_p" in body:
+        body.setdefault("temperature", 1.0)  # as in OpenAI's interface
+    return body
+
+
+def _check_values(body: dict[str, Any]) -> None:
+    seed, stop = body.get("seed", 0), body.get("stop", "x")
+    if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**63:
+        raise InputError(f"seed must be a 64-bit integer, not {seed!r}")
+    stops = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops) or not stops:
+        raise InputError("stop must be a text or a list of texts, none of them empty")
+    if "stop" in body and body.get("stream"):
+        raise InputError("stop isn't supported for streamed answers: leave out one of the two")
+    for name, largest in (("temperature", 2), ("top_p", 1)):
+        number = body.get(name, 0)
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        if not is_number or not 0 <= number <= largest:
+            raise InputError(f"{name} must be a number from 0 to {largest}, not {number!r}")
+
+
+def _checked_messages(messages: Any) -> list[dict[str, Any]]:
+    if not isinstance(messages, list) or not messages:
+        raise InputError("messages must be a list of messages, with one at least")
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise InputError("each of the messages must be an object with a role")
+        content = message.get("content") or []
+        for part in content if isinstance(content, list) else [{"text": content}]:
+            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+                raise InputError("the content of a message must be a text, or text parts")
+    # OpenAI's client stores tool_calls=None in answers without calls.
+    return [{k: v for k, v in message.items() if v is not None} for message in messages]
+
+
+def without_stop(answer: Response, stop: str | list[str]) -> Response:
+    """A complete answer up to the first stop text, which the library's answers contain."""
+    body = json.loads(bytes(answer.body))
+    choice = body["choices"][0]
+    holder, name = (choice["message"], "content") if "message" in choice else (choice, "text")
+    text = holder.get(name) or ""
+    ends = [text.find(part) for part in ([stop] if isinstance(stop, str) else stop) if part in text]
+    if ends:
+        holder[name], choice["finish_reason"] = text[: min(ends)], "stop"
+    return JSONResponse(body)
+
+
+def limit_new_tokens(body: dict[str, Any], loaded: LoadedModel, prompt: int) -> None:
     """Checks that prompt and answer fit into the model's context; sets a limit if there is none.
 
     Without this a client could have text written that never ends.
+
+    Args:
+        prompt: its tokens, with those of the chat template.
 
     Raises:
         InputError: they don't fit, or a limit is no number.
     """
     context = getattr(loaded.model.config, "max_position_embeddings", None) or 2**31
-    texts = (loaded.tokenizer(text, add_special_tokens=False) for text in texts_of(body))
-    prompt = sum(len(text["input_ids"]) for text in texts)
     room = context - prompt
     if room < 1:
         raise InputError(f"the prompt has {prompt} tokens, the model's context {context}")
-    limits = {name: body[name] for name in LIMITS if body.get(name) is not None}
+    limits = {name: body[name] for name in LIMITS if name in body}
     for name, limit in limits.items():
         if not isinstance(limit, int) or isinstance(limit, bool) or not 1 <= limit <= room:
             raise InputError(f"{name} must be a number from 1 to {room}, the rest of the context")
     if not limits:
         body["max_tokens"] = min(NEW_TOKENS, room)
-
-
-def texts_of(body: dict[str, Any]) -> list[str]:
-    """The texts of a prompt, of messages, and of their parts."""
-    messages = body.get("messages")
-    messages = messages if isinstance(messages, list) else []
-    contents = [body.get("prompt"), *(m.get("content") for m in messages if isinstance(m, dict))]
-    texts = []
-    for content in contents:
-        for part in content if isinstance(content, list) else [content]:
-            text = part.get("text") if isinstance(part, dict) else part
-            if isinstance(text, str):
-                texts.append(text.encode(errors="replace").decode())
-    return texts
 
 
 def check_transformers() -> None:
