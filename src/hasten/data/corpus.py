@@ -87,7 +87,9 @@ def stdlib_corpus(root: Path | None = None) -> Corpus:
             "library with its sources, or name a dataset"
         )
     train, eval_data = (SplitSide(tuple(pairs), tuple(texts)) for pairs, texts in sides.values())
-    return Corpus(train, _unseen(eval_data, train), digest.hexdigest(), tuple(modules))
+    answers = {pair.messages[-1].content for pair in train.pairs}
+    unseen = tuple(pair for pair in eval_data.pairs if pair.messages[-1].content not in answers)
+    return Corpus(train, eval_data._replace(pairs=unseen), digest.hexdigest(), tuple(modules))
 
 
 def _files(root: Path) -> Iterator[Path]:
@@ -153,9 +155,3 @@ def _dedent(lines: list[str], columns: int) -> str:
     """Lines moved left; lines inside strings may have less to give."""
     dedented = (line[columns:] if not line[:columns].strip() else line for line in lines)
     return "\n".join(dedented).strip("\n")
-
-
-def _unseen(eval_data: SplitSide, train: SplitSide) -> SplitSide:
-    train_answers = {pair.messages[-1].content for pair in train.pairs}
-    unseen = (pair for pair in eval_data.pairs if pair.messages[-1].content not in train_answers)
-    return eval_data._replace(pairs=tuple(unseen))

@@ -93,8 +93,7 @@ def _batches(
         pending.append(_row(examples, row))
         tokens += len(pending[-1]["input_ids"])
         if tokens >= BATCH_TOKENS or done == len(rows):
-            columns = [_lists([one[name] for one in pending]) for name in COLUMNS]
-            yield pa.record_batch(columns, schema=SCHEMA)
+            yield pa.RecordBatch.from_pylist(pending, schema=SCHEMA)
             on_progress(done, len(rows))
             pending, tokens = [], 0
 
@@ -113,8 +112,3 @@ def _row(examples: StoredExamples, row: list[int]) -> dict[str, NDArray[np.int32
         np.array([example.length for example in row_examples]),
     )
     return {n: c.astype(np.int32) for n, c in zip(COLUMNS, columns, strict=True)}
-
-
-def _lists(values: list[NDArray[np.int32]]) -> Any:
-    ends = np.cumsum([0, *(len(v) for v in values)])
-    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(np.concatenate(values)))

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from hasten.errors import InputError
 from hasten.integrations.given_loader import examples_in, split_batch
-from hasten.measure.statistics import Interval, spread
+from hasten.measure.statistics import spread
 from hasten.parts.comm.groups import gathered_objects
 from hasten.parts.data.prefetch import each_tensor
 from hasten.parts.distributed.pipeline.runtime import usual_loss
@@ -109,15 +109,12 @@ def _rate_of_all_ranks(samples: list[int], seconds: list[float]) -> float:
     interval = spread([float(sum(block)) for block in zip(*(b for _, b in ranks), strict=False)])
     if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
         among = f" on {len(ranks)} ranks" if len(ranks) > 1 else ""
-        print(f"throughput: {rate:.2f} samples/sec{among}{_doubt(interval, rate)}")
+        low, high = min(interval.low, rate), max(interval.high, rate)
+        doubt = f" (95 %: {low:.2f} to {high:.2f})"
+        if interval.rounds < 2:
+            doubt = " (one step: nothing is known of its spread)"
+        print(f"throughput: {rate:.2f} samples/sec{among}{doubt}")
     return rate
-
-
-def _doubt(interval: Interval, rate: float) -> str:
-    if interval.rounds < 2:
-        return " (one step: nothing is known of its spread)"
-    low, high = min(interval.low, rate), max(interval.high, rate)
-    return f" (95 %: {low:.2f} to {high:.2f})"
 
 
 def moved(batch: Any, device: torch.device) -> Any:

@@ -41,7 +41,7 @@ def write_samples(
         return []
     ends = end_tokens(session.model, tokenizer)
     with evaluation_mode(session.model):
-        answers = continuations(session.model, prompts, ends, ANSWER_TOKENS)
+        answers = continuations(session.model, prompts, ends)
 
     def text(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(ids, skip_special_tokens=True))
@@ -59,7 +59,7 @@ def end_tokens(model: nn.Module, tokenizer: Any) -> frozenset[int]:
 
 @torch.no_grad()
 def continuations(
-    model: nn.Module, prompts: Sequence[Sequence[int]], ends: frozenset[int], most: int
+    model: nn.Module, prompts: Sequence[Sequence[int]], ends: frozenset[int]
 ) -> list[list[int]]:
     """The most probable next tokens of each prompt, up to and without an end token.
 
@@ -67,7 +67,7 @@ def continuations(
     whole rows: attention of a training plan has no cache of keys and values.
     """
     causal: Any = causal_lm(model)
-    width = max(len(prompt) for prompt in prompts) + most
+    width = max(len(prompt) for prompt in prompts) + ANSWER_TOKENS
     tokens = torch.zeros(len(prompts), width, dtype=torch.long, device=causal.device)  # (B, T)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = torch.tensor(prompt, device=causal.device)
@@ -75,7 +75,7 @@ def continuations(
     position = torch.tensor([len(prompt) for prompt in prompts], device=causal.device)
     answers: list[list[int]] = [[] for _ in prompts]
     waiting = set(range(len(prompts)))
-    for _ in range(most):
+    for _ in range(ANSWER_TOKENS):
         # What lies to the right of a position is never attended to.
         hidden = trunk(model)(input_ids=tokens, use_cache=False).last_hidden_state
         following = causal.lm_head(hidden[rows, position - 1]).argmax(-1)

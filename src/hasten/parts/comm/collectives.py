@@ -53,7 +53,7 @@ from hasten.parts.comm.collective_plan import (
     sent_bytes,
     sum_across,
 )
-from hasten.parts.comm.groups import Groups
+from hasten.parts.comm.groups import Groups, world_size
 from hasten.parts.comm.methods import ErrorMemory
 from hasten.parts.comm.rank_check import CollectiveError, RankReports
 from hasten.parts.comm.topology import Topology, host_name
@@ -280,12 +280,12 @@ class TopoAwareCollective:
     def prepare(self) -> None:
         """Agree on the plan and open the groups; all ranks call it, or their first collective."""
         self.wait_all()
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if world_size() > 1:
             self._groups_of(self._prepared().topology)
 
     def _prepared(self) -> CollectivePlan:
         if self._plan is None:
-            if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            if world_size() == 1:
                 return collective_plan.alone()
             with self._named("agreeing on a plan"):
                 self._plan = collective_plan.agreed(self.settings, self._host or host_name())

@@ -33,7 +33,13 @@ from hasten.parts.comm import buckets as gradients
 from hasten.parts.comm.buckets import BucketExchange
 from hasten.parts.comm.compression_settings import WHOLE, CompressionSettings, backend_of
 from hasten.parts.comm.exchange import CommunicationError, Hosts, Ranks, found_hosts
-from hasten.parts.comm.groups import OrderedThread, at_once, bucket_hook, gathered_objects
+from hasten.parts.comm.groups import (
+    OrderedThread,
+    at_once,
+    bucket_hook,
+    gathered_objects,
+    world_size,
+)
 from hasten.parts.comm.local_sgd import LocalTraining
 from hasten.parts.comm.methods import (
     AveragingMethod,
@@ -427,8 +433,3 @@ class GradientCompressor:
             self.hosts = len(hosts) if len(hosts) < self._ranks.world else 0
             if self.hosts > 1:
                 self._hosts = Hosts(hosts, *link, self._ranks.reports)
-
-
-def world_size() -> int:
-    running = dist.is_available() and dist.is_initialized()
-    return int(dist.get_world_size()) if running else 1

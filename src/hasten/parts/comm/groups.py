@@ -54,6 +54,12 @@ def movable(values: Tensor, group: Any = None) -> Tensor:
     return values if reaches_host(group) else values.to(own_accelerator())
 
 
+def world_size() -> int:
+    """Returns the number of ranks; 1 without a process group."""
+    running = dist.is_available() and dist.is_initialized()
+    return int(dist.get_world_size()) if running else 1
+
+
 def gathered_objects(local_object: Any, group: Any = None) -> list[Any]:
     """Every rank's object, on every rank of the group; the own one without a process group."""
     if not (dist.is_available() and dist.is_initialized()):

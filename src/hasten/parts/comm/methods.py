@@ -438,7 +438,7 @@ class PowerSGDMean(AveragingMethod):
             # The same tensors on all ranks, so all go on or none does.
             if may_ask(fine) and not bool(fine):
                 return None, None
-            bases = [_orthonormal(f) for f in _apart(factors.float(), left_factors)]
+            bases = [torch.linalg.qr(f).Q for f in _apart(factors.float(), left_factors)]
             local_factors = [
                 (m.T @ b / ranks.world).to(COMMUNICATION)
                 for (_, m), b in zip(matrices, bases, strict=True)
@@ -509,8 +509,3 @@ def _together(tensors: list[Tensor], like: Tensor) -> Tensor:
 def _apart(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
     pieces = flat.split([t.numel() for t in like]) if like else ()
     return [chunk.view(t.shape) for chunk, t in zip(pieces, like, strict=True)]
-
-
-def _orthonormal(columns: Tensor) -> Tensor:
-    basis: Tensor = torch.linalg.qr(columns).Q
-    return basis

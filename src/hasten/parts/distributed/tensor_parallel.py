@@ -214,7 +214,11 @@ def split_layers(
     """
     config = causal_lm(model).config
     check_heads(config, mesh.size())
-    _check_dropout(config)
+    if share := getattr(config, "attention_dropout", 0.0):
+        raise ValueError(
+            f"attention_dropout is {share}: each rank would drop the same positions in its own "
+            "heads as the others; set it to 0, or use the layout fsdp2"
+        )
     learns = {name: p.requires_grad for name, p in model.named_parameters()}
     inner = trunk(model)
     _check_plain(inner, (*plan.column, *plan.row))
@@ -265,15 +269,6 @@ def split_vocabulary(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> No
     outer.lm_head = VocabularyParallelHead(
         rows, None if bias is None else _dealt(bias, mesh, Shard(0)), mesh
     )
-
-
-def _check_dropout(config: Any) -> None:
-    share = getattr(config, "attention_dropout", 0.0)
-    if share:
-        raise ValueError(
-            f"attention_dropout is {share}: each rank would drop the same positions in its own "
-            "heads as the others; set it to 0, or use the layout fsdp2"
-        )
 
 
 def _dealt(parameter: Tensor, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:

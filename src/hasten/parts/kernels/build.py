@@ -104,7 +104,7 @@ def _kernels(*names: str, folder: Path | None = None) -> _Target:
     )
 
 
-def built_against_torch(source: Path, folder: Path | None = None) -> LoadedLibrary:
+def built_against_torch(source: Path) -> LoadedLibrary:
     """The library of a C++ file that uses torch's headers, loaded before torch is imported.
 
     It belongs to the installed torch alone, and is compiled again for another.
@@ -117,7 +117,7 @@ def built_against_torch(source: Path, folder: Path | None = None) -> LoadedLibra
     libraries = (f"-L{home / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{home / 'lib'}")
     depends = (str(home), metadata.version("torch"))
     target = _Target(source.stem, (source,), flags, libraries, depends)
-    return _built(target, folder or FOLDER)
+    return _built(target, FOLDER)
 
 
 def _built(target: _Target, folder: Path) -> LoadedLibrary:

@@ -183,7 +183,9 @@ def check_alike(weight: Tensor, *others: Tensor) -> None:
 
     A loop over plain memory would mix up their numbers.
     """
-    _check_dense(weight)
+    sides = zip(weight.shape, weight.stride(), strict=True)
+    if weight.numel() and sum((n - 1) * step for n, step in sides) + 1 != weight.numel():
+        raise ValueError("the numbers of the tensor must lie in memory without gaps")
     if not is_alike(weight, *others):
         raise ValueError("weight, gradient and moments must lie in memory in the same order")
 
@@ -195,13 +197,6 @@ def is_alike(first: Tensor, *others: Tensor) -> bool:
 
 def _told(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} in {tensor.dtype}"
-
-
-def _check_dense(tensor: Tensor) -> None:
-    """The loop over a tensor's numbers is over plain memory, in whatever order they lie there."""
-    sides = zip(tensor.shape, tensor.stride(), strict=True)
-    if tensor.numel() and sum((n - 1) * step for n, step in sides) + 1 != tensor.numel():
-        raise ValueError("the numbers of the tensor must lie in memory without gaps")
 
 
 def _order(tensor: Tensor) -> list[int]:

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 from torch.utils.checkpoint import checkpoint as recomputed
 
+from hasten.parts.comm.groups import world_size
 from hasten.parts.distributed.pipeline.model import stage_devices
 from hasten.parts.distributed.pipeline.runtime import CHECKPOINTS
 from hasten.parts.distributed.pipeline.stages import Layers, balanced_layers, ranges
@@ -68,8 +68,7 @@ class PipeDream(nn.Module):
                 f"chunks is {chunks} and checkpoint {checkpoint!r}; give 1 at least, and one of "
                 f"{', '.join(CHECKPOINTS)}"
             )
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            ranks = dist.get_world_size()
+        if (ranks := world_size()) > 1:
             raise ValueError(
                 f"PipeDream has all its stages in one process, and there are {ranks} ranks; take "
                 f"AsyncPipeline(stages={ranks})"
