@@ -33,7 +33,10 @@ class SilentProgress:
     """Shows nothing; ``tell`` receives the lines that stay, if it is given."""
 
     def __init__(self, tell: Callable[[str], None] = lambda text: None) -> None:
-        self.tell = tell
+        self._tell = tell
+
+    def tell(self, text: str) -> None:
+        self._tell(text)
 
     def begin(self) -> None: ...
     def show(self, text: str, share: float) -> None: ...
