@@ -192,6 +192,15 @@ def test_each_operator_keeps_its_word_to_torch(dtype: torch.dtype, name: str) ->
     torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
+def test_autograd_refuses_what_a_product_has_written_over() -> None:
+    weight = torch.randn(4, 4, requires_grad=True)
+    saved = torch.randn(4, 4)
+    result = (saved * weight).sum()
+    products.product_into(saved, torch.randn(4, 8), torch.randn(4, 8), False, True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.backward()
+
+
 def test_the_bits_do_not_depend_on_the_number_of_threads(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable, Sequence
 from ctypes import c_void_p
 from typing import Any, ParamSpec, TypeVar, cast
@@ -48,8 +49,20 @@ def operator(
 
     def define(function: Callable[P, R]) -> Callable[P, R]:
         schema = torch.library.infer_schema(function, mutates_args=mutates)
+        names = list(inspect.signature(function).parameters)
+        written = [names.index(name) for name in mutates]
+
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            result = function(*args, **kwargs)
+            for index in written:  # so that autograd refuses what it saved before
+                one = args[index]
+                for tensor in one if isinstance(one, list | tuple) else (one,):
+                    if isinstance(tensor, Tensor) and not tensor.is_inference():
+                        torch.autograd.graph.increment_version(tensor)
+            return result
+
         library.define(called + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        library.impl(called, function, "CompositeExplicitAutograd")
+        library.impl(called, run, "CompositeExplicitAutograd")
         torch.library.register_fake(name, results, lib=library)
         made = getattr(getattr(torch.ops, namespace), called).default
         made.__doc__ = function.__doc__
