@@ -18,6 +18,8 @@
 namespace {
 
 constexpr int64_t QUERIES = 96, KEYS = 192;  // of a block; whole pairs, whole rows of registers
+constexpr int WHOLE = 16;                    // scores that are computed together
+typedef Lanes<WHOLE>::Vec Scores;
 
 template <class Unit>
 constexpr int64_t COLUMNS = Unit::VECTORS * Unit::LANES;
@@ -47,19 +49,35 @@ Left<typename Unit::Word> again(const float* sums, int64_t row, int64_t step, in
 }
 
 // One row of scores to weights, zeros up to ``end``; returns the sum, ``most`` the largest score.
+// Up to WHOLE - 1 numbers behind ``valid`` are written, so that no number is computed by itself.
 float weigh(float* row, int64_t valid, int64_t end, float scale, float* most) {
   float top = -3e38f, sum = 0;
-#pragma omp simd reduction(max : top)
-  for (int64_t i = 0; i < valid; i++) top = row[i] > top ? row[i] : top;
-  top *= scale;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < valid; i++) {
-    row[i] = exponential(row[i] * scale - top);
-    sum += row[i];
+  std::fill(row + valid, row + ceil_to(valid, WHOLE), top);
+  Scores tops = top - Scores{}, sums{};
+  for (int64_t i = 0; i < valid; i += WHOLE) {
+    Scores x = load<WHOLE>(row + i);
+    tops = x > tops ? x : tops;
   }
+  for (int l = 0; l < WHOLE; l++) top = tops[l] > top ? tops[l] : top;
+  top *= scale;
+  for (int64_t i = 0; i < valid; i += WHOLE) {
+#pragma omp simd
+    for (int64_t l = i; l < i + WHOLE; l++) row[l] = exponential(row[l] * scale - top);
+    sums += load<WHOLE>(row + i);
+  }
+  for (int l = 0; l < WHOLE; l++) sum += sums[l];
   for (int64_t i = valid; i < end; i++) row[i] = 0;
   *most = top;
   return sum;
+}
+
+// Sums times ``by`` to the output.
+template <class Unit, class T>
+void round_off(const float* sums, int64_t width, T* to, float by) {
+  constexpr int L = Unit::LANES;
+  int64_t c = 0;
+  for (; c + L <= width; c += L) store<L>(to + c, load<L>(sums + c) * by);
+  for (; c < width; c++) set(to[c], sums[c] * by);
 }
 
 template <class Unit, class T>
@@ -102,8 +120,7 @@ void forward(const Shape& s, Heads<T> q, Heads<T> k, Heads<T> v, T* out, float* 
                          words_of<Unit>(std::min(seen, at + i + R)), tile, C, false);
           for (int64_t r = 0; r < std::min(R, rows - i); r++) {
             T* to = out + ((start + at + i + r) * s.heads + head) * s.dv + n;
-            float by = inverse[i + r];
-            for (int64_t c = 0; c < std::min(C, s.dv - n); c++) set(to[c], tile[r * C + c] * by);
+            round_off<Unit>(tile + r * C, std::min(C, s.dv - n), to, inverse[i + r]);
           }
         }
     }
@@ -114,20 +131,15 @@ struct Gradients {
   T *q, *k, *v;  // (tokens, heads or groups, dk or dv)
 };
 
-template <class T>
-void round_off(const float* sums, int64_t pitch, int64_t rows, int64_t width, T* to, int64_t stride) {
-  for (int64_t r = 0; r < rows; r++)
-    for (int64_t c = 0; c < width; c++) set(to[r * stride + c], sums[r * pitch + c]);
-}
-
-// dS and P of one row of a block from its two rows of products, zeros up to ``end``.
+// dS and P of one row of a block from its two rows of products, zeros up to ``end``; as ``weigh``.
 void slope(float* scores, float* grads, int64_t valid, int64_t end, float scale, float lse, float dot) {
+  for (int64_t i = 0; i < valid; i += WHOLE)
 #pragma omp simd
-  for (int64_t i = 0; i < valid; i++) {
-    float p = exponential(scores[i] * scale - lse);
-    scores[i] = p;
-    grads[i] = p * scale * (grads[i] - dot);
-  }
+    for (int64_t l = i; l < i + WHOLE; l++) {
+      float p = exponential(scores[l] * scale - lse);
+      scores[l] = p;
+      grads[l] = p * scale * (grads[l] - dot);
+    }
   for (int64_t i = std::max<int64_t>(valid, 0); i < end; i++) scores[i] = grads[i] = 0;
 }
 
@@ -159,7 +171,6 @@ void backward(const Shape& s, Heads<T> q, Heads<T> k, Heads<T> v, Heads<T> o, He
   panels<Unit>(Matrix<T>{v.of(start, group), v.token, 1}, length, s.dv, v_right);
   panels<Unit>(Matrix<T>{k.of(start, group), 1, k.token}, s.dk, length, k_below);
   std::fill_n(dk, rows_k * (wide_k + wide_v), 0.f);
-  std::fill_n(scores, 2 * (QUERIES + R) * PITCH, 0.f);
   for (int64_t head = group * each; head < (group + 1) * each; head++) {
     panels<Unit>(Matrix<T>{q.of(start, head), 1, q.token}, s.dk, length, q_below);
     panels<Unit>(Matrix<T>{grad.of(start, head), 1, grad.token}, s.dv, length, o_below);
@@ -209,11 +220,14 @@ void backward(const Shape& s, Heads<T> q, Heads<T> k, Heads<T> v, Heads<T> o, He
             multiply<Unit>(two, q_below + n * along + at * C, count, dk + (kb + i) * wide_k + n, wide_k, true);
         }
       }
-      round_off(dq, wide_k, rows, s.dk, to.q + ((start + qb) * s.heads + head) * s.dk, s.heads * s.dk);
+      for (int64_t r = 0; r < rows; r++)
+        round_off<Unit>(dq + r * wide_k, s.dk, to.q + ((start + qb + r) * s.heads + head) * s.dk, 1);
     }
   }
-  round_off(dk, wide_k, length, s.dk, to.k + (start * s.groups + group) * s.dk, s.groups * s.dk);
-  round_off(dv, wide_v, length, s.dv, to.v + (start * s.groups + group) * s.dv, s.groups * s.dv);
+  for (int64_t r = 0; r < length; r++) {
+    round_off<Unit>(dk + r * wide_k, s.dk, to.k + ((start + r) * s.groups + group) * s.dk, 1);
+    round_off<Unit>(dv + r * wide_v, s.dv, to.v + ((start + r) * s.groups + group) * s.dv, 1);
+  }
 }
 
 template <class Task>

@@ -3,10 +3,14 @@
 //   (1) C is cut into tasks along its longer side; a thread takes the next one when it is free
 //   (2) for each block of B's columns and each chunk of k: B's panels are laid out, in the cache;
 //       tasks of rows of one product read panels that all threads laid out together before
-//   (3) for each block of A's rows: a copy of them, then all panels over it, ROWS x COLUMNS at a time
+//   (3) for each block of A's rows: a copy of them, then all panels over it, ROWS x COLUMNS at a time;
+//       meanwhile what is copied and laid out next comes from memory
 //   (4) sums go on from chunk to chunk in float; after the last they are rounded once and written
 //
 // The order of a sum depends on k alone, so that the number of threads changes no bit.
+#include <omp.h>
+
+#include <atomic>
 #include <vector>
 
 #include "unit.h"
@@ -55,10 +59,11 @@ int64_t panel_offset(int64_t n, int64_t j, int64_t f, int64_t words) {
   return f / Unit::EACH * ceil_to(n, Unit::VECTORS * Unit::LANES) + j * words;
 }
 
-// One task: its part of C, a block of columns after the other. ``layout``: B's layout, or nullptr.
+// One task: its part of C, a block of columns after the other. ``layout``: B's layout, or nullptr;
+// ``after``: what this thread reads after the task.
 template <class Unit, class T, class Out>
 void block(const Call& call, Matrix<T> a, Matrix<T> b, Out* out, int64_t m, int64_t n, int64_t k,
-           const typename Unit::Word* layout) {
+           const typename Unit::Word* layout, Ahead after = {}) {
   typedef typename Unit::Word Word;
   constexpr int R = Unit::ROWS, C = Unit::VECTORS * Unit::LANES, E = Unit::EACH;
   static thread_local Scratch sums_memory, b_memory, a_memory;
@@ -76,18 +81,28 @@ void block(const Call& call, Matrix<T> a, Matrix<T> b, Out* out, int64_t m, int6
       for (int64_t j = 0; task_panels && j < columns; j += C)
         panel<Unit>(b.from(j0 + j, f), std::min<int64_t>(C, columns - j), depth, task_panels + j * words);
       const Word* panels = task_panels ? task_panels : layout + panel_offset<Unit>(n, j0, f, words);
+      int64_t next = std::min(chunk, k - f - chunk), across = pitch / C;
+      Ahead below = task_panels && !last ? b.from(j0, f + chunk).ahead(columns, next) : Ahead{};
+      int64_t below_each = below.lines() / (across * ceil_to(m, R) / R) + 1;
       for (int64_t i0 = 0; i0 < m; i0 += BLOCK) {
         int64_t rows = std::min(BLOCK, m - i0);
         auto x = left<Unit>(a.from(i0, f), rows, depth, a_memory.get<Word>(left_room(BLOCK, most)));
+        int64_t others = std::min(BLOCK, m - i0 - rows);
+        Ahead beside = others ? a.from(i0 + rows, f).ahead(others, depth)
+                       : last ? after
+                              : a.from(0, f + chunk).ahead(std::min(BLOCK, m), next);
+        int64_t beside_each = beside.lines() / (across * ceil_to(rows, R) / R) + 1;
         for (int64_t j = 0; j < columns; j += C)
           for (int64_t i = 0; i < rows; i += R) {
+            beside.ask(beside_each);
+            below.ask(below_each);
             Left<Word> here = x.from(i / R);
             int64_t down = std::min<int64_t>(R, rows - i), right = std::min<int64_t>(C, columns - j);
             Out* to = out + (i0 + i) * call.stride + j0 + j;
             const Word* y = panels + j * words;
             alignas(64) float tile[R * C];
-            if (direct && down == R && right == C) {
-              multiply<Unit>(here, y, words, (float*)to, call.stride, f > 0 || call.add);
+            if ((direct || once) && down == R && right == C) {
+              multiply<Unit>(here, y, words, to, call.stride, f > 0 || call.add);
             } else if (direct || once) {
               multiply<Unit>(here, y, words, tile, C, false);
               write<Unit>(tile, C, to, call.stride, down, right, f > 0 || call.add);
@@ -103,7 +118,8 @@ void block(const Call& call, Matrix<T> a, Matrix<T> b, Out* out, int64_t m, int6
 }
 
 // Tasks of rows of one product: all threads lay out B, as many columns at a time as fit. Threads get
-// equally many tasks, of up to BLOCK rows, so that they end together.
+// equally many tasks, of up to BLOCK rows, so that they end together. Each takes its next task when it
+// begins one, and asks memory for its rows.
 template <class Unit, class T, class Out>
 void rows_together(const Call& call, Matrix<T> a, Matrix<T> b, Out* out, int64_t m, int64_t n,
                    int64_t k, int threads) {
@@ -115,6 +131,7 @@ void rows_together(const Call& call, Matrix<T> a, Matrix<T> b, Out* out, int64_t
   int64_t turns = (m + threads * BLOCK - 1) / (threads * BLOCK), parts = threads * turns;
   int64_t each = ceil_to((m + parts - 1) / parts, Unit::ROWS), tasks = (m + each - 1) / each;
   Word* layout = memory.get<Word>(wide * words);
+  std::vector<std::atomic<int64_t>> taken((n + wide - 1) / wide);
 #pragma omp parallel num_threads(threads)
   for (int64_t j0 = 0; j0 < n; j0 += wide) {
     int64_t columns = std::min(wide, n - j0), panels = (columns + C - 1) / C;
@@ -124,11 +141,13 @@ void rows_together(const Call& call, Matrix<T> a, Matrix<T> b, Out* out, int64_t
       int64_t offset = panel_offset<Unit>(columns, j, f, (depth + E - 1) / E);
       panel<Unit>(b.from(j0 + j, f), std::min<int64_t>(C, columns - j), depth, layout + offset);
     }
-#pragma omp for schedule(dynamic)
-    for (int64_t t = 0; t < tasks; t++) {
-      int64_t from = t * each, rows = std::min(each, m - from);
-      block<Unit>(call, a.from(from, 0), b, out + from * call.stride + j0, rows, columns, k, layout);
+    for (int64_t t = omp_get_thread_num(), then; t < tasks; t = then) {
+      then = omp_get_num_threads() + taken[j0 / wide]++;
+      int64_t from = t * each, rows = std::min(each, m - from), others = std::min(each, m - then * each);
+      Ahead after = then < tasks ? a.from(then * each, 0).ahead(others, std::min(chunk, k)) : Ahead{};
+      block<Unit>(call, a.from(from, 0), b, out + from * call.stride + j0, rows, columns, k, layout, after);
     }
+#pragma omp barrier
   }
 }
 

@@ -100,6 +100,12 @@ inline void store(float* to, typename Lanes<L>::Vec x) {
 }
 template <int L>
 inline void store(bf16* to, typename Lanes<L>::Vec x) {  // as ``set``
+#if defined(__AVX512BF16__)
+  if constexpr (L == 16) {  // below 2^-126 it gives 0
+    _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+    return;
+  }
+#endif
   typedef typename Lanes<L>::Bits Bits;
   typedef typename Lanes<L>::Half Half;
   Bits wide = (Bits)x, rounded = (wide + 0x7fff + ((wide >> 16) & 1)) >> 16;
@@ -109,6 +115,19 @@ inline void store(bf16* to, typename Lanes<L>::Vec x) {  // as ``set``
 
 inline int64_t ceil_to(int64_t n, int64_t size) { return (n + size - 1) / size * size; }
 
+// Lines of memory that are read soon, asked for a few at a time.
+struct Ahead {
+  const char* row;
+  int64_t width, stride, rows, at;  // bytes of a row, bytes to the next one, rows left, byte in the row
+  int64_t lines() const { return (width + 63) / 64 * rows; }
+  void ask(int64_t count) {
+    for (; count > 0 && rows > 0; count--) {
+      __builtin_prefetch(row + at, 0, 2);
+      if ((at += 64) >= width) at = 0, row += stride, rows--;
+    }
+  }
+};
+
 // A matrix in memory: ``line`` numbers from one row of A or column of B to the next, ``k`` along k.
 // One of the two is 1.
 template <class T>
@@ -116,6 +135,10 @@ struct Matrix {
   const T* at;
   int64_t line, k;
   Matrix from(int64_t first, int64_t depth) const { return {at + first * line + depth * k, line, k}; }
+  Ahead ahead(int64_t lines, int64_t depth) const {
+    int64_t size = sizeof(T), wide = k == 1 ? depth : lines;
+    return {(const char*)at, wide * size, (k == 1 ? line : k) * size, k == 1 ? lines : depth, 0};
+  }
 };
 
 #if defined(__AVX2__)
@@ -140,6 +163,16 @@ inline void turn(const uint32_t* from, int64_t next, uint32_t* to, int64_t step)
 }
 #endif
 
+#if defined(__AVX512BF16__)
+// 16 words of two rows of memory, ``next`` numbers apart; ``both``: there is a second row.
+inline __m512i pairs(const bf16* one, int64_t next, bool both, __mmask16 which) {
+  __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(which, one));
+  if (!both) return low;
+  __m512i high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(which, one + next));
+  return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+}
+#endif
+
 // B's ``columns`` columns over ``depth`` of k as one panel of ``words`` x COLUMNS words.
 template <class Unit, class T>
 void panel(Matrix<T> b, int64_t columns, int64_t depth, typename Unit::Word* to) {
@@ -148,9 +181,17 @@ void panel(Matrix<T> b, int64_t columns, int64_t depth, typename Unit::Word* to)
   if (columns < C) std::memset((void*)to, 0, words * C * 4);
   if (b.line == 1) {
     auto copy = [&](auto count) {
-      for (int64_t w = 0; w < words; w++)
-        for (int i = 0; i < count; i++)
-          to[w * C + i] = Unit::word(b.at + w * E * b.k + i, b.k, E * w + 1 < depth);
+      for (int64_t w = 0; w < words; w++) {
+        const T* from = b.at + w * E * b.k;
+        bool both = E * w + 1 < depth;
+        int i = 0;
+#if defined(__AVX512BF16__)
+        if constexpr (E == 2 && std::is_same<T, bf16>::value)
+          for (; i + 16 <= count; i += 16)
+            _mm512_storeu_si512(to + w * C + i, pairs(from + i, b.k, both, 0xffff));
+#endif
+        for (; i < count; i++) to[w * C + i] = Unit::word(from + i, b.k, both);
+      }
     };
     if (columns == C) copy(std::integral_constant<int, C>());
     else copy(int(columns));
@@ -200,6 +241,11 @@ Left<typename Unit::Word> left(Matrix<T> a, int64_t rows, int64_t depth, typenam
       Word* at = to + w * R;
       int64_t i = 0;
       for (; i + R <= rows; i += R, at += R * words)
+#if defined(__AVX512BF16__)
+        if constexpr (E == 2 && std::is_same<T, bf16>::value)
+          _mm512_mask_storeu_epi32(at, (1 << R) - 1, pairs(from + i, a.k, both, (1 << R) - 1));
+        else
+#endif
         if constexpr (std::is_same<T, Word>::value)
           std::memcpy(at, from + i, R * sizeof(Word));
         else
@@ -226,14 +272,13 @@ Left<typename Unit::Word> left(Matrix<T> a, int64_t rows, int64_t depth, typenam
 inline int64_t left_room(int64_t rows, int64_t words) { return (rows + 16) * (ceil_to(words, 16) + 16); }
 
 // ROWS x COLUMNS sums over ``words`` words of k; they start from ``c`` where ``go_on``.
-template <class Unit>
+template <class Unit, class Out>
 __attribute__((always_inline)) inline void multiply(Left<typename Unit::Word> a,
                                                     const typename Unit::Word* b, int64_t words,
-                                                    float* c, int64_t stride, bool go_on) {
+                                                    Out* c, int64_t stride, bool go_on) {
   typedef typename Unit::Vec Vec;
   typedef typename Unit::Loaded Loaded;
-  typedef Vec Near __attribute__((aligned(4)));  // no address is a multiple of a vector's size
-  typedef Loaded Panel __attribute__((aligned(4)));
+  typedef Loaded Panel __attribute__((aligned(4)));  // no address is a multiple of a vector's size
   constexpr int R = Unit::ROWS, V = Unit::VECTORS, L = Unit::LANES;
   Vec sums[R][V];
 #pragma GCC unroll 16
@@ -259,8 +304,8 @@ __attribute__((always_inline)) inline void multiply(Left<typename Unit::Word> a,
   for (int i = 0; i < R; i++)
 #pragma GCC unroll 4
     for (int v = 0; v < V; v++) {
-      Near* to = (Near*)(c + i * stride + v * L);
-      *to = go_on ? *to + sums[i][v] : sums[i][v];
+      Out* to = c + i * stride + v * L;
+      store<L>(to, go_on ? load<L>(to) + sums[i][v] : sums[i][v]);
     }
 }
 
