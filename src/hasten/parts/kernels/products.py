@@ -15,6 +15,7 @@ of float32.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from ctypes import c_float, c_int, c_int64
@@ -42,15 +43,20 @@ def library() -> LoadedLibrary:
 
 def tile_library() -> LoadedLibrary:
     """The compiled kernels for AMX, or why there are none."""
-    missing = [name for name in TILES if name not in processor_flags()]
-    if missing:
-        limit = isa_variable()
-        why = f", or ONEDNN_MAX_CPU_ISA={limit} does not allow it" if limit else ""
-        return LoadedLibrary(None, f"this processor has no {missing[0]}{why}")
+    if why := _why_no_tiles():
+        return LoadedLibrary(None, why)
     loaded = build_library("tile_product", "tile_attention")
     if loaded.library is not None and not loaded.library.amx_ready():
         return LoadedLibrary(None, "the system does not let this process use AMX")
     return loaded
+
+
+@functools.cache
+def _why_no_tiles() -> str:
+    missing = [name for name in TILES if name not in processor_flags()]
+    limit = isa_variable()
+    why = f", or ONEDNN_MAX_CPU_ISA={limit} does not allow it" if limit else ""
+    return f"this processor has no {missing[0]}{why}" if missing else ""
 
 
 @constant_in_graphs  # a graph has the answer, not the way to it

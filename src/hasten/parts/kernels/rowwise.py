@@ -130,13 +130,14 @@ def rotate(
         raise ValueError(f"tables {_told(cos)} and {_told(sin)} can't turn {_told(x)}")
     if x.stride(-1) != 1:
         x = x.contiguous()
-    cos, sin = cos.contiguous(), sin.contiguous()
+    if cos.stride() != sin.stride() or cos.stride(-1) != 1:
+        cos, sin = cos.contiguous(), sin.contiguous()
     rows, heads, width = x.shape
     y = x.new_empty(x.shape)
     strides = (c_int64(x.stride(0)), c_int64(x.stride(1)))
     sizes = (rows, heads, width, width - 2 * cos.shape[-1])
     way = (c_float(-1 if back else 1), c_int(pairs_in + 2 * pairs_out), _half(x), _half(cos))
-    tables = (address(cos), address(sin), address(y))
+    tables = (address(cos), address(sin), c_int64(cos.stride(0)), address(y))
     call(
         "rows_rotate", x.numel(), address(x), *strides, *tables, *(c_int64(s) for s in sizes), *way
     )

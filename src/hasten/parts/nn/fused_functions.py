@@ -139,7 +139,7 @@ def matmul(x: Tensor, matrix: Tensor, out: Tensor | None = None) -> Tensor:
         fills = x.shape[0] - full_rows <= MOST_FILLED
     if full_rows:
         torch.addmm(out[:full_rows], x[:full_rows], matrix, beta=int(adds), out=out[:full_rows])
-    remaining, place = x[full_rows:], out[full_rows:]
+    remaining, place = (x[full_rows:], out[full_rows:]) if full_rows else (x, out)
     if not fills:
         turned = matrix.stride(0) == 1 and matrix.stride(1) != 1
         factor = matrix.t() if turned else matrix

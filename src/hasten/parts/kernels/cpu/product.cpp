@@ -118,8 +118,8 @@ void block(const Call& call, Matrix<T> a, Matrix<T> b, Out* out, int64_t m, int6
 }
 
 // Tasks of rows of one product: all threads lay out B, as many columns at a time as fit. Threads get
-// equally many tasks, of up to BLOCK rows, so that they end together. Each takes its next task when it
-// begins one, and asks memory for its rows.
+// equally many tasks, of up to BLOCK rows or one each, so that they end together. With a task a
+// thread takes the one after it, and asks memory for its rows.
 template <class Unit, class T, class Out>
 void rows_together(const Call& call, Matrix<T> a, Matrix<T> b, Out* out, int64_t m, int64_t n,
                    int64_t k, int threads) {
@@ -128,7 +128,8 @@ void rows_together(const Call& call, Matrix<T> a, Matrix<T> b, Out* out, int64_t
   static thread_local Scratch memory;
   int64_t chunk = chunk_of<Unit>(k), chunks = (k + chunk - 1) / chunk, words = (k + E - 1) / E;
   int64_t wide = std::min(std::max<int64_t>(C, TOGETHER / words / C * C), ceil_to(n, C));
-  int64_t turns = (m + threads * BLOCK - 1) / (threads * BLOCK), parts = threads * turns;
+  int64_t turns = m < 2 * threads * BLOCK ? 1 : (m + threads * BLOCK - 1) / (threads * BLOCK);
+  int64_t parts = threads * turns;
   int64_t each = ceil_to((m + parts - 1) / parts, Unit::ROWS), tasks = (m + each - 1) / each;
   Word* layout = memory.get<Word>(wide * words);
   std::vector<std::atomic<int64_t>> taken((n + wide - 1) / wide);

@@ -93,15 +93,15 @@ void swiglu_backward(const T* dy, const T* gate, const T* up, T* dgate, T* dup, 
 // The two numbers of a pair lie side by side (PAIRS) or half of the columns apart, on either side.
 // Tables (rows, (width - first) / 2). ``sign`` -1 turns back, which is the gradient.
 template <bool PAIRS_IN, bool PAIRS_OUT, class T, class U>
-void rotate(const T* x, int64_t row, int64_t head, const U* cos, const U* sin, T* y, int64_t rows,
-            int64_t heads, int64_t width, int64_t first, float sign, int threads) {
+void rotate(const T* x, int64_t row, int64_t head, const U* cos, const U* sin, int64_t table, T* y,
+            int64_t rows, int64_t heads, int64_t width, int64_t first, float sign, int threads) {
   int64_t half = (width - first) / 2;
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t t = 0; t < rows; t++)
     for (int64_t h = 0; h < heads; h++) {
       const T* in = x + t * row + h * head;
       T* out = y + (t * heads + h) * width;
-      const U *c = cos + t * half, *s = sin + t * half;
+      const U *c = cos + t * table, *s = sin + t * table;
       std::memcpy(out, in, first * sizeof(T));
       in += first, out += first;
 #pragma omp simd
@@ -115,11 +115,11 @@ void rotate(const T* x, int64_t row, int64_t head, const U* cos, const U* sin, T
 }
 
 template <class T, class U>
-void rotate_any(int pairs, const T* x, int64_t row, int64_t head, const U* cos, const U* sin, T* y,
-                int64_t rows, int64_t heads, int64_t width, int64_t first, float sign,
-                int threads) {
+void rotate_any(int pairs, const T* x, int64_t row, int64_t head, const U* cos, const U* sin,
+                int64_t table, T* y, int64_t rows, int64_t heads, int64_t width, int64_t first,
+                float sign, int threads) {
   auto go = [&](auto run) {
-    run(x, row, head, cos, sin, y, rows, heads, width, first, sign, threads);
+    run(x, row, head, cos, sin, table, y, rows, heads, width, first, sign, threads);
   };
   if (pairs == 0) go(rotate<false, false, T, U>);
   else if (pairs == 1) go(rotate<true, false, T, U>);
@@ -199,15 +199,15 @@ void rows_swiglu_backward(const void* dy, const void* gate, const void* up, void
 
 // ``pairs``: 1 the input's, 2 the output's lie side by side; ``half_table``: the tables are bf16.
 void rows_rotate(const void* x, int64_t row, int64_t head, const void* cos, const void* sin,
-                 void* y, int64_t rows, int64_t heads, int64_t width, int64_t first, float sign,
-                 int pairs, int half, int half_table, int threads) {
-  if (half_table) {
-    BOTH(rotate_any(pairs, (const T*)x, row, head, (const bf16*)cos, (const bf16*)sin, (T*)y, rows,
+                 int64_t table, void* y, int64_t rows, int64_t heads, int64_t width, int64_t first,
+                 float sign, int pairs, int half, int half_table, int threads) {
+  auto go = [&](auto number) {
+    typedef decltype(number) U;
+    BOTH(rotate_any(pairs, (const T*)x, row, head, (const U*)cos, (const U*)sin, table, (T*)y, rows,
                     heads, width, first, sign, threads))
-  } else {
-    BOTH(rotate_any(pairs, (const T*)x, row, head, (const float*)cos, (const float*)sin, (T*)y,
-                    rows, heads, width, first, sign, threads))
-  }
+  };
+  if (half_table) go(bf16());
+  else go(float());
 }
 
 void rows_cross_entropy(void* logits, const int64_t* labels, float* losses, int64_t rows,
