@@ -90,6 +90,15 @@ def check_attention(
         assert (one - other).norm() <= bound * largest
 
 
+@pytest.mark.parametrize("lengths", [(7,), (130, 45), (300, 1, 200)], ids=str)
+def test_nothing_of_an_earlier_call_is_left(dtype: torch.dtype, lengths: tuple[int, ...]) -> None:
+    poisoned = [torch.full_like(t, torch.nan) for t in tensors(dtype, 700, 4, 2, 64, 48)]
+    leaves = [t.requires_grad_() for t in poisoned]
+    found = fused_functions.attend(*leaves, (0, 700), 0.1)
+    assert all(t.isnan().all() for t in torch.autograd.grad(found.sum(), leaves))
+    check_attention(dtype, lengths, 4, 2, 64, 48)
+
+
 @settings(max_examples=20)
 @given(
     lengths=st.lists(st.one_of(st.integers(0, 70), st.just(150)), min_size=1, max_size=6),

@@ -9,6 +9,9 @@ pairs of bf16 run anywhere, by ordinary instructions.
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -219,3 +222,27 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(
             torch.set_num_threads(before)
         assert all(torch.equal(found[0], other) for other in found[1:])
         check_product(found[0], a, b)
+
+
+FEWER_THREADS = """
+import torch
+from hasten.parts.kernels import products
+
+torch.set_num_threads(4)
+torch.manual_seed(0)
+for m, n, k in ((2000, 96, 128), (300, 40, 3000), (150, 150, 4000)):
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b = torch.randn(m, k).to(dtype), torch.randn(k, n).to(dtype)
+        found = products.product(a, b, False, False).double()
+        exact = a.double() @ b.double()
+        assert (found - exact).abs().max() <= 0.01 * exact.abs().max(), (m, n, k, dtype)
+print("whole")
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32"], indirect=True)  # all formats at once
+def test_a_product_is_whole_with_fewer_threads_than_it_asked_for() -> None:
+    environment = {**os.environ, "OMP_THREAD_LIMIT": "3", "OMP_DYNAMIC": "false"}
+    command = [sys.executable, "-c", FEWER_THREADS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "whole\n", done.stderr

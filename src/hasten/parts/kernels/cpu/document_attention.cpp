@@ -111,7 +111,6 @@ void forward(const Shape& s, Heads<T> q, Heads<T> k, Heads<T> v, T* out, float* 
         inverse[r] = 1 / sum;
         lse[head * s.tokens + start + at + r] = most + std::log(sum);
       }
-      for (int64_t r = rows; r < full; r++) std::fill_n(scores + r * pitch, end, 0.f);
       auto p = again<Unit>(scores, pitch, 1, full, seen, weights);
       for (int64_t n = 0; n < s.dv; n += C)
         for (int64_t i = 0; i < rows; i += R) {
@@ -197,8 +196,6 @@ void backward(const Shape& s, Heads<T> q, Heads<T> k, Heads<T> v, Heads<T> o, He
         for (int64_t r = 0; r < rows; r++)
           slope(scores + r * PITCH, grads + r * PITCH, std::min(ks, qb + r + 1 - kb), end, s.scale,
                 lse[head * s.tokens + start + qb + r], dot[r]);
-        for (int64_t r = rows; r < ceil_to(rows, R); r++)
-          std::fill_n(scores + r * PITCH, end, 0.f), std::fill_n(grads + r * PITCH, end, 0.f);
         auto ds = again<Unit>(grads, PITCH, 1, ceil_to(rows, R), ks, ds_left);
         auto turned = again<Unit>(grads, 1, PITCH, ceil_to(ks, R), rows, ds_turned);
         auto p = again<Unit>(scores, 1, PITCH, ceil_to(ks, R), rows, p_turned);
