@@ -101,15 +101,15 @@ void block(const Call& call, Matrix<T> a, Matrix<T> b, Out* out, int64_t m, int6
             Out* to = out + (i0 + i) * call.stride + j0 + j;
             const Word* y = panels + j * words;
             alignas(64) float tile[R * C];
-            if ((direct || once) && down == R && right == C) {
-              multiply<Unit>(here, y, words, to, call.stride, f > 0 || call.add);
-            } else if (direct || once) {
-              multiply<Unit>(here, y, words, tile, C, false);
-              write<Unit>(tile, C, to, call.stride, down, right, f > 0 || call.add);
-            } else {
-              float* c = sums + (i0 + i) * pitch + j;
+            float* c = sums ? sums + (i0 + i) * pitch + j : nullptr;
+            bool add = call.add || (f > 0 && !c);
+            if (c && !last) {
               multiply<Unit>(here, y, words, c, pitch, f > 0);
-              if (last) write<Unit>(c, pitch, to, call.stride, down, right, call.add);
+            } else if (down == R && right == C) {
+              multiply<Unit>(here, y, words, to, call.stride, add, c, pitch);
+            } else {
+              multiply<Unit>(here, y, words, tile, C, false, c, pitch);
+              write<Unit>(tile, C, to, call.stride, down, right, add);
             }
           }
       }

@@ -271,11 +271,14 @@ Left<typename Unit::Word> left(Matrix<T> a, int64_t rows, int64_t depth, typenam
 }
 inline int64_t left_room(int64_t rows, int64_t words) { return (rows + 16) * (ceil_to(words, 16) + 16); }
 
-// ROWS x COLUMNS sums over ``words`` words of k; they start from ``c`` where ``go_on``.
+// ROWS x COLUMNS sums over ``words`` words of k to ``c``, added to what is there where ``go_on``, and to
+// those at ``before`` where given.
 template <class Unit, class Out>
 __attribute__((always_inline)) inline void multiply(Left<typename Unit::Word> a,
                                                     const typename Unit::Word* b, int64_t words,
-                                                    Out* c, int64_t stride, bool go_on) {
+                                                    Out* c, int64_t stride, bool go_on,
+                                                    const float* before = nullptr,
+                                                    int64_t pitch = 0) {
   typedef typename Unit::Vec Vec;
   typedef typename Unit::Loaded Loaded;
   typedef Loaded Panel __attribute__((aligned(4)));  // no address is a multiple of a vector's size
@@ -305,6 +308,7 @@ __attribute__((always_inline)) inline void multiply(Left<typename Unit::Word> a,
 #pragma GCC unroll 4
     for (int v = 0; v < V; v++) {
       Out* to = c + i * stride + v * L;
+      if (before) sums[i][v] += load<L>(before + i * pitch + v * L);
       store<L>(to, go_on ? load<L>(to) + sums[i][v] : sums[i][v]);
     }
 }
