@@ -91,7 +91,8 @@ void swiglu_backward(const T* dy, const T* gate, const T* up, T* dgate, T* dup, 
 
 // Rotary embedding of the columns from ``first`` on, of rows (heads, width); the others are copied.
 // The two numbers of a pair lie side by side (PAIRS) or half of the columns apart, on either side.
-// Tables (rows, (width - first) / 2). ``sign`` -1 turns back, which is the gradient.
+// Tables of (width - first) / 2 columns, with ``table`` numbers from row to row. ``sign`` -1 turns back,
+// which is the gradient.
 template <bool PAIRS_IN, bool PAIRS_OUT, class T, class U>
 void rotate(const T* x, int64_t row, int64_t head, const U* cos, const U* sin, int64_t table, T* y,
             int64_t rows, int64_t heads, int64_t width, int64_t first, float sign, int threads) {
