@@ -78,16 +78,10 @@ class LoopParts:
     def optimizer(self, usual: Optimizer) -> Optimizer:
         """The technique's optimizer with the settings of the usual one, which wasn't stepped.
 
-        Raises:
-            InputError: a schedule holds the usual one, and would not change another's rates.
+        Build a learning-rate schedule on what this returns: the technique is left out, with a
+        warning, if the usual one has a schedule already.
         """
-        optimizer = optimizer_of(self.setup, self.model, usual)
-        if optimizer is not usual and any("initial_lr" in g for g in usual.param_groups):
-            raise InputError(
-                "the optimizer has a learning-rate schedule already, which would change its rates "
-                "alone: call optimizer first, and build the schedule on what it returns"
-            )
-        return optimizer
+        return optimizer_of(self.setup, self.model, usual)
 
     def attach(self, module: nn.Module) -> None:
         """COMMUNICATION: hook into the replicas, before the first pass."""
