@@ -22,7 +22,6 @@ from transformers import (
 )
 
 import hasten
-from hasten.errors import InputError
 from hasten.integrations.batches import packed_batch
 from hasten.integrations.loop import in_loop
 from hasten.integrations.transformers import TrainerTechniques
