@@ -26,6 +26,9 @@ from hasten.integrations.batches import packed_batch
 from hasten.integrations.loop import in_loop
 from hasten.integrations.transformers import TrainerTechniques
 from hasten.parts.nn.losses import LabelOnlyLoss
+from hasten.techniques.attention import DocumentAttention
+from hasten.techniques.layers import FusedLayers
+from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW, Muon
 from integrations.test_first_step import MARK, joined, left_padded, rows, weights
 from integrations.test_first_step import trainer_of as first_step_trainer
@@ -583,3 +586,34 @@ def test_rates_that_other_code_changes_in_the_former_optimizer_count(technique: 
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx(
         [1e-4] * len(optimizer.param_groups)
     )
+
+
+@pytest.mark.parametrize("use_cache", [None, True, False])
+def test_a_loop_s_positions_that_restart_mean_what_they_mean_without_techniques(
+    use_cache: bool | None,
+) -> None:
+    """Transformers takes them for documents only where it fills no cache."""
+    ids = torch.arange(3, 15)[None]
+    batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(12)[None] % 5}
+    batch |= {} if use_cache is None else {"use_cache": use_cache}
+    plain, edited = tiny_model("llama").train(), tiny_model("llama")
+    in_loop(edited, [DocumentAttention(), LabelledTokenLoss()], examples=rows(4), batch=2)
+    losses = [model(**batch).loss for model in (plain, edited)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+    for one, other in zip(plain.parameters(), edited.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-7)
+
+
+def test_a_second_loop_may_train_the_same_model() -> None:
+    """As where a cell of a notebook runs again."""
+    model, batch = tiny_model("llama"), left_padded(rows(4))
+    wanted = model.train()(**batch).loss.item()
+    for _ in range(2):
+        in_loop(model, [LabelledTokenLoss(), FusedLayers()], examples=rows(4), batch=2)
+        output = model(**batch)
+        assert output.logits is None
+        assert output.loss.item() == pytest.approx(wanted, rel=1e-6)
+    in_loop(model, [FusedLayers()], examples=rows(4), batch=2)
+    assert model(**batch).logits is not None

@@ -163,6 +163,12 @@ def edit_model(
     setup.recompute(model)
 
 
+def take_off_loss(model: nn.Module) -> None:
+    """Gives the model its own loss again, if :func:`edit_model` has replaced it."""
+    for module in model.modules():
+        rebind.unbind(module, _loss_forward)
+
+
 @contextlib.contextmanager
 def plain_forward(model: Any) -> Iterator[None]:
     """Inside, the model's ``forward`` is what it was before accelerate put autocast around it.
@@ -405,8 +411,12 @@ def _loss_forward(module: Any, usual: Callable[..., Any], *args: Any, **kwargs: 
     inputs = dict(zip(("input_ids",), args, strict=False)) | kwargs
     labels, aligned = inputs.pop("labels"), inputs.pop("shift_labels", None)
     items = inputs.pop("num_items_in_batch", None)
-    for name in ("use_cache", "return_dict", *MORE_OUTPUTS, *OTHER_LOSS):
+    use_cache = inputs.pop("use_cache", None)
+    for name in ("return_dict", *MORE_OUTPUTS, *OTHER_LOSS):
         inputs.pop(name, None)
+    if inputs.get("position_ids") is not None and inputs.get("attention_mask") is None:
+        # Transformers takes positions that restart for documents, but not if it fills a cache.
+        inputs["use_cache"] = use_cache
     if aligned is None:  # Transformers' labels, moved to the position that predicts them; (B, T)
         aligned = F.pad(labels[..., 1:], (0, 1), value=IGNORED)
     with context():

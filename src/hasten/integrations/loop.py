@@ -27,6 +27,7 @@ from hasten.integrations.adapt import (
     edit_model,
     optimizer_of,
     prepare_host,
+    take_off_loss,
 )
 from hasten.integrations.batches import (
     PACK,
@@ -108,6 +109,8 @@ def in_loop(
 ) -> LoopParts:
     """Edits the model and returns the parts that the loop calls.
 
+    A second call for the same model replaces the loss of the first.
+
     Args:
         examples: rows as :func:`hasten.integrations.batches.example_of` takes them.
         batch: examples of a step over all ranks.
@@ -121,6 +124,7 @@ def in_loop(
     device = next((str(p.device) for p in model.parameters()), host.default_device())
     lengths, trained = row_sizes(examples)
     host_run = HostRun(device, examples, lengths, batch, steps, epochs, seed)
+    take_off_loss(model)
     setup = prepare_host(HOST, model, techniques, host_run)
     edit_model(model, setup)
     return LoopParts(model.train(), setup, examples, trained)
