@@ -446,3 +446,39 @@ def test_the_loss_of_an_epoch_is_the_mean_over_its_records() -> None:
     )
     x, y = data().tensors
     assert summary["epoch_losses"][0] == pytest.approx(F.cross_entropy(model(x), y).item())
+
+
+def test_a_schedule_of_the_optimizer_s_own_is_followed() -> None:
+    """It steps where the optimizer does; nothing else of a trainer sets the rates."""
+
+    def scheduled(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        optimizer.register_step_post_hook(lambda *_: schedule.step())
+        return optimizer
+
+    plain, model = classifier(), classifier()
+    optimizer = scheduled(plain)
+    for x, y in DataLoader(data(), batch_size=4):
+        optimizer.zero_grad()
+        F.cross_entropy(plain(x), y).backward()
+        optimizer.step()
+    trainer = OptimizedTrainer(model, scheduled(model), F.cross_entropy)
+    trainer.train(DataLoader(data(), batch_size=4))
+    same(model, plain)
+
+
+def test_an_optimizer_that_steps_in_the_backward_pass_is_explained() -> None:
+    model = classifier()
+    each = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        each[parameter].step()  # type: ignore[index]  # a parameter
+        each[parameter].zero_grad()  # type: ignore[index]
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    idle = torch.optim.SGD(model.parameters(), lr=0.0)
+    trainer = OptimizedTrainer(model, idle, F.cross_entropy)
+    with pytest.raises(InputError, match="an optimizer that steps after the pass"):
+        trainer.train(DataLoader(data(), batch_size=4))

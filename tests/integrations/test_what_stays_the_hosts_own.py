@@ -22,12 +22,14 @@ from transformers import (
 )
 
 import hasten
-from hasten.errors import InputError
 from hasten.integrations.batches import packed_batch
 from hasten.integrations.loop import in_loop
 from hasten.integrations.transformers import TrainerTechniques
 from hasten.parts.nn.losses import LabelOnlyLoss
-from hasten.techniques.optimizer import FusedAdamW
+from hasten.techniques.attention import DocumentAttention
+from hasten.techniques.layers import FusedLayers
+from hasten.techniques.loss import LabelledTokenLoss
+from hasten.techniques.optimizer import CompactAdamW, FusedAdamW, Muon
 from integrations.test_first_step import MARK, joined, left_padded, rows, weights
 from integrations.test_first_step import trainer_of as first_step_trainer
 from tiny import COMMON, tiny_model
@@ -172,12 +174,12 @@ def test_generation_copies_and_files_are_those_of_the_model(
     architecture: str, tmp_path: Path
 ) -> None:
     seen = []
-    for plan in (None, [*PLAN, "fused_layers"]):
+    for arguments in (None, [[*PLAN, "fused_layers"]], []):  # the last also reports its speed
         trainer = trainer_of(tmp_path, tiny_model(architecture))
         copies = Copies()
         trainer.add_callback(copies)
-        if plan:
-            hasten.speed_up(trainer, plan)
+        if arguments is not None:
+            hasten.speed_up(trainer, *arguments)
         trainer.train()
         ids = torch.arange(3, 11)[None]
         model = trainer.model
@@ -193,7 +195,7 @@ def test_generation_copies_and_files_are_those_of_the_model(
         trainer.save_model(str(tmp_path / "saved"))
         again = type(model).from_pretrained(tmp_path / "saved")
         torch.testing.assert_close(again.eval()(ids).logits, wanted)
-    assert seen[0] == seen[1]
+    assert seen[0] == seen[1] == seen[2]
 
 
 def test_techniques_join_the_model_that_model_init_builds(tmp_path: Path) -> None:
@@ -562,6 +564,56 @@ def test_an_optimizer_with_hooks_or_a_schedule_is_not_replaced_in_a_loop() -> No
     assert loop.optimizer(hooked) is hooked
     scheduled = torch.optim.AdamW(model.parameters())
     torch.optim.lr_scheduler.LambdaLR(scheduled, lambda step: 0.5**step)
-    with pytest.raises(InputError, match="build the schedule on what it returns"):
-        loop.optimizer(scheduled)
+    assert loop.optimizer(scheduled) is scheduled
     assert loop.optimizer(torch.optim.AdamW(model.parameters())).__class__ is not torch.optim.AdamW
+
+
+@pytest.mark.parametrize("technique", [FusedAdamW(), CompactAdamW(), Muon()])
+def test_rates_that_other_code_changes_in_the_former_optimizer_count(technique: Any) -> None:
+    """As a module that keeps its optimizer does, or a schedule that leaves no mark in it."""
+    model = tiny_model()
+    former = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(former, patience=0)
+    loop = in_loop(model, [technique], examples=rows(4), batch=2)
+    optimizer = loop.optimizer(former)
+    assert optimizer is not former
+    model(**left_padded(rows(4))).loss.backward()
+    loop.step(optimizer)
+    assert former.state_dict()["state"]
+    optimizer.load_state_dict(optimizer.state_dict())  # a training that was resumed
+    for _ in range(2):
+        schedule.step(1.0)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx(
+        [1e-4] * len(optimizer.param_groups)
+    )
+
+
+@pytest.mark.parametrize("use_cache", [None, True, False])
+def test_a_loop_s_positions_that_restart_mean_what_they_mean_without_techniques(
+    use_cache: bool | None,
+) -> None:
+    """Transformers takes them for documents only where it fills no cache."""
+    ids = torch.arange(3, 15)[None]
+    batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(12)[None] % 5}
+    batch |= {} if use_cache is None else {"use_cache": use_cache}
+    plain, edited = tiny_model("llama").train(), tiny_model("llama")
+    in_loop(edited, [DocumentAttention(), LabelledTokenLoss()], examples=rows(4), batch=2)
+    losses = [model(**batch).loss for model in (plain, edited)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+    for one, other in zip(plain.parameters(), edited.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-7)
+
+
+def test_a_second_loop_may_train_the_same_model() -> None:
+    """As where a cell of a notebook runs again."""
+    model, batch = tiny_model("llama"), left_padded(rows(4))
+    wanted = model.train()(**batch).loss.item()
+    for _ in range(2):
+        in_loop(model, [LabelledTokenLoss(), FusedLayers()], examples=rows(4), batch=2)
+        output = model(**batch)
+        assert output.logits is None
+        assert output.loss.item() == pytest.approx(wanted, rel=1e-6)
+    in_loop(model, [FusedLayers()], examples=rows(4), batch=2)
+    assert model(**batch).logits is not None

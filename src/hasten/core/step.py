@@ -340,6 +340,9 @@ class PlainEngine:
         self._norm = torch.tensor(0.0)
         self.sum_loads = assembly.setup.rank_sync.sum  # of experts, over all ranks
         self._peak_rates = [group["lr"] for group in self.optimizer.param_groups]
+        schedule = assembly.setup.job.schedule
+        self._is_fixed = schedule.kind == "constant" and not schedule.warmup_steps
+        self._last_factor: float | None = None  # of the rates that were set
 
     def gradients(self, micro_batches: Sequence[MicroBatch], denominator: float) -> Tensor:
         layout, last, device = self.setup.layout, len(micro_batches), self.setup.job.device
@@ -395,7 +398,13 @@ class PlainEngine:
         true_count: float = self.setup.rank_sync.sum(count.double().cpu()).item()
         self.loss_count = true_count
         factor = denominator / true_count if true_count else 0.0
-        torch._foreach_mul_(gradients_of(self.setup.precision.parameters()), factor)
+        gradients = gradients_of(self.setup.precision.parameters())
+        if not gradients:
+            raise InputError(
+                "no weight has a gradient after the backward pass: take a loss that depends on "
+                "them, and an optimizer that steps after the pass"
+            )
+        torch._foreach_mul_(gradients, factor)
         return total * factor
 
     def norm(self, loss_sum: Tensor) -> StepNumbers:
@@ -427,8 +436,12 @@ class PlainEngine:
                 self.optimizer.grad_scale = divisor.float()
             else:
                 torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, self._norm)
-        for group, peak in zip(self.optimizer.param_groups, self._peak_rates, strict=True):
-            group["lr"] = peak * rate_factor
+        # A spike policy may load the rates of an earlier step.
+        keeps = self._is_fixed and setup.spike_policy is None and rate_factor == self._last_factor
+        if not keeps:
+            for group, peak in zip(self.optimizer.param_groups, self._peak_rates, strict=True):
+                group["lr"] = peak * rate_factor
+            self._last_factor = rate_factor  # as long as it holds, other code may set the rates
         setup.communication.before_update(parameters)
         self.optimizer.step()
         setup.precision.update_model_weights()
@@ -443,10 +456,11 @@ class PlainEngine:
     def holding_still(self) -> Iterator[None]:
         """Inside, updates run with a learning rate of zero, so no weight changes."""
         rates, self._peak_rates = self._peak_rates, [0.0] * len(self._peak_rates)
+        self._last_factor = None
         try:
             yield
         finally:
-            self._peak_rates = rates
+            self._peak_rates, self._last_factor = rates, None
 
     def zero_grad(self) -> None:
         if self.setup.routing is not None:

@@ -163,6 +163,12 @@ def edit_model(
     setup.recompute(model)
 
 
+def take_off_loss(model: nn.Module) -> None:
+    """Gives the model its own loss again, if :func:`edit_model` has replaced it."""
+    for module in model.modules():
+        rebind.unbind(module, _loss_forward)
+
+
 @contextlib.contextmanager
 def plain_forward(model: Any) -> Iterator[None]:
     """Inside, the model's ``forward`` is what it was before accelerate put autocast around it.
@@ -405,8 +411,12 @@ def _loss_forward(module: Any, usual: Callable[..., Any], *args: Any, **kwargs: 
     inputs = dict(zip(("input_ids",), args, strict=False)) | kwargs
     labels, aligned = inputs.pop("labels"), inputs.pop("shift_labels", None)
     items = inputs.pop("num_items_in_batch", None)
-    for name in ("use_cache", "return_dict", *MORE_OUTPUTS, *OTHER_LOSS):
+    use_cache = inputs.pop("use_cache", None)
+    for name in ("return_dict", *MORE_OUTPUTS, *OTHER_LOSS):
         inputs.pop(name, None)
+    if inputs.get("position_ids") is not None and inputs.get("attention_mask") is None:
+        # Transformers takes positions that restart for documents, but not if it fills a cache.
+        inputs["use_cache"] = use_cache
     if aligned is None:  # Transformers' labels, moved to the position that predicts them; (B, T)
         aligned = F.pad(labels[..., 1:], (0, 1), value=IGNORED)
     with context():
@@ -417,7 +427,8 @@ def _loss_forward(module: Any, usual: Callable[..., Any], *args: Any, **kwargs: 
 def optimizer_of(setup: Setup, model: nn.Module, usual: Optimizer) -> Optimizer:
     """OPTIMIZER: the technique's with the usual one's settings; without a technique, the usual.
 
-    An optimizer that the technique doesn't recognise is kept, and a warning names it.
+    An optimizer that the technique doesn't recognise is kept, and a warning names it. Other
+    code may hold the usual one (a module its own, a schedule): both have the same groups.
     """
     handed = setup.job.optimizer
     if Slot.OPTIMIZER not in setup.plan or not isinstance(handed, HostOptimizer):
@@ -433,11 +444,19 @@ def optimizer_of(setup: Setup, model: nn.Module, usual: Optimizer) -> Optimizer:
             # Schedules with a least rate read the peak there.
             shared = usual.defaults.keys() & optimizer.defaults.keys()
             optimizer.defaults.update({key: usual.defaults[key] for key in shared})
+            follow = functools.partial(_share, usual)
+            follow(optimizer)
+            optimizer.register_load_state_dict_post_hook(follow)  # which makes new groups
             return optimizer
         except (InputError, ValueError, RuntimeError) as error:
             reason = str(error)
     _LOG.warning("speed_up: %s is left out: %s", technique.name(), reason)
     return usual
+
+
+def _share(former: Optimizer, optimizer: Optimizer) -> None:
+    """Whoever reads or changes rates, groups or moments of the former one has the other's."""
+    former.param_groups, former.state = optimizer.param_groups, optimizer.state
 
 
 PLAIN_ADAMW = {"amsgrad": False, "maximize": False, "capturable": False, "differentiable": False}
@@ -457,6 +476,8 @@ def optimizer_reason(
         other = [k for k, v in PLAIN_ADAMW.items() if any(g.get(k, v) != v for g in groups)]
         if other:
             return f"the AdamW has {' and '.join(other)} set, which the technique doesn't have"
+        if any("initial_lr" in g for g in groups):
+            return "a schedule was built on the AdamW; build it on the optimizer that replaces it"
         if usual._optimizer_step_pre_hooks or usual._optimizer_step_post_hooks:
             return "the AdamW has hooks around its step, which the technique would not call"
     kinds = {p.dtype for p in parameters if p.requires_grad} - {torch.float32}

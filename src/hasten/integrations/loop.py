@@ -27,6 +27,7 @@ from hasten.integrations.adapt import (
     edit_model,
     optimizer_of,
     prepare_host,
+    take_off_loss,
 )
 from hasten.integrations.batches import (
     PACK,
@@ -78,16 +79,10 @@ class LoopParts:
     def optimizer(self, usual: Optimizer) -> Optimizer:
         """The technique's optimizer with the settings of the usual one, which wasn't stepped.
 
-        Raises:
-            InputError: a schedule holds the usual one, and would not change another's rates.
+        Build a learning-rate schedule on what this returns: the technique is left out, with a
+        warning, if the usual one has a schedule already.
         """
-        optimizer = optimizer_of(self.setup, self.model, usual)
-        if optimizer is not usual and any("initial_lr" in g for g in usual.param_groups):
-            raise InputError(
-                "the optimizer has a learning-rate schedule already, which would change its rates "
-                "alone: call optimizer first, and build the schedule on what it returns"
-            )
-        return optimizer
+        return optimizer_of(self.setup, self.model, usual)
 
     def attach(self, module: nn.Module) -> None:
         """COMMUNICATION: hook into the replicas, before the first pass."""
@@ -114,6 +109,8 @@ def in_loop(
 ) -> LoopParts:
     """Edits the model and returns the parts that the loop calls.
 
+    A second call for the same model replaces the loss of the first.
+
     Args:
         examples: rows as :func:`hasten.integrations.batches.example_of` takes them.
         batch: examples of a step over all ranks.
@@ -127,6 +124,7 @@ def in_loop(
     device = next((str(p.device) for p in model.parameters()), host.default_device())
     lengths, trained = row_sizes(examples)
     host_run = HostRun(device, examples, lengths, batch, steps, epochs, seed)
+    take_off_loss(model)
     setup = prepare_host(HOST, model, techniques, host_run)
     edit_model(model, setup)
     return LoopParts(model.train(), setup, examples, trained)

@@ -95,8 +95,8 @@ def test_a_logit_that_is_not_finite_shows_in_loss_and_gradient(
 @pytest.mark.parametrize("clip", [1.0, 0.25])
 @pytest.mark.parametrize("half", [False, True])
 def test_ten_updates_are_those_of_torch_in_float64(half: bool, clip: float) -> None:
-    """Every move within 2e-5 of itself: the kernel's betas are float32, 1 - 0.999 is not 0.001."""
-    start, (lr, decay, beta1, beta2, eps) = numbers(37, 11), (1e-2, 0.1, 0.9, 0.999, 1e-8)
+    """Every move within 2e-6 of itself; in float32 1 - 0.99999 would be off by 1e-3 of itself."""
+    start, (lr, decay, beta1, beta2, eps) = numbers(37, 11), (1e-2, 0.1, 0.9, 0.99999, 1e-8)
     weight, first, second = start.clone(), torch.zeros(37, 11), torch.zeros(37, 11)
     copy = torch.empty(37, 11, dtype=torch.bfloat16)
     reference = start.double().requires_grad_()
@@ -111,11 +111,11 @@ def test_ten_updates_are_those_of_torch_in_float64(half: bool, clip: float) -> N
         rule = (rate, 1 - lr * decay, beta1, beta2, root, eps, clip)
         rowwise.adamw_(weight, grad, first, second, copy, rule)
         moved = (reference - start.double()).abs().max()
-        assert (weight - reference).abs().max() <= 2e-5 * moved + 2**-24 * step * weight.abs().max()
+        assert (weight - reference).abs().max() <= 2e-6 * moved + 2**-24 * step * weight.abs().max()
     assert torch.equal(copy, weight.bfloat16())
     state = optimizer.state[reference]
-    torch.testing.assert_close(first.double(), state["exp_avg"], rtol=2e-5, atol=1e-7)
-    torch.testing.assert_close(second.double(), state["exp_avg_sq"], rtol=2e-5, atol=1e-9)
+    torch.testing.assert_close(first.double(), state["exp_avg"], rtol=2e-6, atol=1e-7)
+    torch.testing.assert_close(second.double(), state["exp_avg_sq"], rtol=2e-6, atol=1e-12)
 
 
 def test_an_update_moves_turned_tensors_and_refuses_what_lies_otherwise() -> None:

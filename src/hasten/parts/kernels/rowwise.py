@@ -174,7 +174,7 @@ def adamw_(
     ``grad`` may be float32 or bfloat16; ``copy``, where given, gets the new weight in bfloat16.
     """
     check_alike(weight, *(t for t in (grad, first, second, copy) if t is not None))
-    numbers = (ctypes.c_float * 7)(*rule)
+    numbers = (ctypes.c_double * 7)(*rule)
     tensors = (address(t) for t in (grad, weight, first, second, copy))
     call("rows_adamw", weight.numel(), *tensors, c_int64(weight.numel()), numbers, _half(grad))
 

@@ -448,7 +448,7 @@ class LabelOnlyLoss(LanguageModelLoss):
     def cross_entropy(
         self, labels: Tensor, terms: LossTerms, inputs: dict[str, Any]
     ) -> tuple[Tensor, Any]:
-        output = trunk(self.model)(use_cache=False, **inputs)
+        output = trunk(self.model)(**{"use_cache": False} | inputs)
         hidden = output.last_hidden_state  # (B, T, hidden)
         head = causal_lm(self.model).lm_head
         rows, wanted = labelled_rows(hidden, labels)

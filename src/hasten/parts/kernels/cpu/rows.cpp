@@ -154,7 +154,7 @@ void cross_entropy(T* logits, const int64_t* labels, float* losses, int64_t rows
 }
 
 struct Rule {  // of AdamW, with the corrections of this step already in ``rate`` and ``root``
-  float rate, keep, beta1, beta2, root, eps, clip;
+  float rate, keep, beta1, gain1, beta2, gain2, root, eps, clip;  // gain = 1 - beta
 };
 
 template <class T, bool COPY>
@@ -164,8 +164,8 @@ void adamw(const T* grad, float* w, float* m, float* v, bf16* copy, int64_t coun
 #pragma omp simd
     for (int64_t i = from; i < end; i++) {
       float g = get(grad[i]) * r.clip;
-      float first = m[i] = r.beta1 * m[i] + (1.f - r.beta1) * g;
-      float second = v[i] = r.beta2 * v[i] + (1.f - r.beta2) * g * g;
+      float first = m[i] = r.beta1 * m[i] + r.gain1 * g;
+      float second = v[i] = r.beta2 * v[i] + r.gain2 * g * g;
       float x = w[i] = w[i] * r.keep - r.rate * first / (std::sqrt(second) * r.root + r.eps);
       if (COPY) set(copy[i], x);
     }
@@ -217,8 +217,10 @@ void rows_cross_entropy(void* logits, const int64_t* labels, float* losses, int6
 }
 
 void rows_adamw(const void* grad, float* w, float* m, float* v, void* copy, int64_t count,
-                const float* rule, int half, int threads) {
-  Rule r{rule[0], rule[1], rule[2], rule[3], rule[4], rule[5], rule[6]};
+                const double* rule, int half, int threads) {
+  // 1 - beta in double: the float next to 0.9999 is off by a 6000th of the difference.
+  Rule r{(float)rule[0], (float)rule[1], (float)rule[2], (float)(1 - rule[2]), (float)rule[3],
+         (float)(1 - rule[3]), (float)rule[4], (float)rule[5], (float)rule[6]};
   if (copy) {
     BOTH((adamw<T, true>((const T*)grad, w, m, v, (bf16*)copy, count, r, threads)))
   } else {
