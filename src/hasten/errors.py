@@ -5,6 +5,8 @@ work in anybody's loop, raise plain ValueError instead.
 """
 
 import importlib.util
+import math
+import numbers
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -33,6 +35,20 @@ def require_packages(user: str, extra: str, *packages: str, instead: str = "") -
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise InputError(f"{user} needs {' and '.join(missing)}: {pip_install(extra)}{instead}")
+
+
+def require_real(**settings: object) -> None:
+    """Raise ValueError if a setting is no number; NaN and truth values are none."""
+    for name, number in settings.items():
+        if isinstance(number, bool) or not isinstance(number, numbers.Real) or math.isnan(number):
+            raise ValueError(f"{name} is {number!r}; give a number")
+
+
+def require_whole(**settings: object) -> None:
+    """Raise ValueError if a setting is no whole number; truth values are none."""
+    for name, number in settings.items():
+        if isinstance(number, bool) or not isinstance(number, numbers.Integral):
+            raise ValueError(f"{name} is {number!r}; give a whole number")
 
 
 # Exit codes of the command line beside 0, 1 and 2 (docs/reference/metrics.md).

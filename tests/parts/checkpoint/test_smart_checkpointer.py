@@ -154,6 +154,12 @@ def test_what_can_not_be_protected_is_named(tmp_path: Path) -> None:
         keeper.protect(odd=Odd()).save(1)
 
 
+@pytest.mark.parametrize("key", [(0, 1), np.int64(3)], ids=str)
+def test_a_key_that_would_not_come_back_is_refused_when_it_is_saved(key: Any) -> None:
+    with pytest.raises(TypeError, match=r"the state at object/of has the key .* of type"):
+        json_without_tensors({"of": {key: 1}}, "object", {})
+
+
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [

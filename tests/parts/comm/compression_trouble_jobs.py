@@ -46,6 +46,8 @@ def troubled_two(world: World) -> dict[str, Any]:
         "hand": {m: _by_hand(m, world) for m in METHODS},
         "drifted": _error(lambda: _drifted(world)),
         "disagreeing": _error(lambda: _disagreeing(world)),
+        "complex": {m: _error(lambda m=m: _complex(m)) for m in METHODS},
+        "empty": {m: _error(lambda m=m: _empty(m)) for m in METHODS},
         "ended": _codec_fails(world),  # the last: nothing is sent after it
     }
 
@@ -56,6 +58,18 @@ def _error(action: Callable[[], Any]) -> str:
     except (CommunicationError, RuntimeError, ValueError) as error:
         return str(error)
     return ""
+
+
+def _complex(method: str) -> None:
+    weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    weight.grad = torch.full((3,), 1 + 2j)
+    compressor(method).synchronize_gradients([weight])
+    assert weight.grad.tolist() == [1 + 2j] * 3
+
+
+def _empty(method: str) -> None:
+    weights = [nn.Parameter(torch.ones(0, 3))]
+    compressor(method).synchronize_gradients(weights)
 
 
 def infinite(method: str, world: World, **changes: Any) -> dict[str, Any]:

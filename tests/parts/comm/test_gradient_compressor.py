@@ -318,6 +318,24 @@ def test_ranks_that_disagree_about_the_method_are_named(trouble: list[Any]) -> N
         assert "rank 1 has method 'int4' and rank 0 has 'int8'" in rank["disagreeing"]
 
 
+@every
+def test_complex_gradients_keep_both_parts_or_are_refused(trouble: list[Any], method: str) -> None:
+    said = "" if method == "none" else f"{method} compresses real numbers"
+    assert all(rank["complex"][method].startswith(said) for rank in trouble)
+    assert not (method == "none" and any(rank["complex"][method] for rank in trouble))
+
+
+@every
+def test_gradients_without_numbers_are_left_as_they_are(trouble: list[Any], method: str) -> None:
+    assert [rank["empty"][method] for rank in trouble] == ["", ""]
+
+
+def test_what_is_no_gradient_is_refused() -> None:
+    for given in (None, [1.0], torch.tensor([1, 2, 3])):
+        with pytest.raises(ValueError, match=r"takes a gradient|compresses real numbers"):
+            compressor("int8").compress(given)  # type: ignore[arg-type]
+
+
 def test_a_rank_that_fails_says_why_and_the_other_stops_waiting(trouble: list[Any]) -> None:
     assert "averaging gradients failed on rank 1: no such codes" in trouble[1]["ended"]
     assert "averaging gradients failed" in trouble[0]["ended"]

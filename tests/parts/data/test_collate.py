@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import combinations, pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -131,6 +132,29 @@ def test_the_articles_records_are_padded_behind_each() -> None:
         collate_fn([rows[0], {"text": "a"}])
     with pytest.raises(ValueError, match="no examples"):
         collate_fn([])
+
+
+def test_examples_of_several_dtypes_keep_their_numbers() -> None:
+    inputs, targets = collate_fn([(torch.tensor([1, 2]), 3), ([0.5, 1.5, 2.5], 4)])
+    assert inputs.tolist() == [[1, 2, 0], [0.5, 1.5, 2.5]]
+    assert targets.tolist() == [3, 4]  # classes, one for each example
+    assert (inputs.dtype, targets.dtype) == (torch.float32, torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("values", "settings", "sentence"),
+    [
+        ([torch.ones(2, 3), torch.ones(4)], {}, r"shapes \[2, 3\] and \[4\]"),
+        ([[1], "ab"], {}, "input can't become a tensor"),
+        ([[1], [2]], {"padding": 0.5}, "torch.int64, .* can't hold the padding 0.5"),
+        ([[True], [False]], {"padding": -1}, "torch.bool, .* can't hold the padding -1"),
+    ],
+)
+def test_examples_of_no_one_form_are_refused(
+    values: list[Any], settings: dict[str, float], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        collate_fn([(value, 1) for value in values], **settings)
 
 
 def test_every_token_carries_loss_unless_told_otherwise() -> None:

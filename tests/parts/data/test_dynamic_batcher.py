@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -220,6 +221,34 @@ def test_select_and_join_undo_each_other(at: int) -> None:
     for batch in numbers(0, 7).values():
         again = join_batches([select_examples(batch, 0, at), select_examples(batch, at, 7)])
         assert ids(again) == ids(batch)
+
+
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        ({"x": torch.ones(2)}, {"x": torch.ones(2), "weight": torch.ones(2)}),
+        ((torch.ones(2),), (torch.ones(2), torch.ones(2))),
+        (torch.ones(2, 3), torch.ones(2, 4)),
+        (torch.ones(2), ["a", "b"]),
+    ],
+    ids=["mapping", "tuple", "width", "kind"],
+)
+def test_batches_of_other_forms_are_not_joined(one: Any, two: Any) -> None:
+    for parts in ([one, two], [two, one]):
+        with pytest.raises(ValueError, match="can't be joined"):
+            join_batches(parts)
+
+
+def test_a_cut_mapping_is_of_the_same_class() -> None:
+    whole = OrderedDict(a=torch.arange(6))
+    cut = [select_examples(whole, 0, 2), select_examples(whole, 2, 6)]
+    assert {type(batch) for batch in (*cut, join_batches(cut))} == {OrderedDict}
+    assert whole["a"].tolist() == join_batches(cut)["a"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_step_without_examples_is_refused() -> None:
+    with pytest.raises(ValueError, match="without examples"):
+        batcher().run_step(lambda piece, share: share, torch.ones(0, 2), lambda: None)
 
 
 def test_memory_before_the_first_batch_says_nothing_of_its_size() -> None:

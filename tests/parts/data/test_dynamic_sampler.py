@@ -174,6 +174,26 @@ def test_an_impossible_rank_and_a_strange_state_are_refused() -> None:
         DynamicBatchSampler(None, 32, lengths=[1, 2]).load_state_dict(state)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "sentence"),
+    [
+        ([3, 5], "2 numbers and the dataset 3 examples"),
+        ([3, 5, 2, 1], "4 numbers and the dataset 3 examples"),
+        ([3.5, 5, 2], "one whole number for each example"),
+        ([[3, 5, 2]], "one whole number for each example"),
+    ],
+)
+def test_lengths_of_other_examples_are_refused(lengths: list[Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        DynamicBatchSampler([[0] * 3, [0] * 5, [0] * 2], 8, lengths=lengths)
+
+
+@pytest.mark.parametrize("settings", [{"max_tokens": 0}, {"seed": -1}])
+def test_a_budget_or_seed_below_the_least_is_refused(settings: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="give at least 1, and at least 0"):
+        DynamicBatchSampler(None, lengths=[1], **settings)
+
+
 def test_it_feeds_a_data_loader_with_workers() -> None:
     data = examples(40)
     sampler = DynamicBatchSampler(data, 120, seed=2)

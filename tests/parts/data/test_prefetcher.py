@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -281,6 +282,23 @@ def test_every_tensor_of_a_nesting_is_changed_and_all_else_kept() -> None:
     assert changed[0].inputs["lengths"] == (3, 4)
     assert changed[0].counts == batch[0].counts
     assert changed[1][1] == "text"
+
+
+def test_a_mapping_keeps_its_class_and_attributes() -> None:
+    batch = UserDict({"x": torch.ones(2)})
+    batch.tag = "kept"  # type: ignore[attr-defined]
+    changed = each_tensor(batch, lambda t: t + 1)
+    assert (type(changed), changed.tag) == (UserDict, "kept")
+    assert (batch["x"].tolist(), changed["x"].tolist()) == ([1, 1], [2, 2])
+
+
+def test_a_position_that_the_loader_has_not_is_refused() -> None:
+    ahead = SmartPrefetcher().wrap([1, 2, 3])
+    ahead.load_state_dict({"epoch": 0, "batch": 3})
+    assert list(ahead) == []
+    ahead.load_state_dict({"epoch": 0, "batch": 4})
+    with pytest.raises(ValueError, match="batch 4 of an epoch, and the loader gives 3"):
+        list(ahead)
 
 
 def test_on_a_processor_a_copy_is_the_tensor_itself() -> None:

@@ -262,6 +262,7 @@ def _blocks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
 # What JSON can't say stands under a key that begins with ``$``.
 
 TENSOR, ITEMS, TUPLE = "$tensor", "$items", "$tuple"
+_PLAIN = (str, bool, int, float)
 
 
 def json_without_tensors(value: Any, key_path: str, tensors: dict[str, Tensor]) -> Any:
@@ -277,6 +278,12 @@ def json_without_tensors(value: Any, key_path: str, tensors: dict[str, Tensor]) 
         tensors[name] = value.detach()
         return {TENSOR: name}
     if isinstance(value, dict):
+        for key in value:
+            if key is not None and type(key) not in _PLAIN:
+                raise TypeError(
+                    f"the state at {key_path} has the key {str(key)[:60]!r} of type "
+                    f"{type(key).__name__}; the keys that a checkpoint holds are text and numbers"
+                )
         items = {
             key: json_without_tensors(item, f"{key_path}/{key}", tensors)
             for key, item in value.items()
@@ -289,7 +296,7 @@ def json_without_tensors(value: Any, key_path: str, tensors: dict[str, Tensor]) 
             json_without_tensors(item, f"{key_path}/{i}", tensors) for i, item in enumerate(value)
         ]
         return {TUPLE: inner} if isinstance(value, tuple) else inner
-    if value is None or type(value) in (str, bool, int, float):
+    if value is None or type(value) in _PLAIN:
         return value
     raise TypeError(
         f"the state at {key_path} is a {type(value).__name__}; a checkpoint holds dicts, lists, "

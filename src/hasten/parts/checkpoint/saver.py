@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hasten.errors import require_whole
 from hasten.machine import host
 from hasten.machine.locks import HeldLock
 from hasten.parts.checkpoint.commit import (
@@ -189,6 +190,7 @@ class Saver:
         asynchronous: bool = True,
         disk: Disk = LOCAL,
     ) -> None:
+        require_whole(max_checkpoints=keep)
         if keep < 1:
             raise ValueError(f"max_checkpoints is {keep}; at least 1 checkpoint is kept")
         if compression not in (True, False, SHUFFLE, DIFFERENCE):

@@ -29,6 +29,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hasten.errors import require_real
 from hasten.parts.checkpoint.format import checkpoints, read_manifest
 from hasten.parts.checkpoint.saver import Found, Saver
 from hasten.parts.checkpoint.state import CheckpointedState, of_all_ranks, set_random_state
@@ -75,6 +76,7 @@ class SaveInterval:
     _began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
+        require_real(between_failures=self.between_failures, longest_loss=self.longest_loss)
         if self.between_failures <= 0 or self.longest_loss <= 0:
             raise ValueError("between_failures and longest_loss must be above 0 seconds")
 

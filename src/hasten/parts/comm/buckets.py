@@ -74,6 +74,8 @@ def buckets_of(parameters: Sequence[Named], alone: bool) -> list[list[Named]]:
             raise ValueError(
                 f"the gradient of {name} is sparse: build its embedding with sparse=False"
             )
+        if not grad.numel():
+            continue
         last = buckets[-1][-1][1] if buckets else None
         alike = last is not None and (last.dtype, last.device) == (grad.dtype, grad.device)
         if alone or not alike or size + grad.nbytes > BUCKET_BYTES:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hasten.errors import require_real
 from hasten.formatting import did_you_mean
 from hasten.machine.host import has_cuda
 from hasten.parts.comm import groups
@@ -173,6 +174,7 @@ class CollectiveSettings:
         _one_of("between", self.between, CODECS)
         if isinstance(self.topology, str):
             check_name(self.topology)
+        require_real(timeout=self.timeout)
         if not self.timeout > 0:
             raise ValueError(f"timeout is {self.timeout}; it must be more than 0 seconds")
         if self.coded and self.way not in ("auto", "hierarchical"):

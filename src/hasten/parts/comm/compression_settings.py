@@ -5,6 +5,9 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
+import torch
+
+from hasten.errors import require_real, require_whole
 from hasten.formatting import did_you_mean
 from hasten.machine.host import has_cuda
 from hasten.parts.comm.codecs import codec
@@ -49,6 +52,9 @@ class CompressionSettings:
             raise ValueError(
                 f"scope={self.scope!r} is for gradients, and {self.method} {WHOLE[self.method]}"
             )
+        whole = {name: getattr(self, name) for name in ("rank", "dense_steps", "minimum", "every")}
+        require_whole(**whole)
+        require_real(compression_ratio=self.ratio, momentum=self.momentum)
         if self.every < 1:
             raise ValueError(f"every is {self.every}; ranks average after at least 1 step")
         if self.dense_steps < 0 or self.minimum < 0:
@@ -70,6 +76,14 @@ class CompressionSettings:
             raise ValueError(
                 f"{what} makes one rank's gradient small, and scope={self.scope!r} the mean of a "
                 "host's: call synchronize_gradients(model) alone"
+            )
+
+    def takes_format(self, dtype: torch.dtype) -> None:
+        """Refuse numbers of which a message would lose a part."""
+        if self.method != "none" and not dtype.is_floating_point:
+            raise ValueError(
+                f"{self.method} compresses real numbers, and these are {dtype}; take "
+                "sparsity_method='none', or parameters of torch.view_as_real"
             )
 
     def way(self, momentum: float = 0.0) -> AveragingMethod:

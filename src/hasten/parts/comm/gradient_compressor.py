@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hasten.errors import require_real
 from hasten.parts.comm import buckets as gradients
 from hasten.parts.comm.buckets import BucketExchange
 from hasten.parts.comm.compression_settings import WHOLE, CompressionSettings, backend_of
@@ -175,6 +176,7 @@ class GradientCompressor:
             *(scope, every),
         )
         self.communication_backend = backend_of(communication_backend)
+        require_real(timeout_seconds=timeout_seconds)
         self.timeout_seconds = timeout_seconds
         self._travel = BucketExchange(self._settings)
         self._locally = LocalCompression(self._settings)
@@ -265,6 +267,9 @@ class GradientCompressor:
                 gradient alone.
         """
         self._settings.takes_gradients("compress()", alone=True)
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"compress() takes a gradient, and this is a {type(tensor).__name__}")
+        self._settings.takes_format(tensor.dtype)
         self._largest = max(self._largest, tensor.numel())
         start = self.steps < self._settings.dense_steps or tensor.numel() < self._settings.minimum
         return tensor if start else self._locally.compress(tensor, name)
@@ -408,6 +413,7 @@ class GradientCompressor:
         self, flat: Tensor, pieces: Pieces, ranks: Ranks, way: AveragingMethod
     ) -> Callable[[], Tensor]:
         """A bucket on its way; what is returned waits for its mean."""
+        self._settings.takes_format(flat.dtype)
         if self._hosts is None:
             return self._travel.send(flat, pieces, ranks, way)
         return self._travel.send_between(flat, pieces, self._hosts, way)

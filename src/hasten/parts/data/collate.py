@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+from collections import UserDict
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -121,20 +124,46 @@ def collate_fn(
 ) -> tuple[Tensor, Tensor]:
     """Inputs and targets (examples, longest, ...), filled behind each example.
 
+    Numbers as targets, such as classes, become one row. Examples of several dtypes have the
+    dtype to which torch promotes them.
+
     Raises:
         ValueError: an example is neither a mapping with ``input`` and ``target`` nor a pair.
+            Other reasons are shapes that differ, and a padding that the dtype can't hold.
     """
-    if not batch:
+    if not len(batch):
         raise ValueError("there are no examples to lay out")
     pairs = [_pair(example, index) for index, example in enumerate(batch)]
     inputs, targets = (list(column) for column in zip(*pairs, strict=True))
-    return (
-        pad_sequence(inputs, batch_first=True, padding_value=padding),
-        pad_sequence(targets, batch_first=True, padding_value=target_padding),
-    )
+    return _column("input", inputs, padding), _column("target", targets, target_padding)
 
 
-def _pair(example: Any, index: int) -> tuple[Tensor, Tensor]:
+def _column(name: str, values: list[Any], padding: float) -> Tensor:
+    try:
+        tensors = [torch.as_tensor(value) for value in values]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"an example's {name} can't become a tensor: {error}") from error
+    first = tensors[0]
+    for tensor in tensors:
+        if (tensor.ndim, tensor.shape[1:]) != (first.ndim, first.shape[1:]):
+            raise ValueError(
+                f"two examples' {name} have the shapes {[*first.shape]} and {[*tensor.shape]}; "
+                "they may differ in the first number alone"
+            )
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    tensors = [tensor.to(dtype) for tensor in tensors]
+    if not first.ndim:
+        return torch.stack(tensors)
+    if not (dtype.is_floating_point or dtype.is_complex):
+        least, most = (0, 1)
+        if dtype != torch.bool:
+            least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+        if not (least <= padding <= most and padding == int(padding)):
+            raise ValueError(f"{dtype}, the dtype of each {name}, can't hold the padding {padding}")
+    return pad_sequence(tensors, batch_first=True, padding_value=padding)
+
+
+def _pair(example: Any, index: int) -> tuple[Any, Any]:
     if isinstance(example, Mapping) and "input" in example and "target" in example:
         pair = example["input"], example["target"]
     elif isinstance(example, tuple | list) and len(example) == 2:
@@ -147,7 +176,17 @@ def _pair(example: Any, index: int) -> tuple[Tensor, Tensor]:
             f"example {index} of the batch needs 'input' and 'target', or must be a pair of them; "
             f"it has {has}"
         )
-    return torch.as_tensor(pair[0]), torch.as_tensor(pair[1])
+    return pair
+
+
+def filled(form: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
+    """``items`` in the class of ``form``, with its attributes, where that is a dictionary's."""
+    if type(form) is dict or not isinstance(form, dict | UserDict):
+        return items
+    new = copy.copy(form)
+    for key, item in items.items():
+        new[key] = item
+    return new
 
 
 # Cut a step's examples into micro-batches of at most so many examples, or so many positions.

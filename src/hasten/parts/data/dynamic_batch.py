@@ -25,7 +25,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Sampler
 
+from hasten.errors import require_real, require_whole
 from hasten.machine.memory import Headroom, Meter, is_out_of_memory, memory_meter
+from hasten.parts.data.collate import filled
 
 Result = TypeVar("Result")
 
@@ -53,6 +55,8 @@ class DynamicBatcher:
         device: str | torch.device | None = None,
         meter: Meter | None = None,
     ) -> None:
+        require_whole(initial_size=initial_size, max_size=max_size)
+        require_real(growth_factor=growth_factor, memory_threshold=memory_threshold)
         self.initial_size, self.max_size = initial_size, max_size
         self.growth_factor, self.memory_threshold = growth_factor, memory_threshold
         accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -153,6 +157,8 @@ class DynamicBatcher:
             The error itself, if a single example doesn't fit, or if it isn't about memory.
         """
         batch_size = example_count(batch)
+        if not batch_size:
+            raise ValueError("run_step was given a batch without examples")
         size = batch_size
         while True:
             try:
@@ -239,22 +245,41 @@ def select_examples(data: Any, start: int, stop: int) -> Any:
     if isinstance(data, Tensor) or _is_examples(data):
         return data[start:stop]
     if isinstance(data, Mapping):
-        return {name: select_examples(column, start, stop) for name, column in data.items()}
+        return filled(data, {k: select_examples(v, start, stop) for k, v in data.items()})
     columns = [select_examples(column, start, stop) for column in data]
     return columns if isinstance(data, list) else _as_tuple(data, columns)
 
 
 def join_batches(parts: list[Any]) -> Any:
-    """Batches of one form end to end."""
+    """Batches of one form end to end.
+
+    Raises:
+        ValueError: they have other columns, or rows of other shapes.
+    """
     first = parts[0]
+    forms = {_form(part): None for part in parts}
+    if len(forms) > 1:
+        raise ValueError(
+            f"batches of {' and of '.join(forms)} can't be joined; give the loader a collate_fn "
+            "with the same columns, and rows of one shape, in each batch"
+        )
     if isinstance(first, Tensor):
         return torch.cat(parts)
     if _is_examples(first):
         return [example for part in parts for example in part]
     if isinstance(first, Mapping):
-        return {name: join_batches([part[name] for part in parts]) for name in first}
+        return filled(first, {k: join_batches([part[k] for part in parts]) for k in first})
     columns = [join_batches(list(column)) for column in zip(*parts, strict=True)]
     return columns if isinstance(first, list) else _as_tuple(first, columns)
+
+
+def _form(batch: Any) -> str:
+    """Describes what batches must have in common to be joined."""
+    if isinstance(batch, Tensor):
+        return f"rows of shape {list(batch.shape[1:])}"
+    if isinstance(batch, Mapping):
+        return f"the columns {', '.join(sorted(map(str, batch)))}"
+    return "examples" if _is_examples(batch) else f"{len(batch)} columns"
 
 
 def _as_tuple(like: tuple[Any, ...], columns: list[Any]) -> tuple[Any, ...]:
@@ -333,10 +358,15 @@ class DynamicBatchSampler(Sampler[list[int]]):
     ) -> None:
         if too_long not in get_args(TooLong):
             raise ValueError(f"too_long is {too_long!r}; give {', '.join(get_args(TooLong))}")
+        require_whole(max_tokens=max_tokens, seed=seed, rank=rank, world_size=world_size)
+        if max_tokens < 1 or seed < 0:
+            raise ValueError(
+                f"max_tokens is {max_tokens} and seed {seed}; give at least 1, and at least 0"
+            )
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}; it must lie in 0..{world_size - 1} (world_size - 1)")
         self.lengths = (
-            example_lengths(dataset) if lengths is None else np.asarray(lengths, np.int64)
+            example_lengths(dataset) if lengths is None else _given_lengths(dataset, lengths)
         )
         self._examples = _within(self.lengths, max_tokens, too_long)
         self.max_tokens, self.shuffle, self.seed = max_tokens, shuffle, seed
@@ -457,6 +487,21 @@ def example_lengths(dataset: Any) -> NDArray[np.int64]:
     if lengths is not None:
         return np.asarray(lengths, np.int64)
     return np.asarray([_length(dataset[i], i) for i in range(len(dataset))], np.int64)
+
+
+def _given_lengths(dataset: Any, lengths: Any) -> NDArray[np.int64]:
+    given = np.asarray(lengths)
+    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+        raise ValueError(
+            f"lengths has the shape {given.shape} in {given.dtype}; give one whole number for each "
+            "example"
+        )
+    if hasattr(dataset, "__len__") and len(dataset) != len(given):
+        raise ValueError(
+            f"lengths has {len(given)} numbers and the dataset {len(dataset)} examples; give one "
+            "number for each example"
+        )
+    return given.astype(np.int64)
 
 
 LENGTH_KEYS = ("input_ids", "input", "inputs", "tokens")

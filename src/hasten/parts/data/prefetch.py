@@ -30,8 +30,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hasten.errors import require_real, require_whole
 from hasten.machine.processes import running_time
 from hasten.parts.data.access_pattern import with_merged_reads
+from hasten.parts.data.collate import filled
 
 # A thread that reads an iterator into a bounded queue and never outlives who takes from it.
 #
@@ -337,7 +339,7 @@ def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: each_tensor(item, change) for key, item in value.items()}
+        return filled(value, {key: each_tensor(item, change) for key, item in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple takes its fields
         return type(value)(*(each_tensor(item, change) for item in value))
     if isinstance(value, tuple | list):
@@ -424,11 +426,14 @@ class SmartPrefetcher:
         max_lookahead: int = 32,
         memory_bytes: int | None = None,
     ) -> None:
+        require_whole(lookahead=lookahead, max_lookahead=max_lookahead)
         if lookahead < 1 or max_lookahead < lookahead:
             raise ValueError(
                 f"lookahead={lookahead} and max_lookahead={max_lookahead}: give at least 1, and a "
                 "max_lookahead that isn't below lookahead"
             )
+        if memory_bytes is not None:
+            require_real(memory_bytes=memory_bytes)
         if memory_bytes is not None and memory_bytes < 1:
             raise ValueError(f"memory_bytes={memory_bytes}: give at least 1, or None for 1 GiB")
         self.lookahead, self.max_lookahead = lookahead, max_lookahead
@@ -514,9 +519,12 @@ class ReadAhead:
         copies = None if device is None else DeviceCopies(device)
         source = iter(self.loader)
         self.batch, self._skip = self._skip, 0
-        for _ in range(self.batch):
+        for done in range(self.batch):
             if next(source, _END) is _END:
-                break
+                raise ValueError(
+                    f"the position to resume at is batch {self.batch} of an epoch, and the loader "
+                    f"gives {done}; resume with the loader that was saved with"
+                )
         for sent in self._sent(source, copies):
             self.batch += 1
             yield sent if copies is None else copies.receive(sent)

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from hasten.errors import require_real, require_whole
 from hasten.parts.comm.groups import message_device
 from hasten.parts.distributed.pipeline import stages as partition
 from hasten.parts.distributed.pipeline.local_runner import LocalRunner
@@ -95,6 +96,8 @@ class AsyncPipeline:
         optimizer: OptimizerFactory | Literal[False] | None = None,
         learning_rate: float = 1e-3,
     ) -> None:
+        require_whole(microbatch_size=microbatch_size)
+        require_real(learning_rate=learning_rate)
         if microbatch_size < 1:
             raise ValueError(f"microbatch_size is {microbatch_size}; give 1 at least")
         self.settings = PipelineSettings(schedule, stages, checkpoint, overlap_communication)

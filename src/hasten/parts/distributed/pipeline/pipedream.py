@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
+from hasten.errors import require_whole
 from hasten.parts.comm.groups import world_size
 from hasten.parts.distributed.pipeline.model import stage_devices
 from hasten.parts.distributed.pipeline.runtime import CHECKPOINTS
@@ -63,6 +64,8 @@ class PipeDream(nn.Module):
             )
         if num_worker is not None and num_workers is not None:
             raise ValueError("num_worker and num_workers are the same setting; give one of them")
+        worker_count = num_workers if num_worker is None else num_worker
+        require_whole(chunks=chunks, num_worker=worker_count or 0)
         if chunks < 1 or checkpoint not in CHECKPOINTS:
             raise ValueError(
                 f"chunks is {chunks} and checkpoint {checkpoint!r}; give 1 at least, and one of "
@@ -75,7 +78,6 @@ class PipeDream(nn.Module):
             )
         self.module, self.chunks, self.checkpoint = model, chunks, checkpoint
         model_device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        worker_count = num_workers if num_worker is None else num_worker
         device_count = torch.accelerator.device_count() if model_device.type != "cpu" else 1
         sizes = balanced_layers(
             Layers(model).costs()[0], device_count if worker_count is None else worker_count

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils.checkpoint import checkpoint as recomputed
 
+from hasten.errors import require_whole
 from hasten.parts.distributed.pipeline.schedules import (
     SPLIT,
     actions,
@@ -82,6 +83,7 @@ class PipelineSettings:
 
     def __post_init__(self) -> None:
         check(self.schedule)
+        require_whole(stages=self.ranks)
         if self.ranks < 1:
             raise ValueError(f"stages is {self.ranks}; give 1 at least")
         if self.checkpoint not in CHECKPOINTS:
