@@ -102,6 +102,12 @@ def test_bad_input_is_one_sentence(
     kept = {k: v for k, v in json.loads(settings.read_text()).items() if k != "chat_template"}
     settings.write_text(json.dumps(kept))
     assert "has no chat template" in refused(run)
+    for errors in ("strict", "surrogateescape"):  # of a UTF-8 locale, and of the C locale
+        broken = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8", errors=errors)
+        monkeypatch.setattr("sys.stdin", broken)
+        code, _, err = hasten("chat", full_run)
+        assert (code, err.count("\n")) == (2, 1)
+        assert "is not UTF-8 text" in err
     longest = json.loads((full_run / "model/config.json").read_text())["max_position_embeddings"]
     assert f"takes {longest}" in refused(full_run, "--system", "apples " * longest)
 
