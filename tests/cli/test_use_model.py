@@ -18,6 +18,9 @@ import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from hasten.release.evaluation import eval_examples
+from hasten.release.trained_model import load_run
+
 Hasten = Callable[..., tuple[int, str, str]]
 
 
@@ -102,6 +105,12 @@ def test_bad_input_is_one_sentence(
     kept = {k: v for k, v in json.loads(settings.read_text()).items() if k != "chat_template"}
     settings.write_text(json.dumps(kept))
     assert "has no chat template" in refused(run)
+    for errors in ("strict", "surrogateescape"):  # of a UTF-8 locale, and of the C locale
+        broken = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8", errors=errors)
+        monkeypatch.setattr("sys.stdin", broken)
+        code, _, err = hasten("chat", full_run)
+        assert (code, err.count("\n")) == (2, 1)
+        assert "is not UTF-8 text" in err
     longest = json.loads((full_run / "model/config.json").read_text())["max_position_embeddings"]
     assert f"takes {longest}" in refused(full_run, "--system", "apples " * longest)
 
@@ -195,6 +204,20 @@ def test_a_run_is_compared_with_its_base(full_run: Path, hasten: Hasten, tmp_pat
     metrics = json.loads(result.read_text())["metrics"]
     assert [m["metric"] for m in metrics] == ["eval loss", "exact match"]
     assert all(m["examples"] == 2 and m["before"] is not None for m in metrics)
+
+
+def test_an_answer_that_the_recipe_cut_is_no_exact_match_to_judge(
+    full_run: Path, hasten: Hasten
+) -> None:
+    """A model that gives the whole answer would be wrong by an answer that lacks its end."""
+    examples = eval_examples(full_run, lambda text: None)
+    end = load_run(full_run).tokenizer.eos_token_id
+    complete = [e for e in examples if e.input_ids[-1] == end]
+    assert 0 < len(complete) < len(examples)
+    code, out, err = hasten("eval", full_run, "--compare", "none", "--json")
+    assert code == 0, err
+    loss, exact = json.loads(out)["metrics"]
+    assert (loss["examples"], exact["examples"]) == (len(examples), len(complete))
 
 
 def test_a_result_that_finds_no_room_is_printed_all_the_same(

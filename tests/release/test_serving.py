@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ def test_chat_answers_are_the_models_own_whole_and_streamed(url: str, loaded: Lo
     }
     openai_client = client(url)
     whole = openai_client.chat.completions.create(**request)
+    assert whole.model == "run"
     assert whole.choices[0].message.content.strip() == expected
     chunks = list(openai_client.chat.completions.create(**request, stream=True))
     assert len(chunks) > 2
@@ -116,7 +118,62 @@ def test_an_answer_ends_before_its_stop_text(url: str) -> None:
         answer = ask(url, temperature=0, stop=form)
         assert answer["text"] == text[: text.index(stop)]
         assert answer["finish_reason"] == "stop"
-    assert "stop isn't supported for streamed" in ask(url, stop=stop, stream=True)
+    for stops in (stop, ["never written", stop], text[:1], text[-1:] + "x"):
+        whole = ask(url, temperature=0, stop=stops)
+        request: dict[str, Any] = {"prompt": QUESTION, "max_tokens": 24, "temperature": 0}
+        parts = list(
+            client(url).completions.create(**request, model="run", stream=True, stop=stops)
+        )
+        assert "".join(part.choices[0].text for part in parts) == whole["text"]
+        assert parts[-1].choices[0].finish_reason == whole["finish_reason"]
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+@given(st.lists(st.text("abc", max_size=4)), st.lists(st.text("abc", min_size=1, max_size=4)))
+@example(["ab", "c", "abb"], ["abcd", "bca"])
+def test_a_stream_ends_before_the_first_stop_text_however_it_is_cut(
+    is_chat: bool, texts: list[str], stops: list[str]
+) -> None:
+    serving = pytest.importorskip("hasten.release.serving")
+    whole, cut, reason = "".join(texts), None, "length"
+    for end in range(len(whole) + 1):  # the stop text that is complete first, the longest of those
+        begins = [end - len(s) for s in stops if whole[:end].endswith(s)]
+        if begins and cut is None:
+            cut, reason = min(begins), "stop"
+
+    async def chunks() -> AsyncIterator[str]:
+        events: list[dict[str, Any]]
+        events = [{"delta": {"content": t}} if is_chat else {"text": t} for t in texts]
+        last: dict[str, Any] = {"delta": {}} if is_chat else {"text": ""}
+        events.append(last | {"finish_reason": "length"})
+        events = [{"choices": [event]} for event in events]
+        half = len(events) // 2  # several events may come in one chunk
+        for some in filter(None, (events[:half], events[half:])):
+            yield "".join(f"data: {json.dumps(event)}\n\n" for event in some)
+
+    async def collected() -> list[str]:
+        return [event async for event in serving.openai_events(chunks(), "run", stops)]
+
+    *parts, done = asyncio.run(collected())
+    assert done == "data: [DONE]\n\n"
+    choices = [json.loads(part.removeprefix("data: "))["choices"][0] for part in parts]
+    found = "".join(c["delta"].get("content", "") if is_chat else c["text"] for c in choices)
+    assert (found, choices[-1]["finish_reason"]) == (whole[:cut], reason)
+
+
+def test_an_error_in_a_stream_is_json(url: str) -> None:
+    serving = pytest.importorskip("hasten.release.serving")
+
+    async def chunks() -> AsyncIterator[str]:
+        yield 'data: {"choices": [{"text": "a"}]}\n\ndata: {"error": "no "x" in\n\\ y"}\n\n'
+
+    async def collected() -> list[str]:
+        return [event async for event in serving.openai_events(chunks(), "run", [])]
+
+    _, error, done = asyncio.run(collected())
+    content = json.loads(error.removeprefix("data: "))["error"]
+    assert (content["message"], content["code"]) == ('no "x" in\n\\ y', 500)
+    assert done == "data: [DONE]\n\n"
 
 
 @pytest.mark.parametrize(
@@ -124,7 +181,7 @@ def test_an_answer_ends_before_its_stop_text(url: str) -> None:
     [
         *({"n": 2}, {"best_of": 2}, {"logprobs": 0}, {"logprobs": 5}, {"echo": True}),
         *({"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"suffix": "end"}),
-        {"logit_bias": {"5": 100}},
+        *({"logit_bias": {"5": 100}}, {"generation_config": "{}"}),
     ],
     ids=str,
 )
@@ -132,8 +189,24 @@ def test_fields_that_would_be_ignored_are_refused(url: str, fields: dict[str, An
     assert "isn't supported" in ask(url, **fields)
 
 
+def test_a_bias_may_be_an_integer(url: str, loaded: LoadedModel) -> None:
+    messages = [{"role": "user", "content": QUESTION}]
+    answer = ask(url, messages=messages, logit_bias={"5": 100}, temperature=0, max_tokens=3)
+    assert answer["message"]["content"] == loaded.tokenizer.decode([5, 5, 5])
+    assert "numbers from -100" in ask(url, messages=messages, logit_bias={"5": "1"})
+
+
+def test_a_request_may_not_replace_the_template_or_cut_the_conversation(url: str) -> None:
+    messages = [{"role": "user", "content": QUESTION}]
+    cuts: dict[str, Any] = {"truncation": True, "max_length": 2}
+    for options in ({"chat_template": "a"}, cuts):
+        refusal = ask(url, messages=messages, chat_template_kwargs=options)
+        assert "takes variables of the template" in refusal
+
+
 def test_neutral_fields_change_nothing(url: str) -> None:
-    neutral = {"n": 1, "logprobs": None, "frequency_penalty": 0, "user": "me", "echo": False}
+    neutral: dict[str, Any] = {"n": 1, "logprobs": None, "frequency_penalty": 0, "stop": []}
+    neutral |= {"user": "me", "echo": False}
     assert ask(url, temperature=0, **neutral) == ask(url, temperature=0)
 
 
@@ -149,6 +222,9 @@ def test_the_context_counts_the_tokens_of_the_chat_template(url: str, loaded: Lo
 def test_a_picture_is_refused_by_a_model_of_text(url: str) -> None:
     picture = {"type": "image_url", "image_url": {"url": "data:,"}}
     assert "text parts" in ask(url, messages=[{"role": "user", "content": [picture]}])
+    assert "text parts" in ask(
+        url, messages=[{"role": "user", "content": [{**picture, "text": ""}]}]
+    )
     history = [{"role": "assistant", "content": "a", "tool_calls": None}]
     user = {"role": "user", "content": "a"}
     assert ask(url, messages=[user, *history, user])["message"]["role"] == "assistant"
@@ -174,7 +250,7 @@ def test_requests_without_the_token_or_from_other_pages_are_refused(url: str) ->
 
     with pytest.raises(openai.AuthenticationError):
         client(url, "another-token-of-length").models.list()
-    with pytest.raises(openai.BadRequestError, match="pinned"):
+    with pytest.raises(openai.NotFoundError, match="the model of this server is run"):
         client(url).chat.completions.create(
             model="other", messages=[{"role": "user", "content": "a"}]
         )
@@ -243,7 +319,7 @@ def test_a_request_with_any_value_is_answered_or_refused_in_a_sentence(
 )
 def test_a_body_that_is_no_request_is_refused(url: str, data: bytes, sentence: str) -> None:
     status, answer = sent(url, "/completions", data)
-    assert status == 400
+    assert status == (413 if len(data) > 8 << 20 else 400)
     assert sentence in json.loads(answer)["error"]["message"]
 
 

@@ -120,7 +120,10 @@ class _Conversation:
 def _questions(interactive: bool) -> Iterator[str]:
     """Lines of the standard input without the empty ones, up to /quit in a terminal."""
     if not interactive:
-        yield from (line.strip() for line in sys.stdin if line.strip())
+        try:
+            yield from (line.strip() for line in sys.stdin if line.strip())
+        except UnicodeDecodeError as error:
+            raise InputError(f"the standard input is not UTF-8 text: {error.reason}") from error
         return
     while True:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -42,7 +43,7 @@ def eval_(
     """Evaluate a run's model before and after training."""
     from hasten.machine.cache import HOME, at_home
     from hasten.release import evaluation
-    from hasten.release.trained_model import load_other, load_run
+    from hasten.release.trained_model import load_other, load_run, recipe_of
 
     writable("--output", output)
     files = tasks or []
@@ -55,13 +56,15 @@ def eval_(
         for file in files
         if file.suffix not in (".yaml", ".yml")
     }
+    cutoff = math.inf
     if not files:
         sets["eval data"] = evaluation.eval_examples(run, lambda text: None)
+        cutoff = recipe_of(run).cutoff_len
 
     def scores(model: LoadedModel) -> list[TaskMetric]:
         metrics: list[TaskMetric] = []
         for name, examples in sets.items():
-            metrics += evaluation.score(model, name, examples[:limit])
+            metrics += evaluation.score(model, name, examples[:limit], cutoff)
         if harness:
             metrics += evaluation.score_tasks(model, harness, limit, at_home(HOME) / "datasets")
         return metrics

@@ -133,10 +133,16 @@ def file_examples(loaded: LoadedModel, file: Path) -> Sequence[TokenizedExample]
     return examples
 
 
-def score(loaded: LoadedModel, task: str, examples: Sequence[TokenizedExample]) -> list[TaskMetric]:
+def score(
+    loaded: LoadedModel,
+    task: str,
+    examples: Sequence[TokenizedExample],
+    cutoff: float = math.inf,
+) -> list[TaskMetric]:
     """Loss per trained token, and the share of prompts with the written answer as greedy answer.
 
-    Exact match ignores white space at both ends; examples without a prompt have none.
+    Exact match ignores white space at both ends. Examples without a prompt have none. The same is
+    true of an answer that ends at the ``cutoff``: a model that gives it whole would be wrong.
     """
     losses: dict[int, float] = {}
     tokens: dict[int, float] = {}
@@ -148,7 +154,8 @@ def score(loaded: LoadedModel, task: str, examples: Sequence[TokenizedExample]) 
         tokens[number] = example.trained_tokens
         prompt = prompt_of(example)
         answer = _answer_tokens(example, len(prompt))
-        if answer and not example.trained[: len(prompt)].any():
+        is_whole = len(prompt) + len(answer) < cutoff
+        if answer and is_whole and not example.trained[: len(prompt)].any():
             exact[number] = float(_is_answered(loaded, prompt, answer))
     metrics = [TaskMetric(task, LOSS, losses, tokens)]
     return metrics + ([TaskMetric(task, EXACT, exact, dict.fromkeys(exact, 1.0))] if exact else [])

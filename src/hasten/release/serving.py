@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import json
 import shutil
 import socket
@@ -23,7 +24,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ import torch
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from hasten.errors import InputError, require_packages
@@ -69,7 +70,8 @@ REQUEST_SECONDS = 30.0  # for a client to send its request whole
 NEW_TOKENS = 1024  # where a request names no number, as in the server of transformers
 LIMITS = ("max_completion_tokens", "max_tokens")
 # The handlers ignore these fields, compute something else for them, or complete a text after
-# its suffix. Each has the value with which it changes nothing.
+# its suffix. A generation_config would replace the model's, without its end of a text. Each has
+# the value with which it changes nothing.
 UNSUPPORTED: dict[str, Any] = {
     **dict.fromkeys(("n", "best_of"), 1),
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), 0),
@@ -81,6 +83,7 @@ UNSUPPORTED: dict[str, Any] = {
     "modalities": ["text"],
     **dict.fromkeys(("top_logprobs", "functions", "function_call", "audio", "prediction"), None),
     **dict.fromkeys(("reasoning_effort", "verbosity", "web_search_options", "moderation"), None),
+    "generation_config": None,
 }
 
 
@@ -139,7 +142,7 @@ def application(loaded: LoadedModel) -> Starlette:
         manager = ModelManager(model_timeout=-1)
         key = manager.process_model_name(loaded.name)
         manager.loaded_models[key] = TimedModel(loaded.model, -1, loaded.tokenizer)
-        manager.force_model = loaded.name  # requests for another model are refused
+        manager.force_model = loaded.name
         state = GenerationState()
         chat = ChatCompletionHandler(manager, state, chat_template_kwargs={})
         completion = CompletionHandler(manager, state)
@@ -154,7 +157,7 @@ def application(loaded: LoadedModel) -> Starlette:
 
         async def respond(request: Request) -> Response:
             try:
-                body = supported_fields(await request_body(request), source)
+                body = supported_fields(await request_body(request), source, loaded.name)
                 limit_new_tokens(body, loaded, len(prompt_of(handler, body, loaded.tokenizer)))
                 if (seed := body.pop("seed", None)) is not None:
                     # In the queue, directly before its answer: not during another's.
@@ -166,7 +169,7 @@ def application(loaded: LoadedModel) -> Starlette:
                 return error_response(error.status_code, str(error.detail))
             except Exception as error:  # of a library, for whatever a client sends
                 return error_response(400, f"{type(error).__name__}: {error}")
-            return without_stop(response, body["stop"]) if "stop" in body else response
+            return openai_answer(response, loaded.name, body.get("stop", []))
 
         return respond
 
@@ -221,12 +224,18 @@ def prompt_of(handler: Any, body: dict[str, Any], tokenizer: Any) -> list[int]:
 
     if "prompt" in body:
         return list(tokenizer(body["prompt"])["input_ids"])
+    options = body.get("chat_template_kwargs", {})
+    # The library's own options would replace the template, or cut the conversation.
+    if taken := sorted(
+        inspect.signature(tokenizer.apply_chat_template).parameters.keys() & options
+    ):
+        raise InputError(f"chat_template_kwargs takes variables of the template, not {taken[0]}")
     rendered = tokenizer.apply_chat_template(
         handler.get_processor_inputs_from_messages(body["messages"], Modality.LLM),
         add_generation_prompt=True,
         tools=body.get("tools"),
         return_dict=True,
-        **body.get("chat_template_kwargs", {}),
+        **options,
     )
     return list(rendered["input_ids"])
 
@@ -235,7 +244,8 @@ async def request_body(request: Request) -> dict[str, Any]:
     """The JSON object of a request.
 
     Raises:
-        InputError: it is too large, too slow, or something else.
+        HTTPException: it is too large or too slow.
+        InputError: it is something else.
     """
     received = bytearray()
     try:
@@ -243,25 +253,31 @@ async def request_body(request: Request) -> dict[str, Any]:
             async for chunk in request.stream():
                 received += chunk
                 if len(received) > LARGEST_REQUEST:
-                    raise InputError(f"the request is larger than {LARGEST_REQUEST >> 20} MiB")
+                    most = f"{LARGEST_REQUEST >> 20} MiB"
+                    raise HTTPException(413, f"the request is larger than {most}")
     except TimeoutError as error:
-        raise InputError(f"the request wasn't whole after {REQUEST_SECONDS:.0f} s") from error
+        late = f"the request wasn't whole after {REQUEST_SECONDS:.0f} s"
+        raise HTTPException(408, late) from error
     body = parse_json(bytes(received), "the request")
     if not isinstance(body, dict):
         raise InputError("the request must be a JSON object")
     return body
 
 
-def supported_fields(body: dict[str, Any], source: str) -> dict[str, Any]:
+def supported_fields(body: dict[str, Any], source: str, model: str) -> dict[str, Any]:
     """The fields of a request that change its answer.
 
     Args:
         source: the field that holds the prompt.
+        model: the name of the only one.
 
     Raises:
+        HTTPException: another model is named.
         InputError: a field that the server can't follow, or a value that it can't have.
     """
     body = {name: value for name, value in body.items() if value is not None}
+    if body.get("model", model) != model:
+        raise HTTPException(404, f"the model of this server is {model}")
     for name, neutral in UNSUPPORTED.items():
         requested = body.pop(name, neutral)
         # 0 log-probabilities are those of the chosen tokens, not none.
@@ -274,21 +290,25 @@ def supported_fields(body: dict[str, Any], source: str) -> dict[str, Any]:
             raise InputError("logit_bias isn't supported for completions: leave it out")
     else:
         body[source] = _checked_messages(body.get(source))
+        if bias := _checked_bias(body.pop("logit_bias", {})):
+            body["logit_bias"] = bias
     _check_values(body)
+    if stops := body.pop("stop", None):
+        body["stop"] = [stops] if isinstance(stops, str) else stops
     if "top_p" in body:
         body.setdefault("temperature", 1.0)  # as in OpenAI's interface
     return body
 
 
 def _check_values(body: dict[str, Any]) -> None:
-    seed, stop = body.get("seed", 0), body.get("stop", "x")
+    seed, stop = body.get("seed", 0), body.get("stop", [])
     if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**63:
         raise InputError(f"seed must be a 64-bit integer, not {seed!r}")
     stops = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops) or not stops:
+    if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
         raise InputError("stop must be a text or a list of texts, none of them empty")
-    if "stop" in body and body.get("stream"):
-        raise InputError("stop isn't supported for streamed answers: leave out one of the two")
+    if not isinstance(body.get("stream", False), bool):
+        raise InputError(f"stream must be true or false, not {body['stream']!r}")
     for name, largest in (("temperature", 2), ("top_p", 1)):
         number = body.get(name, 0)
         is_number = isinstance(number, int | float) and not isinstance(number, bool)
@@ -303,23 +323,99 @@ def _checked_messages(messages: Any) -> list[dict[str, Any]]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise InputError("each of the messages must be an object with a role")
         content = message.get("content") or []
-        for part in content if isinstance(content, list) else [{"text": content}]:
-            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        for part in parts:
+            is_text = isinstance(part, dict) and part.get("type") == "text"
+            if not is_text or not isinstance(part.get("text"), str):
                 raise InputError("the content of a message must be a text, or text parts")
     # OpenAI's client stores tool_calls=None in answers without calls.
     return [{k: v for k, v in message.items() if v is not None} for message in messages]
 
 
-def without_stop(answer: Response, stop: str | list[str]) -> Response:
-    """A complete answer up to the first stop text, which the library's answers contain."""
-    body = json.loads(bytes(answer.body))
+def openai_answer(answer: Response, model: str, stops: Sequence[str]) -> Response:
+    """An answer up to the first stop text, which the library's complete answers contain.
+
+    The library adds a revision to the model's name.
+    """
+    if isinstance(answer, StreamingResponse):
+        chunks: Any = answer.body_iterator
+        answer.body_iterator = openai_events(chunks, model, stops)
+        return answer
+    body = json.loads(bytes(answer.body)) | {"model": model}
     choice = body["choices"][0]
-    holder, name = (choice["message"], "content") if "message" in choice else (choice, "text")
+    holder, name = _text_of(choice)
     text = holder.get(name) or ""
-    ends = [text.find(part) for part in ([stop] if isinstance(stop, str) else stop) if part in text]
-    if ends:
-        holder[name], choice["finish_reason"] = text[: min(ends)], "stop"
+    if (begin := _stop_begin(text, stops)) is not None:
+        holder[name], choice["finish_reason"] = text[:begin], "stop"
     return JSONResponse(body)
+
+
+async def openai_events(
+    chunks: AsyncGenerator[str, None], model: str, stops: Sequence[str]
+) -> AsyncIterator[str]:
+    """The events of a streamed answer, as OpenAI's clients expect them.
+
+    The answer ends before the first stop text: text that could become one waits. An error is
+    an object of JSON, which the library's is not, and the last event is ``[DONE]``.
+    """
+    pending, is_stopped = "", False
+    async with contextlib.aclosing(chunks):  # a client that leaves ends the generation
+        async for chunk in chunks:
+            for event in chunk.removeprefix("data: ").removesuffix("\n\n").split("\n\ndata: "):
+                if event.startswith(_LIBRARY_ERROR):
+                    message = event.removeprefix(_LIBRARY_ERROR).removesuffix('"}')
+                    yield f"data: {bytes(error_response(500, message).body).decode()}\n\n"
+                    continue
+                body = json.loads(event) | {"model": model}
+                choice = body["choices"][0]
+                holder, name = _text_of(choice)
+                is_text = bool(holder.get(name))
+                pending += holder.pop(name, None) or ""
+                is_last = choice.get("finish_reason") is not None
+                if is_stopped:
+                    ready = pending = ""
+                elif (begin := _stop_begin(pending, stops)) is not None:
+                    ready, pending, is_stopped = pending[:begin], "", True
+                else:
+                    end = len(pending) - (0 if is_last else _stop_part(pending, stops))
+                    ready, pending = pending[:end], pending[end:]
+                if is_last and is_stopped:
+                    choice["finish_reason"] = "stop"
+                if ready or name == "text":
+                    holder[name] = ready
+                if ready or is_last or not is_text:
+                    yield f"data: {json.dumps(body)}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+_LIBRARY_ERROR = '{"error": "'
+
+
+def _text_of(choice: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """The object that holds the text of a complete or streamed answer, and the name in it."""
+    if "text" in choice:
+        return choice, "text"
+    return choice["message" if "message" in choice else "delta"], "content"
+
+
+def _stop_begin(text: str, stops: Sequence[str]) -> int | None:
+    """The beginning of the stop text that is complete first."""
+    ends = [(text.index(stop) + len(stop), text.index(stop)) for stop in stops if stop in text]
+    return min(ends)[1] if ends else None
+
+
+def _stop_part(text: str, stops: Sequence[str]) -> int:
+    """Characters at the end of a text that could become a stop text."""
+    sizes = (size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
+    return max(sizes, default=0)
+
+
+def _checked_bias(bias: Any) -> dict[str, float]:
+    """The numbers to add to logits, as floats: the library refuses integers."""
+    values: list[Any] = [*bias.values()] if isinstance(bias, dict) else [None]
+    if not all(type(v) in (int, float) and -100 <= v <= 100 for v in values):
+        raise InputError("logit_bias must be an object of tokens with numbers from -100 to 100")
+    return {token: float(number) for token, number in bias.items()}
 
 
 def limit_new_tokens(body: dict[str, Any], loaded: LoadedModel, prompt: int) -> None:

@@ -27,7 +27,7 @@ from hasten.data.chat_template import answer_end, chat_template_of, render_turns
 from hasten.data.template_sandbox import UnrenderedError
 from hasten.data.turns import Message
 from hasten.errors import InputError
-from hasten.foreign_files import read_json_object
+from hasten.foreign_files import read_json_object, unwritable_character
 from hasten.models.adapters import merge, other_base, round_base, with_adapter
 from hasten.models.load import load_model, load_tokenizer, quiet, take_own_attention
 from hasten.models.weights import ADAPTER
@@ -177,6 +177,8 @@ def prompt_tokens(loaded: LoadedModel, messages: Sequence[Message]) -> list[int]
         raise InputError(
             f"the chat template of {loaded.name} refuses the turns: {error}"
         ) from error
+    if reason := unwritable_character(text):
+        raise InputError(f"a question is not UTF-8 text: it has {reason}; correct it")
     ids: list[int] = loaded.tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
 
