@@ -22,6 +22,7 @@ from transformers import (
 )
 
 import hasten
+from hasten.errors import InputError
 from hasten.integrations.batches import packed_batch
 from hasten.integrations.loop import in_loop
 from hasten.integrations.transformers import TrainerTechniques
@@ -617,3 +618,15 @@ def test_a_second_loop_may_train_the_same_model() -> None:
         assert output.loss.item() == pytest.approx(wanted, rel=1e-6)
     in_loop(model, [FusedLayers()], examples=rows(4), batch=2)
     assert model(**batch).logits is not None
+
+
+@pytest.mark.parametrize("technique", [FusedLayers(), DocumentAttention(), LabelledTokenLoss()])
+def test_a_second_derivative_is_refused(technique: Any) -> None:
+    """As of a gradient penalty: autograd would take the first gradient for a constant."""
+    model, batch = tiny_model("llama"), left_padded(rows(4))
+    batch.pop("attention_mask")
+    model.set_attn_implementation("eager")
+    in_loop(model, [technique], examples=rows(4), batch=2)
+    loss = model(**batch).loss
+    with pytest.raises(InputError, match="no second derivative"):
+        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)

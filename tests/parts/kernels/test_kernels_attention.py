@@ -127,6 +127,7 @@ def test_attention_takes_every_length_around_its_blocks(dtype: torch.dtype, leng
     check_attention(dtype, (3, length, 0, 5), 2, 1, 16, 24, scale=0.5)
 
 
+@torch.no_grad()
 def test_the_logarithm_of_each_rows_sum_is_kept_for_backward(dtype: torch.dtype) -> None:
     lengths = (40, 0, 70)
     q, k, v = tensors(dtype, 110, 2, 1, 16, 8)

@@ -390,6 +390,7 @@ def _step(layer: nn.Linear) -> None:
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.usefixtures("on_gpu_code")
+@torch.no_grad()
 def test_a_kept_weight_is_rounded_again_when_it_changes(change: str, calls: Counter[str]) -> None:
     layer = nn.Linear(32, 48, bias=False).to(DEVICE)
     kept = Float8Weight(HARDWARE)
@@ -406,6 +407,7 @@ def test_a_kept_weight_is_rounded_again_when_it_changes(change: str, calls: Coun
 
 
 @pytest.mark.usefixtures("on_gpu_code")
+@torch.no_grad()
 def test_what_isnt_kept_is_rounded_each_time_and_what_is_dropped_is_gone() -> None:
     layer = nn.Linear(32, 48, bias=False).to(DEVICE)
     weight = Float8Weight(HARDWARE)

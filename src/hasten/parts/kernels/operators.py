@@ -21,6 +21,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
+from hasten.errors import InputError
 from hasten.parts.kernels.registry import LEAST_CAPABILITY
 
 P = ParamSpec("P")
@@ -53,6 +54,10 @@ def operator(
         written = [names.index(name) for name in mutates]
 
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            if torch.is_grad_enabled() and any(
+                isinstance(one, Tensor) and one.requires_grad for one in args
+            ):
+                refuse_second_derivative()
             result = function(*args, **kwargs)
             for index in written:  # so that autograd refuses what it saved before
                 one = args[index]
@@ -69,6 +74,19 @@ def operator(
         return cast("Callable[P, R]", made)
 
     return define
+
+
+def refuse_second_derivative() -> None:
+    """Called where autograd would take a gradient for a constant, and a second one is wrong.
+
+    Raises:
+        InputError: autograd records, as in a backward pass with ``create_graph=True``.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise InputError(
+            "hasten's kernels have no second derivative, which create_graph=True needs: leave out "
+            "the techniques of layers, attention, experts and loss"
+        )
 
 
 def no_results(*args: Any) -> None:

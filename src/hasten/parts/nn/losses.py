@@ -38,6 +38,7 @@ from hasten.machine.memory import device_bytes
 from hasten.parts.data.collate import IGNORED, TokenizedExample, padded
 from hasten.parts.kernels import products
 from hasten.parts.kernels import rowwise as row_kernels
+from hasten.parts.kernels.operators import refuse_second_derivative
 from hasten.parts.kernels.registry import is_refused
 from hasten.parts.nn import fused_gpu
 from hasten.parts.nn.causal_lm import causal_lm, trunk
@@ -254,6 +255,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
         grad_hidden, *parameters = ctx.saved_tensors
         if grad_hidden is not None:
             grad_hidden = grad_hidden * grads[0].to(grad_hidden.dtype)
