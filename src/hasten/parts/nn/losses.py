@@ -549,7 +549,9 @@ class ObjectiveLoss(nn.Module):
                 "number, or (sum, count)"
             )
         total = pair[0].reshape(())
-        return (total if self.returns_mean is False else total * weight), torch.as_tensor(pair[1])
+        if not self.returns_mean:
+            return total, torch.as_tensor(pair[1])
+        return total * weight, torch.tensor(weight)
 
 
 # Token accuracy: the share of trained tokens that the model would have chosen itself.
