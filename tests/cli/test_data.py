@@ -147,6 +147,8 @@ def test_converted_records_are_the_same_conversations(
     assert [c.messages for c in before] == [c.messages for c in after]
     with pytest.raises(InputError, match="exists"):
         data.convert([source], target, 0.001)
+    with pytest.raises(InputError, match=r"out.parquet: .* a name that ends in .jsonl"):
+        data.convert([source], tmp_path / "out.parquet", 0.001)
 
 
 def test_nothing_is_left_behind_where_conversion_fails(tmp_path: Path) -> None:

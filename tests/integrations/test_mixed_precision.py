@@ -95,3 +95,8 @@ def test_a_scaler_of_fp16_takes_torch_s_settings_and_skips_an_overflow() -> None
     scaler.update()
     assert (weight.item(), scaler.get_scale()) == (-1.0, 8.0)
     assert not GradScaler("cpu", enabled=False, dtype=torch.float16).is_enabled()
+
+
+def test_a_scaler_s_format_is_a_dtype() -> None:
+    with pytest.raises(ValueError, match=r"dtype is 'fp16'; give a torch.dtype"):
+        GradScaler(dtype="fp16")  # type: ignore[arg-type]

@@ -409,8 +409,8 @@ def test_two_ways_to_say_the_step_are_refused() -> None:
         trained(F.cross_entropy, 1, 4, accum_steps=0)
 
 
-@pytest.mark.parametrize("norm", [0, -1.0, float("nan")])
-def test_a_norm_that_would_stop_or_turn_round_updates_is_refused(norm: float) -> None:
+@pytest.mark.parametrize("norm", [0, -1.0, float("nan"), "1"])
+def test_a_norm_that_would_stop_or_turn_round_updates_is_refused(norm: Any) -> None:
     with pytest.raises(InputError, match="None for no clipping"):
         trained(F.cross_entropy, 1, 4, max_grad_norm=norm)
 
@@ -482,3 +482,48 @@ def test_an_optimizer_that_steps_in_the_backward_pass_is_explained() -> None:
     trainer = OptimizedTrainer(model, idle, F.cross_entropy)
     with pytest.raises(InputError, match="an optimizer that steps after the pass"):
         trainer.train(DataLoader(data(), batch_size=4))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.CrossEntropyLoss(reduction="sum"),
+        functools.partial(F.cross_entropy, reduction="sum"),
+        nn.MultiMarginLoss(reduction="sum"),
+    ],
+    ids=["module", "partial", "unlisted"],
+)
+def test_a_sum_is_as_in_a_plain_loop_or_refused(loss: Any) -> None:
+    same(trained(loss, 2, 4)[0], plain_loop(loss, 2, 4))
+    with pytest.raises(InputError, match="reduction='sum', and a step needs the mean"):
+        trained(loss, 2, 4, accum_steps=2)
+
+
+@pytest.mark.parametrize(
+    ("loss", "sentence"),
+    [
+        (nn.CrossEntropyLoss(reduction="none"), "reduction='none', and a step needs the mean"),
+        (lambda output, target: 1.0, "loss_fn returned float"),
+        (lambda output, target: None, "loss_fn returned NoneType"),
+        (lambda output, target: (output.sum(), output), r"loss_fn returned \[1, 12\] numbers"),
+    ],
+    ids=["none", "float", "nothing", "outputs"],
+)
+def test_what_is_no_loss_is_refused(loss: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        trained(loss, 1, 4)
+
+
+def test_a_loss_of_one_number_in_a_row_is_that_number() -> None:
+    same(
+        trained(lambda output, target: F.cross_entropy(output, target)[None], 1, 4)[0],
+        plain_loop(nn.CrossEntropyLoss(), 1, 4),
+    )
+
+
+def test_an_optimizer_of_another_model_and_a_negative_count_are_refused() -> None:
+    other = torch.optim.SGD(classifier().parameters(), lr=0.1)
+    with pytest.raises(InputError, match="SGD has none of the model's parameters"):
+        OptimizedTrainer(classifier(), other, nn.CrossEntropyLoss())
+    with pytest.raises(InputError, match="count returned -4 for a batch"):
+        trained(nn.CrossEntropyLoss(), 1, 4, count=lambda batch: -len(batch[0]))

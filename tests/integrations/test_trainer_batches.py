@@ -325,3 +325,39 @@ def test_ranks_with_unlike_numbers_of_labels_train_as_one_that_has_all(found: li
         for one, p in zip(rank["unlike labels"]["weights"], model.parameters(), strict=True):
             torch.testing.assert_close(torch.tensor(one).double(), p.detach())
     assert "weighted" not in found[0]["unlike labels"]["said"]
+
+
+def test_a_joined_batch_has_what_has_no_rows_once() -> None:
+    """Class weights or a temperature beside the rows are no rows, and are joined if equal alone."""
+    seen: list[tuple[int, list[float], float]] = []
+
+    class Model(nn.Linear):
+        def forward(self, temperature: Tensor, x: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
+            seen.append((len(x), weights.tolist(), float(temperature)))
+            return super().forward(x) * weights / temperature
+
+    rows = {"x": torch.ones(4, 5), "labels": torch.zeros(4, dtype=torch.int64)}
+    warm, cold = (
+        {"temperature": torch.tensor(t), **rows, "weights": torch.tensor([1.0, 2, 3])}
+        for t in (2.0, 0.5)
+    )
+    model = Model(5, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = OptimizedTrainer(model, optimizer, nn.CrossEntropyLoss(), dynamic_batch=True)
+    summary = trainer.train([warm, warm, cold])
+    assert seen == [(8, [1, 2, 3], 2.0), (4, [1, 2, 3], 0.5)]
+    assert summary["examples_per_step"] == {"least": 4, "mean": 6, "most": 8}
+
+
+@pytest.mark.parametrize("epochs", [1.5, "2", 0])
+def test_epochs_that_are_no_whole_number_are_refused(epochs: Any) -> None:
+    with pytest.raises(InputError, match="at least 1 of each, as a whole number"):
+        trained(halves(6)[0], False, epochs)
+    with pytest.raises(ValueError, match="epochs is"):
+        benchmark(nn.Linear(5, 3).double(), halves(6)[0], epochs)
+
+
+def test_a_batch_without_examples_is_refused() -> None:
+    batches, _ = halves(6)
+    with pytest.raises(InputError, match="a batch without examples; leave it out"):
+        trained([(batches[0][0][:0], batches[0][1][:0]), *batches], False)

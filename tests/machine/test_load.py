@@ -112,3 +112,5 @@ def test_ctrl_c_ends_it_and_a_busy_loop_is_refused(monkeypatch: pytest.MonkeyPat
     monitor_performance()
     with pytest.raises(ValueError, match="interval is 0 s"):
         monitor_performance(0)
+    with pytest.raises(ValueError, match="seconds is nan; give a number"):
+        monitor_performance(1, float("nan"))

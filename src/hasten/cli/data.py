@@ -154,6 +154,8 @@ def convert(
     from hasten.data.readers import placeholder_words, read_examples, unread_words
     from hasten.machine.files import replacing
 
+    if output.suffix != ".jsonl":
+        raise InputError(f"{output}: what is written is JSONL; give a name that ends in .jsonl")
     if output.exists():
         raise InputError(f"{output} exists; give another name")
     reading = read_examples(sources, max_rejected)

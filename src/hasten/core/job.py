@@ -7,6 +7,7 @@ used as it is and trained in place.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -309,9 +310,11 @@ class Stop:
     tokens: int | None = None
 
     def __post_init__(self) -> None:
-        limits = [v for v in (self.steps, self.epochs, self.tokens) if v is not None]
-        if not limits or min(limits) < 1:
-            raise InputError("give max_steps, epochs or max_tokens, and at least 1 of each")
+        limits: list[Any] = [v for v in (self.steps, self.epochs, self.tokens) if v is not None]
+        if not limits or any(not isinstance(v, numbers.Integral) or v < 1 for v in limits):
+            raise InputError(
+                "give max_steps, epochs or max_tokens, and at least 1 of each, as a whole number"
+            )
 
     def reached(self, steps: int, tokens: int) -> bool:
         """Returns True if a run of so many steps and tokens is over; epochs end by themselves."""

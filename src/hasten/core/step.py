@@ -157,6 +157,8 @@ def _local_steps(setup: Setup, epoch: int, first: int) -> Iterator[tuple[MicroBa
                 parts += setup.split_micro_batches(examples)
         if parts:
             yield tuple([replace(collate(part), examples=part) for part in parts])
+        elif job.stream is not None:
+            raise InputError("the loader gave a batch without examples; leave it out")
         else:  # fewer examples than ranks: this rank takes part without loss
             yield (without_loss(collate([job.examples[0]])),)
 

@@ -207,13 +207,14 @@ def _fitting(
 
 
 def _alike(one: list[BatchRow], other: list[BatchRow]) -> bool:
-    """Returns True if two batches can be joined: all sides but the first are equal."""
+    """Returns True if two batches can be joined: rows are alike, and what has none is equal."""
     return bool(_form(one[0].batch, one[0].rows) == _form(other[0].batch, other[0].rows))
 
 
 def _form(value: Any, batch_size: int) -> Any:
     if isinstance(value, Tensor):
-        return value.dtype, value.device, value.ndim > 0, tuple(value.shape[1:])
+        kind = value.dtype, value.device, tuple(value.shape[1:])
+        return kind if _has_rows(value, batch_size) else (*kind, _digest(value))
     if isinstance(value, Mapping):
         return {name: _form(column, batch_size) for name, column in value.items()}
     if isinstance(value, tuple | list):
@@ -223,6 +224,10 @@ def _form(value: Any, batch_size: int) -> Any:
             else [_form(v, batch_size) for v in value]
         )
     return value
+
+
+def _has_rows(tensor: Tensor, batch_size: int) -> bool:
+    return tensor.ndim > 0 and len(tensor) == batch_size
 
 
 def _is_list_of_examples(value: Sequence[Any], batch_size: int) -> bool:
@@ -277,24 +282,27 @@ def examples_in(batch: Any) -> int:
     if isinstance(batch, Tensor):
         return int(batch.shape[0]) if batch.ndim else 1
     values = batch.values() if isinstance(batch, Mapping) else batch
-    for value in values if isinstance(values, Iterable) else ():
-        if isinstance(value, COLUMNS):
-            return examples_in(value)
+    columns = [
+        v for v in (values if isinstance(values, Iterable) else ()) if isinstance(v, COLUMNS)
+    ]
+    for column in sorted(columns, key=lambda v: isinstance(v, Tensor) and not v.ndim):
+        return examples_in(column)  # a tensor of one number has no rows, where another has
     raise InputError(f"the loader gave a {type(batch).__name__} without a tensor in it")
 
 
 def micro_batch(rows: Sequence[BatchRow], count: Callable[[Any], int] | None) -> MicroBatch:
     """The loader's batch as it is, or the rows that a micro-batch takes of one or several."""
-    parts, sizes = [], []
+    parts = []
     for _, group in itertools.groupby(rows, key=lambda row: row.number):
         taken = list(group)
         part, batch_size = taken[0].batch, taken[0].rows
         if len(taken) < batch_size:
             part = _select(part, torch.tensor([row.row for row in taken]), batch_size)
         parts.append(part)
-        sizes.append(len(taken))
-    batch = parts[0] if len(parts) == 1 else _join(parts, sizes)
+    batch = parts[0] if len(parts) == 1 else _join(rows[0].batch, rows[0].rows, parts)
     weight = len(rows) if count is None else int(count(batch))
+    if weight < 0:
+        raise InputError(f"count returned {weight} for a batch; it must return 0 or more")
     inputs, named, target = split_batch(batch)
     arguments = {"inputs": inputs, "named": named, "target": target, "weight": weight}
     return MicroBatch(arguments, WorkCounts(len(rows), len(rows), len(rows), weight))
@@ -308,7 +316,9 @@ def by_batch(rows: Sequence[BatchRow]) -> list[list[BatchRow]]:
 def _select(value: Any, rows: Tensor, batch_size: int) -> Any:
     """These rows of all that has one for each of the ``batch_size`` batch's examples."""
     if isinstance(value, Tensor):
-        return value.index_select(0, rows.to(value.device))
+        return (
+            value.index_select(0, rows.to(value.device)) if _has_rows(value, batch_size) else value
+        )
     if isinstance(value, Mapping):
         return {k: _select(v, rows, batch_size) for k, v in value.items()}
     if isinstance(value, tuple | list):
@@ -318,18 +328,18 @@ def _select(value: Any, rows: Tensor, batch_size: int) -> Any:
     return value
 
 
-def _join(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Batches of one form end to end; ``sizes`` are their examples."""
-    first = parts[0]
-    if isinstance(first, Tensor):
+def _join(form: Any, batch_size: int, parts: Sequence[Any]) -> Any:
+    """Parts of batches of one form end to end; ``form`` is one of these batches."""
+    if isinstance(form, Tensor) and _has_rows(form, batch_size):
         return torch.cat(list(parts))
-    if isinstance(first, Mapping):
-        return {name: _join([part[name] for part in parts], sizes) for name in first}
-    if isinstance(first, tuple | list):
-        if _is_list_of_examples(first, sizes[0]):
+    if isinstance(form, Mapping):
+        return {k: _join(v, batch_size, [part[k] for part in parts]) for k, v in form.items()}
+    if isinstance(form, tuple | list):
+        if _is_list_of_examples(form, batch_size):
             return [example for part in parts for example in part]
-        return [_join(column, sizes) for column in zip(*parts, strict=True)]
-    return first
+        columns = zip(form, zip(*parts, strict=True), strict=True)
+        return [_join(column, batch_size, of_parts) for column, of_parts in columns]
+    return form
 
 
 def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:

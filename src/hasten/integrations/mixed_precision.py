@@ -74,6 +74,8 @@ class GradScaler(torch.amp.GradScaler):
         dtype: torch.dtype | None = None,
     ) -> None:
         kind = _device_kind(device)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise ValueError(f"dtype is {dtype!r}; give a torch.dtype, such as torch.float16")
         wanted = format_of(kind)[0] if dtype is None else dtype
         super().__init__(
             kind,

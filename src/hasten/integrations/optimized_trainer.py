@@ -43,7 +43,7 @@ from hasten.core.slot import Slot
 from hasten.core.step import PlainEngine
 from hasten.core.technique import Technique
 from hasten.core.timing import StepMetrics
-from hasten.errors import InputError
+from hasten.errors import InputError, as_input_error
 from hasten.integrations.given_loader import GivenLoader, by_batch, micro_batch
 from hasten.launch.cluster import CloudConfig
 from hasten.launch.ranks import process_group
@@ -51,7 +51,7 @@ from hasten.parts.checkpoint import checkpoints
 from hasten.parts.comm.gradient_compressor import GradientCompressor
 from hasten.parts.data.dynamic_batch import DynamicBatcher
 from hasten.parts.nn.losses import ObjectiveLoss
-from hasten.parts.nn.torch_means import with_sum
+from hasten.parts.nn.torch_means import check_reduction, with_sum
 from hasten.progress import Audience, Display, SilentProgress
 from hasten.techniques.batch import AdaptiveBatch, AdaptiveCut
 from hasten.techniques.checkpoint import Checkpoints
@@ -118,10 +118,17 @@ class OptimizedTrainer:
     ) -> None:
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self.count, self.max_grad_norm, self.progress = count, max_grad_norm, progress
-        if max_grad_norm is not None and not max_grad_norm > 0:
+        norm: Any = max_grad_norm
+        if norm is not None and not (isinstance(norm, int | float) and norm > 0):
             raise InputError(
                 f"max_grad_norm is {max_grad_norm!r}, which would stop or turn round each update; "
                 "give a number above 0, or None for no clipping"
+            )
+        updated = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+        if not any(id(weight) in updated for weight in model.parameters()):
+            raise InputError(
+                f"{type(optimizer).__name__} has none of the model's parameters, so no step would "
+                "move one; build it over model.parameters()"
             )
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:
@@ -194,6 +201,8 @@ class OptimizedTrainer:
         context = context_of(self.model)
         _say_what_is_here(cloud_config, context)
         model, plan = _bare(self.model, context.world.is_main), self._whole_plan(folder, context)
+        with as_input_error("OptimizedTrainer"):
+            check_reduction(self.loss_fn, self._joins_means(plan, context))
         with process_group(context.world, context.device):
             loader = GivenLoader(train_loader, context.world, deal, self.accum_steps)
             job = self._job(model, loader, epochs, context)
@@ -260,13 +269,14 @@ class OptimizedTrainer:
         summary = self._summary(outcome, examples, steps, checkpoint, setup)
         return {**summary, "epoch_losses": epochs.losses, "effective": effective}
 
+    def _joins_means(self, plan: Plan, context: JobContext) -> bool:
+        """Returns True if a step may have several batches."""
+        several = self.accum_steps > 1 or context.world.size > 1
+        return several or any(t.slot is Slot.BATCH for t in plan)
+
     def _weighs_by_examples(self, session: Session) -> bool:
         """Returns True if a step has several batches and only their examples give the weights."""
-        several = (
-            self.accum_steps > 1
-            or session.setup.context.world.size > 1
-            or any(t.slot is Slot.BATCH for t in session.setup.plan)
-        )
+        several = self._joins_means(session.setup.plan, session.setup.context)
         loss = session.loss_module
         unknown = isinstance(loss, ObjectiveLoss) and loss.returns_mean
         return several and self.count is None and bool(unknown)

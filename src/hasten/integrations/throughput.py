@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hasten.errors import InputError
+from hasten.errors import InputError, require_whole
 from hasten.integrations.given_loader import examples_in, split_batch
 from hasten.measure.statistics import spread
 from hasten.parts.comm.groups import gathered_objects
@@ -49,6 +49,7 @@ def benchmark(
         InputError: the loader is empty.
         ValueError: a target has no usual loss, so that ``loss_fn`` is needed.
     """
+    require_whole(epochs=epochs)
     if epochs < 1:
         raise InputError(f"epochs is {epochs}; give 1 at least")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))

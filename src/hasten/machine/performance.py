@@ -10,6 +10,7 @@ from typing import TextIO
 
 import psutil
 
+from hasten.errors import require_real
 from hasten.machine.gpu import Gpus
 
 SHORTEST_SECONDS = 0.05  # from line to line
@@ -30,6 +31,7 @@ def monitor_performance(
     Raises:
         ValueError: the interval is too short.
     """
+    require_real(interval=interval, seconds=0 if seconds is None else seconds)
     if interval < SHORTEST_SECONDS:
         raise ValueError(f"interval is {interval:g} s; give {SHORTEST_SECONDS:g} s at least")
     gpus = Gpus()

@@ -142,6 +142,13 @@ def test_what_cannot_be_cut_is_refused_in_one_sentence(make: Any, said: str) -> 
         make()
 
 
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_a_loss_that_is_no_mean_is_refused(reduction: str) -> None:
+    pipeline = AsyncPipeline(2, 1, loss_fn=nn.MSELoss(reduction=reduction))
+    with pytest.raises(ValueError, match=f"reduction='{reduction}', and a step needs the mean"):
+        pipeline.step(pipeline.partition_model(layers()), (torch.ones(4, 6), torch.ones(4, 3)))
+
+
 def test_batches_that_cannot_be_cut_are_refused_in_one_sentence() -> None:
     pipeline = AsyncPipeline(stages=2, microbatch_size=5, schedule="dualpipev")
     stages = pipeline.partition_model(layers())

@@ -339,6 +339,9 @@ def test_checkpoint_sequential_leaves_every_layer_its_gradient() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     with pytest.raises(ValueError, match="leaves most layers"):
         hasten.checkpoint_sequential(layers, 2, x, use_reentrant=True)
+    for segments in (0, -1, len(layers) + 1):
+        with pytest.raises(ValueError, match=f"segments is {segments}; give at least 1"):
+            hasten.checkpoint_sequential(layers, segments, x)
     torch.manual_seed(1)
     out = hasten.checkpoint_sequential(layers, 2, x, preserve_rng_state=False)
     other = torch.autograd.grad(out.square().mean(), list(layers.parameters()))

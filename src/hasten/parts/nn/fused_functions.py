@@ -321,10 +321,15 @@ def fused_linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     Raises:
         ValueError: shapes that don't multiply.
     """
-    if weight.ndim != 2 or x.shape[-1] != weight.shape[1]:
+    if weight.ndim != 2 or not x.ndim or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"an input of {tuple(x.shape)} and a weight of {tuple(weight.shape)} have no side in "
             "common; the weight is (out, in)"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"a bias of {tuple(bias.shape)} isn't one number for each output of a weight of "
+            f"{tuple(weight.shape)}"
         )
     output: Tensor = _LinearReLU.apply(*in_autocast(x, weight, bias))
     return output

@@ -542,9 +542,18 @@ class ObjectiveLoss(nn.Module):
         """``inputs`` and ``named`` go to the model, ``target`` and its output to the loss."""
         loss = self.loss_fn(self.model(*inputs, **named), target)
         self.returns_mean = not isinstance(loss, tuple)
-        if isinstance(loss, tuple):
-            return loss[0], torch.as_tensor(loss[1])
-        return loss * weight, torch.tensor(weight)
+        pair = loss if isinstance(loss, tuple) else (loss, weight)
+        sizes = [v.numel() if isinstance(v, Tensor) else 1 for v in pair]
+        if not isinstance(pair[0], Tensor) or sizes != [1, 1]:
+            kind = f"{sizes} numbers" if isinstance(pair[0], Tensor) else type(pair[0]).__name__
+            raise ValueError(
+                f"loss_fn returned {kind}; it must return the mean of the batch, a tensor of one "
+                "number, or (sum, count)"
+            )
+        total = pair[0].reshape(())
+        if not self.returns_mean:
+            return total, torch.as_tensor(pair[1])
+        return total * weight, torch.tensor(weight)
 
 
 # Token accuracy: the share of trained tokens that the model would have chosen itself.

@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 from torch.utils.checkpoint import checkpoint_sequential as torch_checkpoint_sequential
 
+from hasten.errors import require_whole
 from hasten.parts.nn import rebind
 from hasten.parts.nn.causal_lm import holds_cache, is_cache
 
@@ -109,8 +110,14 @@ def checkpoint_sequential(
     With it, and data as the input, the layers of all segments but the last get no gradient.
 
     Raises:
-        ValueError: ``use_reentrant`` was asked for.
+        ValueError: ``use_reentrant`` was asked for, or there are fewer functions than segments.
     """
+    require_whole(segments=segments)
+    if not 1 <= segments <= len(functions):
+        raise ValueError(
+            f"segments is {segments}; give at least 1, and at most one for each of the "
+            f"{len(functions)} functions"
+        )
     if use_reentrant:
         raise ValueError(
             "use_reentrant=True leaves most layers without a gradient where the input is data; "

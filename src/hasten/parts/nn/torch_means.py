@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -102,6 +102,20 @@ class SummedMean(nn.Module):
             return torch.tensor(torch.broadcast_shapes(output.shape, target.shape).numel())
         # Probabilities of classes: each position has a label.
         return torch.tensor(target.numel() // target.shape[1 if target.ndim > 1 else 0])
+
+
+def check_reduction(loss_fn: Any, joined: bool) -> None:
+    """Refuse a loss of torch's that returns no number, or a sum where means are ``joined``."""
+    function = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
+    named: Mapping[str, Any] = getattr(loss_fn, "keywords", {})
+    reduction = named.get("reduction", getattr(function, "reduction", "mean"))
+    if not str(getattr(function, "__module__", "")).startswith("torch.nn."):
+        return  # a reduction of another kind
+    if reduction == "none" or (joined and reduction == "sum"):
+        raise ValueError(
+            f"loss_fn has reduction={reduction!r}, and a step needs the mean of a batch, or "
+            "(sum, count); take reduction='mean'"
+        )
 
 
 def label_count(loss_fn: Any, target: Tensor) -> Tensor | None:

@@ -29,6 +29,7 @@ from hasten.parts.distributed.pipeline.schedules import (
 from hasten.parts.distributed.pipeline.trace import TraceRecorder, timed_calls
 from hasten.parts.nn.torch_means import (
     SummedMean,
+    check_reduction,
     class_error,
     is_torch_mean,
     label_count,
@@ -466,6 +467,7 @@ def micro_batches(
             )
         full_batch, weight = language_batch(batch)
     elif not language and loss_fn is not None and is_pair(batch):
+        check_reduction(loss_fn, joined=True)
         full_batch, weight = {"x": batch[0], "y": batch[1]}, 0.0  # by the pieces, see below
     else:
         raise ValueError(TAKES)
