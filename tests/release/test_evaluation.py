@@ -141,6 +141,13 @@ def test_intervals_hold_the_truth_as_often_as_they_promise(kind: str) -> None:
     assert 0.91 <= held / 400 <= 0.99
 
 
+def test_one_example_has_a_difference_and_no_interval() -> None:
+    before, after = (TaskMetric("task", LOSS, {3: value}, {3: 2.0}) for value in (5.0, 3.5))
+    (row,) = compare([before], [after])
+    assert (row.before, row.after, row.difference) == (5.0, 3.5, -1.5)
+    assert (row.low, row.high, row.p_value, row.verdict) == (None, None, None, None)
+
+
 def test_equal_models_are_never_called_better() -> None:
     metrics = [TaskMetric("t", EXACT, {0: 1.0, 1: 0.0, 2: 1.0}, dict.fromkeys(range(3), 1.0))]
     row = compare(metrics, metrics)[0]

@@ -85,6 +85,9 @@ def _table(rows: list[MetricChange]) -> str:
     def number(value: float | None) -> str:
         return "–" if value is None else f"{value:.4f}"
 
+    def interval(row: MetricChange) -> str:
+        return "" if row.low is None else f" [{row.low:+.4f}, {row.high:+.4f}]"
+
     head = ("task", "metric", "examples", "before", "after", "difference [95 %]", "verdict")
     lines = [
         (
@@ -93,7 +96,7 @@ def _table(rows: list[MetricChange]) -> str:
             f"{row.examples:,}",
             number(row.before),
             number(row.after),
-            "–" if row.low is None else f"{row.difference:+.4f} [{row.low:+.4f}, {row.high:+.4f}]",
+            "–" if row.difference is None else f"{row.difference:+.4f}" + interval(row),
             row.verdict or "–",
         )
         for row in rows

@@ -71,7 +71,7 @@ class TaskMetric:
 class MetricChange:
     """A metric before and after training, with the 95 % interval of the difference.
 
-    ``verdict`` is better, worse, or undecided; None where nothing was compared.
+    ``verdict`` is better, worse, or undecided; None where nothing was compared, or one example.
     """
 
     task: str
@@ -212,13 +212,16 @@ def compare(before: Iterable[TaskMetric], after: Iterable[TaskMetric]) -> list[M
 def _compared(before: TaskMetric | None, after: TaskMetric) -> MetricChange:
     plain = MetricChange(after.task, after.name, len(after.values), after.mean)
     common = sorted(before.values.keys() & after.values.keys()) if before else []
-    if before is None or len(common) < 2:
+    if before is None or not common:
         return plain
     weights = [after.weights[i] for i in common]
     changes = [after.values[i] - before.values[i] for i in common]
     total, freedom = math.fsum(weights), len(common) - 1
     middle = math.fsum(w * d for w, d in zip(weights, changes, strict=True)) / total
     difference = middle
+    plain = replace(plain, before=before.mean, difference=difference)
+    if len(common) < 2:  # no interval
+        return plain
     if set(changes) <= {-1.0, 0.0, 1.0}:
         # Right or wrong: half an example more of each kind keeps the interval of few changes from
         # being empty (Agresti and Min 2005, "Simple improved confidence intervals for comparing
@@ -235,8 +238,6 @@ def _compared(before: TaskMetric | None, after: TaskMetric) -> MetricChange:
     half = student_quantile(0.975, freedom) * error
     return replace(
         plain,
-        before=before.mean,
-        difference=difference,
         low=middle - half,
         high=middle + half,
         p_value=2 * student_tail(abs(middle) / error, freedom) if error else float(not middle),
