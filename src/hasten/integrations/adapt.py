@@ -427,8 +427,8 @@ def _loss_forward(module: Any, usual: Callable[..., Any], *args: Any, **kwargs: 
 def optimizer_of(setup: Setup, model: nn.Module, usual: Optimizer) -> Optimizer:
     """OPTIMIZER: the technique's with the usual one's settings; without a technique, the usual.
 
-    An optimizer that the technique doesn't recognise is kept, and a warning names it. Other
-    code may hold the usual one (a module its own, a schedule): both have the same groups.
+    An optimizer that the technique doesn't recognise is kept, and a warning names it. A Lightning
+    module or a schedule may still hold the usual one, so both share their parameter groups.
     """
     handed = setup.job.optimizer
     if Slot.OPTIMIZER not in setup.plan or not isinstance(handed, HostOptimizer):

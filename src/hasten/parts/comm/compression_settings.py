@@ -52,8 +52,9 @@ class CompressionSettings:
             raise ValueError(
                 f"scope={self.scope!r} is for gradients, and {self.method} {WHOLE[self.method]}"
             )
-        whole = {name: getattr(self, name) for name in ("rank", "dense_steps", "minimum", "every")}
-        require_whole(**whole)
+        require_whole(
+            rank=self.rank, dense_steps=self.dense_steps, minimum=self.minimum, every=self.every
+        )
         require_real(compression_ratio=self.ratio, momentum=self.momentum)
         if self.every < 1:
             raise ValueError(f"every is {self.every}; ranks average after at least 1 step")

@@ -81,21 +81,21 @@ void block(const Call& call, Matrix<T> a, Matrix<T> b, Out* out, int64_t m, int6
       for (int64_t j = 0; task_panels && j < columns; j += C)
         panel<Unit>(b.from(j0 + j, f), std::min<int64_t>(C, columns - j), depth, task_panels + j * words);
       const Word* panels = task_panels ? task_panels : layout + panel_offset<Unit>(n, j0, f, words);
-      int64_t next = std::min(chunk, k - f - chunk), across = pitch / C;
-      Ahead below = task_panels && !last ? b.from(j0, f + chunk).ahead(columns, next) : Ahead{};
-      int64_t below_each = below.lines() / (across * ceil_to(m, R) / R) + 1;
+      int64_t next_depth = std::min(chunk, k - f - chunk), across = pitch / C;
+      Ahead next_b = task_panels && !last ? b.from(j0, f + chunk).ahead(columns, next_depth) : Ahead{};
+      int64_t each_b = next_b.lines() / (across * ceil_to(m, R) / R) + 1;
       for (int64_t i0 = 0; i0 < m; i0 += BLOCK) {
         int64_t rows = std::min(BLOCK, m - i0);
         auto x = left<Unit>(a.from(i0, f), rows, depth, a_memory.get<Word>(left_room(BLOCK, most)));
-        int64_t others = std::min(BLOCK, m - i0 - rows);
-        Ahead beside = others ? a.from(i0 + rows, f).ahead(others, depth)
+        int64_t next_rows = std::min(BLOCK, m - i0 - rows);
+        Ahead next_a = next_rows ? a.from(i0 + rows, f).ahead(next_rows, depth)
                        : last ? after
-                              : a.from(0, f + chunk).ahead(std::min(BLOCK, m), next);
-        int64_t beside_each = beside.lines() / (across * ceil_to(rows, R) / R) + 1;
+                              : a.from(0, f + chunk).ahead(std::min(BLOCK, m), next_depth);
+        int64_t each_a = next_a.lines() / (across * ceil_to(rows, R) / R) + 1;
         for (int64_t j = 0; j < columns; j += C)
           for (int64_t i = 0; i < rows; i += R) {
-            beside.ask(beside_each);
-            below.ask(below_each);
+            next_a.ask(each_a);
+            next_b.ask(each_b);
             Left<Word> here = x.from(i / R);
             int64_t down = std::min<int64_t>(R, rows - i), right = std::min<int64_t>(C, columns - j);
             Out* to = out + (i0 + i) * call.stride + j0 + j;
@@ -144,8 +144,8 @@ void rows_together(const Call& call, Matrix<T> a, Matrix<T> b, Out* out, int64_t
     }
     for (int64_t t = omp_get_thread_num(), then; t < tasks; t = then) {
       then = omp_get_num_threads() + taken[j0 / wide]++;
-      int64_t from = t * each, rows = std::min(each, m - from), others = std::min(each, m - then * each);
-      Ahead after = then < tasks ? a.from(then * each, 0).ahead(others, std::min(chunk, k)) : Ahead{};
+      int64_t from = t * each, rows = std::min(each, m - from), next_rows = std::min(each, m - then * each);
+      Ahead after = then < tasks ? a.from(then * each, 0).ahead(next_rows, std::min(chunk, k)) : Ahead{};
       block<Unit>(call, a.from(from, 0), b, out + from * call.stride + j0, rows, columns, k, layout, after);
     }
 #pragma omp barrier
