@@ -32,8 +32,8 @@ Predicate = Callable[[Arguments, Named], bool]
 
 
 def _in_training(arguments: Arguments, named: Named) -> bool:
-    """True if the first argument is a module in training mode."""
-    return bool(arguments[0].training)
+    """True if the first argument is a module that trains; eval mode alone switches dropout off."""
+    return bool(arguments[0].training) or _with_gradient(arguments, named)
 
 
 def _with_gradient(arguments: Arguments, named: Named) -> bool:
@@ -45,7 +45,7 @@ def _with_gradient(arguments: Arguments, named: Named) -> bool:
 
 def _apart(arguments: Arguments, named: Named) -> bool:
     """True if a training pass gives a module more than one document in a row."""
-    return bool(arguments[0].training) and len(named.get("document_lengths") or ()) > 1
+    return _in_training(arguments, named) and len(named.get("document_lengths") or ()) > 1
 
 
 def _always(arguments: Arguments, named: Named) -> bool:

@@ -55,10 +55,11 @@ def found(of_ranks: tuple[dict[str, Any], ...]) -> dict[str, Any]:
     }
 
 
-def test_ranks_take_packing_out_together(of_ranks: tuple[dict[str, Any], ...]) -> None:
+def test_a_metric_of_padded_rows_on_one_rank_keeps_packing_on_both(
+    of_ranks: tuple[dict[str, Any], ...],
+) -> None:
     acted = [set(one["metric"]["sent"]) for one in of_ranks]
-    assert acted[0] == acted[1] >= {"fused_layers"}
-    assert "packed" not in acted[0]
+    assert acted[0] == acted[1] >= {"fused_layers", "packed"}
 
 
 def mean(one: list[float], two: list[float]) -> list[float]:

@@ -117,10 +117,9 @@ def test_a_module_does_the_same_with_techniques(
     assert found["metrics"] == pytest.approx(plain["metrics"], rel=1e-3)
     assert found["shapes"] == plain["shapes"]
     assert found["counts"] == plain["counts"]
-    assert ("packed" in found["effective"]) == (kind not in ("manual", "row metric"))
+    assert ("packed" in found["effective"]) == (kind != "manual")
     words: Sequence[str] = {
         "manual": ["packed: Module has automatic_optimization = False"],
-        "row metric": ["packed was taken out: rows that is logged differs"],
         "schedule": ["fused_adamw is left out: configure_optimizers returns more than"],
     }.get(kind, [])
     assert all(text in caplog.text for text in words)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from hasten.parts.nn import kernel_variants
 from hasten.recipe.schema import AutoPlan
 from hasten.techniques import precision
 from hasten.techniques.collate import Packed
+from integrations.test_first_step import left_padded
 from integrations.test_techniques_in_the_trainer import as_others_have_them, collate, compiles
 from tiny import tiny_model
 
@@ -137,6 +139,12 @@ def span(median: float) -> dict[str, float | None]:
     return {"median": median, "low": 0.9 * median, "high": 1.1 * median}
 
 
+PROVEN = (
+    r"speed_up: first step: loss and gradients equal to \d\.\de-\d\d of those without hasten; "
+    r"\d techniques joined"
+)
+
+
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [example.message for example in caplog.records if "speed_up" in example.message]
 
@@ -159,9 +167,10 @@ def test_a_race_of_this_model_and_data_decides_and_its_gain_is_expected_and_comp
     caplog.clear()
     trainer.args.max_steps = WATCHED_STEPS
     trainer.train()
-    (line,) = said(caplog)
+    proven, line = said(caplog)
+    assert re.fullmatch(PROVEN, proven)
     assert line.startswith(f"speed_up: steps 11 to {WATCHED_STEPS} ran at ")
-    assert "(about 3.00 was expected) the 200 tokens/s that plan: auto measured on" in line
+    assert "(3.00 was expected) the 200 tokens/s that plan: auto measured on" in line
     assert line.endswith("without techniques, in hasten's own loop")
 
 
@@ -223,10 +232,12 @@ def test_without_a_race_the_figures_of_the_machine_decide_and_the_speed_is_compa
     assert "fused_layers: measured on this machine: 0.80× [0.70, 0.90] the speed" in left
     assert "(hasten train: its kernels have 2.00× [2.00, 2.00] the speed" in left  # bf16
     caplog.clear()
-    trainer.args.max_steps = WATCHED_STEPS
+    trainer.args.max_steps, trainer.data_collator = WATCHED_STEPS, left_padded
     trainer.train()
-    (line,) = said(caplog)
-    assert "the gain isn't known, since no comparison for this model and data is stored" in line
+    *_, proven, line = said(caplog)
+    assert re.fullmatch(PROVEN, proven)
+    first = r"the first step, without hasten and not warmed up, ran at [\d,]+ tokens/s"
+    assert re.fullmatch(rf"speed_up: steps 11 to 20 ran at [\d,]+ tokens/s; {first}", line)
 
 
 def test_a_trainer_of_another_kind_is_refused() -> None:
@@ -239,11 +250,15 @@ def test_in_lightning_they_join_when_fit_is_called(monkeypatch: pytest.MonkeyPat
     fitted: list[Any] = []
 
     class Trainer:
+        strategy = SimpleNamespace(root_device=torch.device("cpu"))
+        callbacks: ClassVar[list[Any]] = []
+
         def fit(self, model: Any, train_dataloaders: Any = None) -> str:
             fitted.append((model, train_dataloaders))
             return "fitted"
 
     Trainer.__module__ = "lightning.pytorch.trainer.trainer"
+    monkeypatch.setattr(lightning_host, "step_evidence", lambda note: note)
     module, loader, other = torch.nn.Linear(1, 1), DataLoader([1]), DataLoader([2])  # type: ignore[arg-type, var-annotated]
     seen: list[Any] = []
 

@@ -35,6 +35,7 @@ from hasten.core.slot import CHANGES_A_PASS, Slot
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.integrations.module_edits import ModuleEdits, configs_of
+from hasten.measure.quality.preserved import HOOKS, LIBRARIES, library_of
 from hasten.parts.data.collate import IGNORED, padded
 from hasten.parts.nn import rebind
 from hasten.parts.nn.attention import usual_of
@@ -140,6 +141,7 @@ def edit_model(
     model: nn.Module,
     setup: Setup,
     context: Callable[[], AbstractContextManager[Any]] = NoContext,
+    trains_alone: bool = False,
 ) -> None:
     """Applies the setup's edits to this model instance, in the order of ``assemble``.
 
@@ -151,6 +153,8 @@ def edit_model(
 
     Args:
         context: the host's autocast, within which the loss is computed.
+        trains_alone: the edits hold for training passes alone. So a model in ``eval`` mode trains
+            too, as Lightning leaves what ``from_pretrained`` returns.
     """
     setup.threads()
     for change in (setup.experts, setup.attention, setup.layers):
@@ -159,7 +163,7 @@ def edit_model(
         assert setup.loss is not None  # prepare() put the job's there
         with plain_forward(model):
             loss = setup.loss(model)
-        rebind.bind(causal_lm(model), _loss_forward, (loss, context))
+        rebind.bind(causal_lm(model), _loss_forward, (loss, context, trains_alone))
     setup.recompute(model)
 
 
@@ -183,7 +187,7 @@ def plain_forward(model: Any) -> Iterator[None]:
         if getattr(original, "__func__", None) is not type(model).forward:
             attributes["forward"] = original
     for hooks, _ in pairs:
-        for key in [k for k, hook in hooks.items() if _library_of(hook) == "hasten"]:
+        for key in [k for k, hook in hooks.items() if library_of(hook) == "hasten"]:
             del hooks[key]
     try:
         yield
@@ -227,7 +231,9 @@ class HostedTechniques:
         if edits is None or not edits.fits:
             with plain_forward(self.model):  # which facts of the model are read from
                 setup = prepare_host(self._host, self.model, chosen, self._host_run)
-            edit = functools.partial(edit_model, setup=setup, context=lambda: self.context())
+            edit = functools.partial(
+                edit_model, setup=setup, context=lambda: self.context(), trains_alone=True
+            )
             edits = self._edits[chosen] = ModuleEdits(self.model, edit)
         return edits
 
@@ -336,13 +342,12 @@ def model_loss_reason(model: nn.Module) -> str:
         name = "ForCausalLMLoss" if loss is None else getattr(loss, "__name__", str(loss))
         if name != "ForCausalLMLoss":
             return f"the model's loss function is {name}"
-        if _library_of(vars(inner).get("forward")) == "trl":  # in chunks, and the same mean
+        if library_of(vars(inner).get("forward")) == "trl":  # in chunks, and the same mean
             return ""
         return plain_head_reason(model) or ""
 
 
 BYPASSES = (Slot.EXPERTS, Slot.LAYERS, Slot.LOSS)  # their code reads weights of modules inside
-LIBRARIES = ("transformers", "torch", "peft", "accelerate", "hasten")
 
 
 def _foreign(module: nn.Module) -> str:
@@ -351,15 +356,9 @@ def _foreign(module: nn.Module) -> str:
     if "forward" in vars(module):
         return f"the forward of a {kind.__name__} was replaced by other code"
     library = kind.__module__.partition(".")[0]
-    if library not in LIBRARIES or _library_of(kind.forward) not in LIBRARIES:
+    if library not in LIBRARIES or library_of(kind.forward) not in LIBRARIES:
         return f"{kind.__name__} of {kind.__module__} is no class of the supported libraries"
     return ""
-
-
-HOOKS = (
-    *("_forward_hooks", "_forward_pre_hooks"),
-    *("_backward_hooks", "_backward_pre_hooks"),
-)
 
 
 def _hooked(modules: Iterable[nn.Module]) -> str:
@@ -370,22 +369,10 @@ def _hooked(modules: Iterable[nn.Module]) -> str:
                 return f"{type(outer).__name__}.{name} has a forward of its own"
             for hooks in HOOKS:
                 for hook in getattr(module, hooks).values():
-                    if _library_of(hook) not in LIBRARIES or "neftune" in str(hook):
+                    if library_of(hook) not in LIBRARIES or "neftune" in str(hook):
                         where = f"{type(outer).__name__}.{name}" if name else type(outer).__name__
                         return f"{where} has a hook"
     return ""
-
-
-def _library_of(hook: Any) -> str:
-    return module_of(hook).partition(".")[0]
-
-
-def module_of(function: Any) -> str:
-    """Returns the name of the module that has the code of a function, method or hook."""
-    function = getattr(function, "__func__", getattr(function, "func", function))
-    # A decorator that wraps another function has that one's __module__, and its own globals.
-    module = getattr(function, "__globals__", {}).get("__name__")
-    return str(module or getattr(function, "__module__", None) or type(function).__module__)
 
 
 # What a caller may ask of a forward that a loss without logits can't return.
@@ -398,7 +385,7 @@ def _loss_forward(module: Any, usual: Callable[..., Any], *args: Any, **kwargs: 
     state = rebind.state_of(module, _loss_forward)
     if (
         state is None
-        or not module.training
+        or not (module.training or (state[2] and torch.is_grad_enabled()))
         or kwargs.get("labels") is None
         or asks
         or len(args) > 1
@@ -407,7 +394,7 @@ def _loss_forward(module: Any, usual: Callable[..., Any], *args: Any, **kwargs: 
         return usual(*args, **kwargs)
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
-    loss, context = state
+    loss, context, _ = state
     inputs = dict(zip(("input_ids",), args, strict=False)) | kwargs
     labels, aligned = inputs.pop("labels"), inputs.pop("shift_labels", None)
     items = inputs.pop("num_items_in_batch", None)

@@ -162,6 +162,13 @@ def packed_batch(batch: Any) -> dict[str, Any] | str:  # noqa: C901  # a clause 
     }
 
 
+def packed_call(inputs: Mapping[str, Any]) -> dict[str, Any] | str:
+    """The inputs of a model's call, packed if they are a padded batch; or why they stay."""
+    settings = {k: v for k, v in inputs.items() if isinstance(v, bool)}
+    packed = packed_batch({k: v for k, v in inputs.items() if k not in settings})
+    return packed if isinstance(packed, str) else {**settings, **packed}
+
+
 class PackedBatch(dict[str, Any]):
     """A packed batch, and the batch it was made of."""
 

@@ -164,6 +164,9 @@ class StepLog:
     def step(self, step: int, count: TokenCount, loss: float | None = None) -> None:
         """A step has ended."""
 
+    def exclude(self, seconds: float) -> None:
+        """So many seconds of the current step belong to a check of hasten's, not to the host."""
+
     def loss(self, value: object) -> None:
         """The loss of the step that ended last."""
 
@@ -197,6 +200,9 @@ class MetricsFile(StepLog):
     def begin(self) -> None:
         """It is called after evaluation and saving too."""
         self._last = time.perf_counter()
+
+    def exclude(self, seconds: float) -> None:
+        self._last += seconds
 
     def step(self, step: int, count: TokenCount, loss: float | None = None) -> None:
         """A step has ended: note it. Waits for the device, so that its time is the step's own."""

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import importlib
 import logging
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,8 +40,8 @@ from hasten.integrations.batches import (
     StepBatches,
     StepLoader,
     WeightedBatches,
-    batch_for,
-    packed_batch,
+    packed_call,
+    packs,
     row_sizes,
 )
 from hasten.integrations.checkpoints import (
@@ -53,8 +52,9 @@ from hasten.integrations.checkpoints import (
     step_log,
 )
 from hasten.machine import environment
-from hasten.measure.quality.first_step import FirstStepProof, on_any_rank, proof_is_on
-from hasten.parts.nn.causal_lm import causal_lm
+from hasten.measure.quality.first_step import FirstStepProof, proof_is_on
+from hasten.measure.quality.replay import Recorder, ReplayPasses
+from hasten.parts.nn.causal_lm import called_modules, causal_lm
 
 _LOG = logging.getLogger(__name__)
 
@@ -111,6 +111,9 @@ def seams(  # noqa: C901  # a class within: its methods count
                 self._remembered = None
             saves.begin(model=model, optimizer=trainer.optimizers[0])
             passes.begin()
+
+        def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+            passes.prove()
 
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
             passes.end_first_step()
@@ -230,16 +233,14 @@ class ModulePasses:
     def __init__(self, trainer: Any, module: Any, model: nn.Module, setup: Setup) -> None:
         self._trainer, self._module, self._model = trainer, module, model
         self._techniques = [t for t in setup.plan if t.slot in CHANGES_A_PASS]
+        self._others = len(list(setup.plan)) - len(self._techniques)
         host_run = HostRun(str(trainer.strategy.root_device), epochs=1)
         self._hosted = HostedTechniques(HOST, model, host_run)
         self._window = contextlib.ExitStack()
         self._proof: FirstStepProof | None = None
-        self._index: tuple[Any, ...] = ()
+        self._recorder = Recorder(called_modules(model))
+        self._is_recorded = False  # the pass whose backward pass runs
         self._reported: set[str] = set()
-        # Metrics that a float32 pass of the proof logged, by the techniques of that pass.
-        self._logged: dict[tuple[Technique, ...], dict[str, float]] = {}
-        self._passing: tuple[Technique, ...] | None = None
-        self._is_wide = False
         self._usual = module.training_step
 
         @functools.wraps(self._usual)  # Lightning reads the parameters of the module's own
@@ -252,127 +253,96 @@ class ModulePasses:
 
     def begin(self) -> None:
         """The model is on its device."""
-        if self._techniques and proof_is_on():
+        if not self._techniques:
+            return
+        if not self._model.training:
+            self._report(
+                "the model is in eval mode, as from_pretrained leaves it. Its dropout is off, with "
+                "and without hasten. To switch it on, call model.train() in the module"
+            )
+        if proof_is_on():
             pad_id = getattr(getattr(self._model, "config", None), "pad_token_id", None) or 0
-            self._proof = FirstStepProof(self, self._techniques, "Lightning", pad_id)
+            passes = ReplayPasses(self._hosted, packed_call, packs)
+            self._proof = FirstStepProof(passes, self._techniques, "Lightning", pad_id)
+
+    def prove(self) -> None:
+        """The backward pass of a batch is done: compares it with one that has the techniques."""
+        if self._proof is None or not self._is_recorded:
+            return
+        self._is_recorded = False
+        logs = [getattr(callback, "evidence", None) for callback in self._trainer.callbacks]
+        for removal in self._proof.check(self._recorder.calls):
+            self._report(f"{removal.technique.name()} was taken out: {removal.difference}")
+        self._techniques, self._recorder.calls = self._proof.techniques, []
+        for log in logs:
+            if isinstance(log, StepLog):
+                log.exclude(self._proof.seconds)
 
     def end_first_step(self) -> None:
         """The passes of a step are done."""
         if self._proof is not None and not self._proof.awaits_loss:
-            _LOG.info("%s", self._proof)
+            if self._proof.batches and self._techniques:
+                count = len(self._techniques) + self._others
+                self._report(f"{self._proof}; {count} technique{'s' if count != 1 else ''} joined")
             self._proof = None
 
     def close(self) -> None:
         """The model is plain again."""
         self._window.close()
 
-    # Passes. A batch is packed just before the model runs. So Lightning and the hooks of the module
-    # and of callbacks receive the loader's batch: they count its rows and may change it.
+    # Passes. A batch is packed where training_step calls the model. So Lightning, hooks, callbacks
+    # and the module's own code have the loader's batch: they count its rows and may change it.
 
     def _training_step(self, batch: Any, *index: Any, **more: Any) -> Any:
         self.close()  # of a pass that ended early
-        techniques = self._techniques = self._hosted.fitting(self._techniques, self._report)
+        self._techniques = self._hosted.fitting(self._techniques, self._report)
         if self._proof is not None:
-            self._index = index
-            for removal in self._proof.check(batch, self._module):
-                self._report(f"{removal.technique.name()} was taken out: {removal.difference}")
-            self._techniques = self._proof.techniques
-            self._keep_rows_for_metrics()
-            techniques = [] if self._proof.awaits_loss else self._techniques
-        if any(technique.slot is Slot.COLLATE for technique in techniques):
-            packed = packed_batch(batch)
-            if isinstance(packed, str):
-                self._report(f"packed: left out for some batches: {packed}")
-            else:
-                batch = packed
-        self._window.enter_context(self._hosted.active(techniques))
+            self._proof.techniques = list(self._techniques)
+            self._is_recorded = True
+            with self._recorder.active():
+                return self._usual(batch, *index, **more)
+        self._window.enter_context(self._hosted.active(self._techniques))
+        if packs(self._techniques):
+            self._window.enter_context(self._packing())
         return self._usual(batch, *index, **more)
 
-    def _keep_rows_for_metrics(self) -> None:
-        """Removes packing if ``training_step`` logs other numbers of a packed batch."""
-        assert self._proof is not None
-        packing = [t for t in self._techniques if t.slot is Slot.COLLATE]
-        plain, packed = self._logged.get(()), self._logged.get(tuple(self._techniques))
-        if not packing:
-            return
-        differing = [
-            name
-            for name, metric in (plain or {}).items()
-            if packed is not None
-            and not math.isclose(metric, packed.get(name, math.nan), rel_tol=1e-3, abs_tol=1e-6)
+    @contextlib.contextmanager
+    def _packing(self) -> Iterator[None]:
+        """Inside, calls of the model are packed; only the loss leaves them."""
+        packed_depth = 0
+
+        def pack(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            nonlocal packed_depth
+            inputs = dict(zip(("input_ids",), args, strict=False)) | kwargs
+            packed = packed_call(inputs) if torch.is_grad_enabled() and len(args) < 2 else ""
+            if isinstance(packed, str):
+                if packed:
+                    self._report(f"packed: left out for some batches: {packed}")
+                return None
+            packed_depth += 1
+            return (), packed
+
+        def keep_loss(module: nn.Module, args: Any, output: Any) -> Any:
+            nonlocal packed_depth
+            if not packed_depth:
+                return None
+            packed_depth -= 1
+            return type(output)(loss=output.loss)
+
+        handles = [
+            self._model.register_forward_pre_hook(pack, with_kwargs=True),
+            self._model.register_forward_hook(keep_loss),
         ]
-        if on_any_rank(bool(differing)):  # the ranks go on with the same techniques
-            self._techniques = [t for t in self._techniques if t not in packing]
-            self._proof.techniques = list(self._techniques)
-            name = differing[0] if differing else "a metric of another rank"
-            self._report(f"{packing[0].name()} was taken out: {name} that is logged differs")
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _report(self, text: str) -> None:
         if text not in self._reported and environment.world().is_main:
             _LOG.warning("speed_up: %s", text)
         self._reported.add(text)
-
-    # What the proof runs.
-
-    @property
-    def model(self) -> nn.Module:
-        return self._model
-
-    @property
-    def is_mixed(self) -> bool:
-        return bool(torch.is_autocast_enabled(self._trainer.strategy.root_device.type))
-
-    def loss(self, batch: Any) -> Tensor:
-        log_methods = {name: vars(self._module).get(name) for name in ("log", "log_dict")}
-        logged: dict[str, float] = {}
-
-        def log(name: str, *args: Any, **kwargs: Any) -> None:
-            metric = args[0] if args else kwargs.get("value")
-            if isinstance(metric, Tensor) and metric.numel() == 1:  # a number may be of the clock
-                logged[name] = float(metric.detach())
-
-        def log_dict(dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-            for name, metric in dictionary.items():
-                log(name, metric)
-
-        # The passes of the proof are no steps of the training.
-        vars(self._module).update(log=log, log_dict=log_dict)
-        try:
-            returned = self._usual(batch, *self._index)
-        finally:
-            for name, value in log_methods.items():
-                if value is None:
-                    del vars(self._module)[name]
-                else:
-                    vars(self._module)[name] = value
-        if self._passing is not None:
-            self._logged[self._passing] = logged
-        losses = _loss(returned, attached=True)
-        if not losses:
-            raise ValueError("training_step returns no loss")
-        return losses[0].sum()
-
-    def batch(self, host_batch: Any, techniques: Sequence[Technique]) -> Any:
-        return batch_for(host_batch, techniques)
-
-    @contextlib.contextmanager
-    def active(self, techniques: Sequence[Technique]) -> Iterator[None]:
-        if self._is_wide:
-            self._passing = tuple(techniques)
-        try:
-            with self._hosted.active(techniques):
-                yield
-        finally:
-            self._passing = None
-
-    @contextlib.contextmanager
-    def in_float32(self) -> Iterator[None]:
-        self._is_wide = True
-        try:
-            with torch.autocast(self._trainer.strategy.root_device.type, enabled=False):
-                yield
-        finally:
-            self._is_wide = False
 
 
 def model_of(module: nn.Module) -> nn.Module:
@@ -493,13 +463,13 @@ def step_evidence(folder: str | Path | StepLog) -> Any:
 
     class LightningEvidence(base):  # type: ignore[misc, valid-type]  # known only now
         def __init__(self) -> None:
-            self._file = step_log(folder)
+            self.evidence = step_log(folder)
             self._count, self._step = TokenCount(), 0
             self._losses: list[Tensor] = []
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             self._step = trainer.global_step
-            self._file.begin()
+            self.evidence.begin()
 
         def on_train_batch_start(
             self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
@@ -517,20 +487,20 @@ def step_evidence(folder: str | Path | StepLog) -> Any:
                 losses, self._losses = self._losses, []
                 # Lightning has divided each batch's by how many make up a step.
                 loss = float(torch.stack(losses).sum()) if losses else None
-                self._file.step(self._step, self._count, loss)
+                self.evidence.step(self._step, self._count, loss)
 
         def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-            self._file.begin()
+            self.evidence.begin()
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            self._file.close()
+            self.evidence.close()
 
     return LightningEvidence()
 
 
-def _loss(outputs: Any, attached: bool = False) -> list[Tensor]:
+def _loss(outputs: Any) -> list[Tensor]:
     """The loss in what ``training_step`` returned, a tensor or a mapping; nothing without one."""
     value = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     if not isinstance(value, Tensor) or value.numel() != 1:
         return []
-    return [value if attached else value.detach().flatten()]
+    return [value.detach().flatten()]

@@ -42,7 +42,7 @@ AnyTrainer = TypeVar("AnyTrainer")
 # Raises InputError if the trainer doesn't support them.
 Carry = Callable[[Sequence[Technique]], None]
 ALIKE = 0.1  # examples are of the same data if number and tokens differ by this share at most
-WATCHED_STEPS, WARM_UP = 50, 10
+WATCHED_STEPS, WARM_UP = 20, 10
 REPLACED_FIT = "hasten_replaced_fit"  # the attribute of a Lightning trainer's changed ``fit``
 _LOG = logging.getLogger(__name__)
 
@@ -86,10 +86,12 @@ def speed_up(trainer: AnyTrainer, plan: Iterable[Any] | None = None) -> AnyTrain
     for callback in [*trainer.callback_handler.callbacks]:  # of an earlier call
         if isinstance(callback, host.StepEvidence) and isinstance(callback.log, SpeedNote):
             trainer.remove_callback(callback)
-    if techniques is not None:
-        return host.with_techniques(trainer, techniques)
     model: Any = trainer.model
     context, rows = context_of(model, str(trainer.args.device)), trainer.train_dataset
+    if techniques is not None:
+        changed = host.with_techniques(trainer, techniques)
+        changed.add_callback(host.StepEvidence(SpeedNote(None, None, context)))
+        return changed
     chosen, note = _chosen(
         context,
         rows,
@@ -220,8 +222,8 @@ def _more(technique: Technique, context: JobContext, kept_choice: KeptChoice | N
 class SpeedNote(StepLog):
     """Reports the speed of a host's first steps and of the job without techniques.
 
-    A trainer runs once, with its techniques. So the reference is the comparison of
-    ``plan: auto`` that chose them, in hasten's own loop. Without one there is no reference.
+    A trainer runs once, with its techniques. So the references are its first step, which runs
+    without them, and the comparison of ``plan: auto`` that chose them, in hasten's own loop.
     """
 
     def __init__(
@@ -235,6 +237,8 @@ class SpeedNote(StepLog):
         if speed is not None and gain is not None and gain["median"]:
             self._plain = speed / gain["median"]
         self._speeds: list[float] = []
+        self._first_speed: float | None = None  # of a first step without techniques
+        self._is_checked = False
         self._steps, self._last = 0, time.perf_counter()
         self._machine = BusyMachine(_LOG.warning) if context.world.size == 1 else None
 
@@ -249,6 +253,10 @@ class SpeedNote(StepLog):
     def begin(self) -> None:
         self._last = time.perf_counter()
 
+    def exclude(self, seconds: float) -> None:
+        self._last += seconds
+        self._is_checked = True  # so the trainer's own step runs without techniques
+
     def step(self, step: int, count: TokenCount, loss: float | None = None) -> None:
         """Records a step; at the last of the measured steps, reports the speed."""
         if self._machine is not None:
@@ -260,8 +268,11 @@ class SpeedNote(StepLog):
         seconds = time.perf_counter() - self._last
         tokens, _ = count.take()
         self._steps += 1
-        if tokens is not None and self._steps > WARM_UP:
-            self._speeds.append(tokens / max(seconds, 1e-9))
+        speed = None if tokens is None else tokens / max(seconds, 1e-9)
+        if self._steps == 1 and self._is_checked:
+            self._first_speed = speed
+        elif speed is not None and self._steps > WARM_UP:
+            self._speeds.append(speed)
         if self._steps == WATCHED_STEPS and self._speeds:
             _LOG.warning("%s", self._speed_text(statistics.median(self._speeds)))
         self.begin()
@@ -273,16 +284,16 @@ class SpeedNote(StepLog):
 
     def _speed_text(self, speed: float) -> str:
         sentence = f"speed_up: steps {WARM_UP + 1} to {WATCHED_STEPS} ran at {speed:,.0f} tokens/s"
-        if self._plain is None:
-            return (
-                f"{sentence}; the gain isn't known, since no comparison for this model and data is "
-                "stored: hasten train --choose-only RECIPE does one"
-            )
         if self._context.world.size > 1:
-            return f"{sentence} on this rank"
-        expected = "" if self._expected is None else f" (about {self._expected:.2f} was expected)"
+            sentence += " on this rank"
+        if self._first_speed is not None:
+            first = f"{self._first_speed:,.0f} tokens/s"
+            sentence += f"; the first step, without hasten and not warmed up, ran at {first}"
+        if self._plain is None or self._context.world.size > 1:
+            return sentence
+        expected = "" if self._expected is None else f" ({self._expected:.2f} was expected)"
         return (
-            f"{sentence}, {speed / self._plain:.2f} times{expected} the "
+            f"{sentence}. That is {speed / self._plain:.2f} times{expected} the "
             f"{self._plain:,.0f} tokens/s that plan: auto measured on {self._date} without "
             "techniques, in hasten's own loop"
         )
@@ -316,8 +327,10 @@ def _at_fit(trainer: Any, techniques: list[Technique] | None) -> None:
                 raise InputError(f"speed_up: {error}") from error
             _LOG.info("speed_up: nothing joined: %s", error)
             return usual(model, train_dataloaders, *args, **more)
-        if techniques is None:
-            trainer.callbacks.append(host.step_evidence(note))
+        if techniques is not None:
+            context = context_of(model, str(trainer.strategy.root_device))
+            note = SpeedNote(None, None, context)
+        trainer.callbacks.append(host.step_evidence(note))
         module, loader = host.with_techniques(trainer, model, loader, chosen)
         return usual(module, loader, *args, **more)
 

@@ -11,6 +11,8 @@ where the model is called.
 from __future__ import annotations
 
 import contextlib
+import copy
+import inspect
 import itertools
 import logging
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,7 +35,6 @@ from hasten.integrations.adapt import (
     TrainerAdapter,
     attach_communication,
     model_loss_reason,
-    module_of,
     optimizer_of,
     optimizer_reason,
     plain_forward,
@@ -48,6 +49,7 @@ from hasten.integrations.batches import (
     StepLoader,
     batch_for,
     example_of,
+    packed_call,
     packs,
 )
 from hasten.integrations.checkpoints import (
@@ -60,6 +62,9 @@ from hasten.integrations.checkpoints import (
 )
 from hasten.machine import environment
 from hasten.measure.quality.first_step import FirstStepProof, proof_is_on
+from hasten.measure.quality.preserved import library_of
+from hasten.measure.quality.replay import Recorder, ReplayPasses
+from hasten.parts.nn.causal_lm import called_modules
 
 _LOG = logging.getLogger(__name__)
 HOST = TrainerAdapter(
@@ -225,7 +230,39 @@ def _origin(trainer: Trainer, name: str) -> tuple[str, str]:
     """The library and the qualified name of a trainer's method, under hasten's own."""
     joined = vars(trainer).get(JOINED)
     method = getattr(trainer, name) if joined is None else joined.host_method(name)
-    return module_of(method).partition(".")[0], getattr(method, "__qualname__", "")
+    return library_of(method), getattr(method, "__qualname__", "")
+
+
+def runs_user_code(trainer: Trainer) -> bool:
+    """Returns True if code that isn't a library's may run inside the trainer's loss.
+
+    The search begins with ``compute_loss`` and follows the names in the code of each method.
+    """
+    joined = vars(trainer).get(JOINED)
+    instance = vars(trainer) if joined is None else {**vars(trainer), **joined.host_methods}
+    visited, waiting = {"compute_loss"}, ["compute_loss"]
+    while waiting:
+        name = waiting.pop()
+        methods = [vars(kind)[name] for kind in type(trainer).__mro__ if name in vars(kind)]
+        for method in (*methods, *([instance[name]] if name in instance else [])):
+            function = inspect.unwrap(getattr(method, "fget", method))
+            if not callable(function) or isinstance(function, nn.Module):
+                continue
+            if library_of(function) not in ("transformers", "trl"):
+                return True
+            names = set(_names_in(getattr(function, "__code__", None))) - visited
+            visited |= names
+            waiting += names
+    return False
+
+
+def _names_in(code: Any) -> Iterator[str]:
+    """The names of attributes and functions in a function's code and in those within it."""
+    if code is not None:
+        yield from code.co_names
+        for constant in code.co_consts:
+            if hasattr(constant, "co_names"):
+                yield from _names_in(constant)
 
 
 def holds_documents(trainer: Trainer) -> bool:
@@ -286,9 +323,10 @@ class TrainerTechniques(TrainerCallback):
         1. In ``get_train_dataloader``: the trainer's own loader; its collator also packs.
         2. In ``get_batch_samples``: takes the layout that was decided; at first both are
            available.
-        3. In ``training_step``: opens a window that ends with the pass.
-        4. In ``compute_loss``, inside that window: on the first step, the proof. Then the
-           model's edits are active until the window ends.
+        3. In ``training_step``: opens a window that ends with the pass. On the first step the
+           pass is the trainer's own, and the proof follows it.
+        4. In ``compute_loss``, inside that window: after the first step the model's edits are
+           active until the window ends.
         5. Callbacks: hasten's communication method and checkpoints.
     """
 
@@ -302,7 +340,9 @@ class TrainerTechniques(TrainerCallback):
         self._saves = CheckpointSchedule(self.setup)
         self._attached: Any = None
         self._hosted: HostedTechniques | None = None
-        self._passes: _TrainerPasses
+        self._passes: _TrainerPasses | ReplayPasses
+        self._recorder: Recorder
+        self._first_pass: Any = None  # the inputs of a pass that is to be proven
         self._techniques: list[Technique] = []  # that change the training passes
         self._packing: PackedCollator | None = None
         self._window: contextlib.ExitStack | None = None
@@ -345,6 +385,11 @@ class TrainerTechniques(TrainerCallback):
         self._trainer.remove_callback(self)
         if self._hosts_loader in self._trainer.callback_handler.callbacks:
             self._trainer.remove_callback(self._hosts_loader)
+
+    @property
+    def host_methods(self) -> dict[str, Any]:
+        """The replaced methods, as they were before the trainer got techniques."""
+        return self._usual
 
     def host_method(self, name: str) -> Any:
         """Returns a method of the trainer as it was before it got techniques."""
@@ -393,13 +438,21 @@ class TrainerTechniques(TrainerCallback):
     # Passes.
 
     def _training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        self._host_batch = inputs.host if isinstance(inputs, PackedBatch) else None
+        host_batch = inputs.host if isinstance(inputs, PackedBatch) else None
+        self._is_open, self._first_pass = False, None
+        if self.proof is not None and host_batch is not None:
+            inputs, host_batch = host_batch, None
+        self._host_batch = host_batch
         with contextlib.ExitStack() as window:
-            self._window, self._is_open = window, False
+            self._window = window
             try:
-                return self._usual["training_step"](model, inputs, *args, **kwargs)
+                loss = self._usual["training_step"](model, inputs, *args, **kwargs)
             finally:
                 self._window = None
+        if self._first_pass is not None:
+            self._prove(*self._first_pass)
+            self._first_pass = None
+        return loss
 
     def _compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         usual = self._usual["compute_loss"]
@@ -409,34 +462,40 @@ class TrainerTechniques(TrainerCallback):
             if not self._is_fitted:
                 self._fit()
                 self._is_fitted = True
-            techniques = self._techniques
             if self.proof is not None:
-                inputs = self._proven(inputs, kwargs.get("num_items_in_batch"))
-                techniques = [] if self.proof.awaits_loss else self._techniques
-            elif self._host_batch is not None and not packs(techniques):  # since this step
-                inputs = Trainer._prepare_inputs(self._trainer, self._host_batch)
-            self._window.enter_context(self._hosted.active(techniques))
+                self._first_pass = copy.copy(inputs), kwargs.get("num_items_in_batch")
+                if isinstance(self._passes, ReplayPasses):
+                    self._window.enter_context(self._recorder.active())
+            else:
+                if self._host_batch is not None and not packs(self._techniques):  # since this step
+                    inputs = Trainer._prepare_inputs(self._trainer, self._host_batch)
+                self._window.enter_context(self._hosted.active(self._techniques))
             self._is_open = True
         return usual(model, inputs, *args, **kwargs)
 
-    def _proven(self, inputs: Any, items: Any) -> Any:
-        """The inputs in the layout that is proven for them."""
+    def _prove(self, inputs: Any, items: Any) -> None:
+        """Compares the pass that has just ended with one that has the techniques."""
         assert self.proof is not None
-        host_inputs = inputs
-        if self._host_batch is not None:
-            host_inputs = Trainer._prepare_inputs(self._trainer, self._host_batch)
-        self._passes.items, self._passes.real = items, host_inputs
         callbacks = self._trainer.callback_handler.callbacks
-        counts = [one.count for one in callbacks if isinstance(one, StepEvidence)]
-        removed = self.proof.check(host_inputs, self._trainer, *counts)
+        evidence = [one for one in callbacks if isinstance(one, StepEvidence)]
+        counts = [one.count for one in evidence]
+        if isinstance(self._passes, ReplayPasses):
+            removed = self.proof.check(self._recorder.calls, *counts)
+        else:
+            self._passes.items, self._passes.real = items, inputs
+            removed = self.proof.check(inputs, self._trainer, *counts)
+        self._recorder.calls = []
         self._techniques = self.proof.techniques
+        for one in evidence:
+            one.log.exclude(self.proof.seconds)
         for removal in removed:
             self._report(f"{removal.technique.name()} was taken out: {removal.difference}")
-        if any(r.technique.slot is Slot.COLLATE for r in removed) and self._packing is not None:
-            self._packing.decide(KEEP)
-            return host_inputs
-        is_packed = packs(self._techniques) and not self.proof.awaits_loss
-        return inputs if is_packed else host_inputs
+
+    def _count(self) -> str:
+        """The number of techniques that this trainer has."""
+        others = [t for t in self.setup.plan if t.slot not in CHANGES_A_PASS]
+        count = len(others) + len(self._techniques)
+        return f"{count} technique{'s' if count != 1 else ''}"
 
     def _report(self, text: str) -> None:
         if text not in self._reported and self.setup.context.world.is_main:
@@ -482,7 +541,13 @@ class TrainerTechniques(TrainerCallback):
         if is_new:
             autocast = trainer.accelerator.autocast if trainer.accelerator.native_amp else NoContext
             hosted = HostedTechniques(HOST, model, _host_run(trainer, ()), autocast)
+            self._recorder = Recorder(called_modules(model), trainer.model_wrapped)
             self._passes = _TrainerPasses(trainer, hosted, self._usual["compute_loss"])
+            if runs_user_code(trainer):
+                mixed = bool(trainer.accelerator.native_amp)
+                self._passes = ReplayPasses(
+                    hosted, packed_call, packs, self._passes.in_float32, mixed
+                )
             self._hosted = hosted
             self._techniques = [t for t in self.setup.plan if t.slot in CHANGES_A_PASS]
         self._fit()
@@ -509,8 +574,8 @@ class TrainerTechniques(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # The first step's passes are done.
         if self.proof is not None and not self.proof.awaits_loss:
-            if self.proof.batches:
-                _LOG.info("%s", self.proof)
+            if self.proof.batches and self._techniques:
+                self._report(f"{self.proof}; {self._count()} joined")
             elif self._techniques:
                 self._report(
                     "this trainer's steps don't call compute_loss; techniques of the "

@@ -1,8 +1,10 @@
 """Effect check on the first step: removes techniques that change the host's result.
 
-Before the first update, each micro-batch of the first optimizer step runs twice. It
-runs once as the host runs it, and once with the techniques. Both runs have the same
-random state and no dropout:
+The first optimizer step is the host's own, without techniques. After the backward pass of
+each of its micro-batches the check runs it twice: once as the host runs it, and once with
+the techniques. Both runs have the same random state and no dropout. If the loss is a
+library's, it is called again. If it is the user's, only the model's recorded calls are
+repeated (:mod:`hasten.measure.quality.replay`):
 
     1. float32: Autocast is off and half-precision weights are widened. The loss and the
        gradient of each parameter must agree: |g - g'| is at most 0.1 % of |g|.
@@ -17,7 +19,7 @@ random state and no dropout:
 All ranks decide together. Afterwards random state, buffers, gradients and counters are
 restored. If a host's batch has no padding, or only one document, two short documents of
 different length are checked as well. They reveal a dropped mask or a leak between
-documents.
+documents. If recorded calls can't be repeated, no technique of the model stays.
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ import copy
 import logging
 import math
 import re
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -40,7 +43,8 @@ from torch import Tensor, nn
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.machine import environment, memory
-from hasten.measure.quality.preserved import nothing_else_changes, seed_all
+from hasten.measure.quality.preserved import nothing_else_changes, seed_all, without_dropout
+from hasten.measure.quality.replay import Call, CannotReplayError, Outputs, ReplayPasses
 from hasten.parts.comm.groups import gathered_objects
 from hasten.parts.data.collate import IGNORED
 
@@ -89,8 +93,8 @@ class TechniquePasses(Protocol):
     def model(self) -> nn.Module:
         """The model with the compared gradients, without its wrapper for replicas."""
 
-    def loss(self, batch: Any) -> Tensor:
-        """The loss of a batch as the host computes it, a number with a gradient."""
+    def loss(self, batch: Any) -> Tensor | Outputs:
+        """The loss of a batch as the host computes it, a number with a gradient; or several."""
 
     def active(self, techniques: Sequence[Technique]) -> contextlib.AbstractContextManager[Any]:
         """The techniques' edits of the model hold inside."""
@@ -174,9 +178,12 @@ def _norm(tensor: Tensor | None) -> float:
     return 0.0 if tensor is None else float(torch.linalg.vector_norm(tensor.detach().float()))
 
 
+Sums = Mapping[str, tuple[float, float]]  # of outputs, with their scales
+
+
 @dataclass
 class _Pass:
-    loss: float
+    sums: Sums
     gradients: dict[str, Tensor | None]
 
 
@@ -184,7 +191,7 @@ class _Pass:
 class _Noise:
     """By how much the host differs from itself."""
 
-    loss: float = 0.0
+    sums: dict[str, float] = field(default_factory=dict)
     gradients: dict[str, float] = field(default_factory=dict)
 
 
@@ -224,42 +231,63 @@ class FirstStepProof:
         self.batches = 0  # that were compared to the end
         self.was_complete = False
         self.awaits_loss = False  # no batch so far had a loss: the host trains by itself
+        self.seconds = 0.0  # that the check took
         self._name, self._pad_id = host_name, pad_id
         self._has_probed = self._is_over = False
         self._is_noisy = False
 
     def __str__(self) -> str:
         return (
-            f"proof: in {self.batches} batches of the first step loss and gradients agree with "
-            f"{self._name}'s own (largest relative difference {self.largest:.1e})"
+            "first step: loss and gradients equal to "
+            f"{max(self.largest, torch.finfo(torch.float32).eps):.1e} of those without hasten"
         )
 
     def check(self, host_batch: Any, *host_objects: Any) -> list[Removal]:
         """Runs a batch of the first step both ways; returns the techniques removed for it.
 
-        ``host_objects`` are objects of the host; their counters and buffers are restored
-        afterwards.
+        Args:
+            host_batch: the host's batch, or the recorded calls of its pass.
+            host_objects: of the host; their counters and buffers are restored afterwards.
         """
         if self._is_over or not self.techniques:
             return []
-        before = len(self.removals)
+        before, began = len(self.removals), time.perf_counter()
         try:
             with nothing_else_changes(self.passes.model, *host_objects):
-                for batch in self._batches(host_batch):
-                    with contextlib.suppress(_NoLossError):
-                        self._check(batch)
-                        self.batches += 1
+                if isinstance(self.passes, ReplayPasses):
+                    self._require_repeatable(self.passes, host_batch)
+                with without_dropout(self.passes.model):
+                    for batch in self._batches(host_batch):
+                        with contextlib.suppress(_NoLossError):
+                            self._check(batch)
+                            self.batches += 1
             self.awaits_loss = self.batches == 0
-        except _ShortOfMemoryError:
-            self._is_over = True
-            _LOG.warning(
-                "speed_up: the proof on the first step ended because memory ran out; the "
-                "techniques stay, unproven on this batch"
-            )
-        except _HostFailsError as error:
-            self._is_over = True
-            _LOG.info("the proof on the first step ended: %s", error)
+        except (_ShortOfMemoryError, _HostFailsError, CannotReplayError) as error:
+            self._is_over, self.awaits_loss = True, False
+            is_short = isinstance(error, _ShortOfMemoryError)
+            reason = "memory ran out" if is_short else str(error)
+            if isinstance(self.passes, ReplayPasses):  # a user's loss: what is unproven goes
+                difference = Difference(f"it can't be compared, {reason}", math.inf, 0.0)
+                self.removals += [Removal(technique, difference) for technique in self.techniques]
+                self.techniques = []
+            elif is_short:
+                _LOG.warning(
+                    "speed_up: the proof on the first step ended because memory ran out; the "
+                    "techniques stay, unproven on this batch"
+                )
+            else:
+                _LOG.info("the proof on the first step ended: %s", reason)
+        self.seconds = time.perf_counter() - began
         return self.removals[before:]
+
+    def _require_repeatable(self, passes: ReplayPasses, calls: Sequence[Call]) -> None:
+        reason: CannotReplayError | None = None
+        try:
+            passes.require_repeatable(calls)
+        except CannotReplayError as error:
+            reason = error
+        if on_any_rank(reason is not None):
+            raise reason or CannotReplayError("nor on another rank")
 
     def _batches(self, host_batch: Any) -> list[Any]:
         """The batch, and once two documents in its form.
@@ -267,24 +295,26 @@ class FirstStepProof:
         The batch is cut if the host's pass wouldn't fit into the free memory.
         """
         is_long = on_any_rank(not self._fits(host_batch, copies=2))
+        is_recorded = isinstance(self.passes, ReplayPasses)
+        if is_long and is_recorded:  # the gradients of its outputs belong to this batch
+            raise _ShortOfMemoryError
         batches = [_cut(host_batch, SHORT_ROWS, SHORT_TOKENS) if is_long else host_batch]
         if not self._has_probed:
             self._has_probed = True
-            batches.append(uneven_documents(host_batch, self._pad_id))
+            documents = _document_calls if is_recorded else uneven_documents
+            batches.append(documents(host_batch, self._pad_id))
         return [batch for batch in batches if batch is not None]
 
     def _fits(self, batch: Any, copies: int) -> bool:
         """True if a pass and so many float32 copies of the gradients fit into the free memory."""
-        model, ids = self.passes.model, _get(batch, "input_ids")
-        if not isinstance(ids, Tensor) or ids.dim() != 2:
-            return True
+        model, tokens = self.passes.model, _tokens(batch)
         config = getattr(model, "config", None)
         sizes = [getattr(config, name, 0) or 0 for name in ("vocab_size", "hidden_size")]
         layers = getattr(config, "num_hidden_layers", 0) or 0
         # Three copies of the logits, and 34 numbers a layer of each hidden one (arXiv:2205.05198).
         each = 4 * (3 * sizes[0] + 34 * sizes[1] * layers)
         free = memory.free_bytes(_device(model)) - copies * _trained_bytes(model)
-        return bool(ids.numel() * each <= 0.8 * free)
+        return bool(tokens * each <= 0.8 * free)
 
     def _check(self, batch: Any) -> None:
         model, trained = self.passes.model, _trained_bytes(self.passes.model)
@@ -310,26 +340,45 @@ class FirstStepProof:
     ) -> GradientRecord:
         """Take techniques away until their pass agrees with the host's; the host's gradients."""
         host = self._run(batch, [], is_host=True)
-        if on_any_rank(not math.isfinite(host.loss)):
+        if on_any_rank(not all(math.isfinite(total) for total, _ in host.sums.values())):
             raise _NoLossError
-        loss, example, noise = host.loss, record(host.gradients), _Noise()
+        sums, example, noise = host.sums, record(host.gradients), _Noise()
         del host
 
         def difference(techniques: Sequence[Technique]) -> tuple[Difference | None, bool]:
             try:
-                mismatch = compare(loss, example, noise, self._run(batch, techniques))
+                mismatch = compare(sums, example, noise, self._run(batch, techniques))
             except _PassError as error:
                 mismatch = Difference(f"its pass ends with {error}", math.inf, 0.0)
             return mismatch, on_any_rank(mismatch is not None)
 
         now, differs = difference(self.techniques)
         if differs:
-            self._measure(noise, batch, loss, example)
+            self._measure(noise, batch, sums, example)
             if rounded:
                 self._add_rounding(noise, batch, example)
             now, differs = difference(self.techniques)
+        self._remove_differing(difference, now, differs)
+        return example
+
+    def _remove_differing(
+        self,
+        difference: Callable[[Sequence[Technique]], tuple[Difference | None, bool]],
+        now: Difference | None,
+        differs: bool,
+    ) -> None:
+        """Removes techniques until those that are left agree with the host."""
         while differs and self.techniques:
             reason = now or Difference("a pass on another rank differs", math.inf, 0.0)
+            if on_any_rank(math.isinf(reason.size)) and len(self.techniques) > 1:
+                # A pass that fails hides other differences: which techniques fail by themselves?
+                alone = [(t, *difference([t])) for t in self.techniques]
+                failing = {t: mismatch or reason for t, mismatch, fails in alone if fails}
+                if failing:
+                    self.removals += [Removal(t, mismatch) for t, mismatch in failing.items()]
+                    self.techniques = [t for t in self.techniques if t not in failing]
+                    now, differs = difference(self.techniques)
+                    continue
             trials: list[_Trial] = []
             # Packing is the last to go: where either of two would do, the other one is at fault,
             # because a packed batch is the host's own in another layout.
@@ -346,20 +395,20 @@ class FirstStepProof:
             self.techniques = [t for t in self.techniques if t is not best.without]
             now, differs = best.difference, best.differs
         self.was_complete = not differs
-        return example
 
-    def _measure(self, noise: _Noise, batch: Any, loss: float, host: GradientRecord) -> None:
+    def _measure(self, noise: _Noise, batch: Any, sums: Sums, host: GradientRecord) -> None:
         """By how much the host differs from itself with another random state."""
         again = self._run(batch, [], is_host=True, seed=SEED + 1)
-        noise.loss = abs(again.loss - loss)
+        noise.sums = {name: abs(again.sums[name][0] - total) for name, (total, _) in sums.items()}
         noise.gradients = {n: host.distance(n, g) for n, g in again.gradients.items()}
-        if on_any_rank(noise.loss > LOSS_BOUND * abs(loss)) and not self._is_noisy:
+        share = max(noise.sums[name] / max(scale, 1e-12) for name, (_, scale) in sums.items())
+        if on_any_rank(share > LOSS_BOUND) and not self._is_noisy:
             self._is_noisy = True
             _LOG.warning(
                 "speed_up: %s differs from itself by %.1e of the loss on the same batch. "
                 "Differences up to %g times that can't be distinguished from its noise",
                 self._name,
-                noise.loss / max(abs(loss), 1e-12),
+                share,
                 NOISE_FACTOR,
             )
 
@@ -378,13 +427,14 @@ class FirstStepProof:
             noise.gradients[name] = max(noise.gradients[name], largest[kinds[name]] * norm)
 
     def _near(
-        self, loss: float, host: GradientRecord, noise: _Noise, other: _Pass
+        self, sums: Sums, host: GradientRecord, noise: _Noise, other: _Pass
     ) -> Difference | None:
-        bound = LOSS_BOUND * max(abs(loss), 1e-3) + NOISE_FACTOR * noise.loss
-        gap = abs(other.loss - loss)
-        if not gap <= bound:  # not a number, too
-            scale = max(abs(loss), 1e-12)
-            return Difference("the loss", _number(gap / scale), bound / scale)
+        for name, (total, size) in sums.items():
+            bound = LOSS_BOUND * max(size, 1e-3) + NOISE_FACTOR * noise.sums.get(name, 0.0)
+            gap = abs(other.sums[name][0] - total)
+            if not gap <= bound:  # not a number, too
+                scale = max(size, 1e-12)
+                return Difference(name, _number(gap / scale), bound / scale)
         worst: Difference | None = None
         for name, gradient in other.gradients.items():
             distance, norm = host.distance(name, gradient), host.norms[name]
@@ -402,7 +452,7 @@ class FirstStepProof:
     def _alike(
         self,
         wide: GradientRecord | None,
-        loss: float,
+        sums: Sums,
         host: GradientRecord,
         noise: _Noise,
         other: _Pass,
@@ -457,12 +507,17 @@ class FirstStepProof:
         seed_all(seed)
         inputs = copy.copy(self.passes.batch(batch, techniques))  # hosts add keys to it
         with self.passes.active(techniques), torch.enable_grad():
-            loss = self.passes.loss(inputs)
+            outputs = self.passes.loss(inputs)
+            if isinstance(outputs, Tensor):
+                number = float(outputs.detach())
+                outputs = Outputs([outputs], [None], {"the loss": (number, abs(number))})
+            if not outputs.tensors:  # nothing was trained by these calls
+                return _Pass({"the loss": (math.nan, math.nan)}, {})
             # A tensor of the batch that was computed from weights has a graph of its own.
             tensors = inputs.values() if isinstance(inputs, Mapping) else ()
             has_graph = any(isinstance(t, Tensor) and t.grad_fn is not None for t in tensors)
-            gradients = _gradients(loss, list(named.values()), has_graph)
-        return _Pass(float(loss.detach()), dict(zip(named, gradients, strict=True)))
+            gradients = _gradients(outputs, list(named.values()), has_graph)
+        return _Pass(outputs.sums, dict(zip(named, gradients, strict=True)))
 
 
 class _PassError(Exception):
@@ -478,14 +533,15 @@ def _number(value: float) -> float:
     return value if math.isfinite(value) else math.inf
 
 
-def _gradients(loss: Tensor, parameters: list[nn.Parameter], keep: bool) -> list[Tensor | None]:
+def _gradients(outputs: Outputs, parameters: list[nn.Parameter], keep: bool) -> list[Tensor | None]:
     """Gradients without touching ``.grad``, unless reentrant checkpoints leave no other way.
 
     Args:
-        keep: further passes go through the graph of the loss.
+        keep: further passes go through the graph of the outputs.
     """
+    tensors, start = outputs.tensors, outputs.gradients
     try:
-        return list(torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=keep))
+        return list(torch.autograd.grad(tensors, parameters, start, keep, allow_unused=True))
     except RuntimeError as error:
         if "use_reentrant" not in str(error) or any(
             getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters
@@ -495,7 +551,7 @@ def _gradients(loss: Tensor, parameters: list[nn.Parameter], keep: bool) -> list
     try:
         for parameter in parameters:
             parameter.grad = None
-        loss.backward(retain_graph=keep)
+        torch.autograd.backward(tensors, start, retain_graph=keep)
         return [p.grad for p in parameters]
     finally:
         for parameter, gradient in zip(parameters, before, strict=True):
@@ -598,6 +654,14 @@ def _get(batch: Any, key: str) -> Any:
     return batch.get(key) if isinstance(batch, Mapping) else None
 
 
+def _tokens(batch: Any) -> int:
+    """Positions of a batch, or of recorded calls; 0 if it isn't known."""
+    if isinstance(batch, list):
+        return sum(call.tokens for call in batch)
+    ids = _get(batch, "input_ids")
+    return ids.numel() if isinstance(ids, Tensor) and ids.dim() == 2 else 0
+
+
 def _cut(batch: Any, rows: int, tokens: int) -> dict[str, Any]:
     return {
         key: value[:rows, :tokens] if isinstance(value, Tensor) and value.dim() == 2 else value
@@ -656,6 +720,34 @@ def uneven_documents(batch: Any, pad_id: int = 0) -> dict[str, Any] | None:
         "attention_mask": torch.stack([filled(mark, 0) for mark in marks]),
     }
     return {key: value for key, value in made.items() if key in keys}
+
+
+def _document_calls(calls: Sequence[Call], pad_id: int) -> list[Call] | None:
+    """A call with two short documents like one of those recorded, or None.
+
+    If the loss read nothing but logits, their gradients are random where a token is real.
+    """
+    for call in calls:
+        plain = {k: v for k, v in call.inputs.items() if isinstance(v, Tensor) and v.dim()}
+        ids, is_labelled = plain.get("input_ids"), "labels" in plain
+        made = uneven_documents({"labels": ids, **plain}, pad_id)
+        if made is None or not {"loss", "logits"} & call.gradients.keys():
+            continue
+        labels = made["labels"] if is_labelled else made.pop("labels")
+        settings = {k: v for k, v in call.named.items() if isinstance(v, bool)}
+        changed = replace(call, arguments=(), named={**settings, **made}, sums={})
+        if "loss" in call.gradients:
+            changed.shapes, changed.gradients = {"loss": torch.Size()}, {"loss": torch.ones(())}
+        else:
+            shape = torch.Size((*labels.shape, call.shapes["logits"][-1]))
+            draw = torch.randn(shape, generator=torch.Generator().manual_seed(SEED))
+            is_real = made.get("attention_mask", torch.ones_like(labels)).bool().cpu()
+            changed.shapes, changed.gradients = (
+                {"logits": shape},
+                {"logits": draw * is_real[..., None]},
+            )
+        return [changed]
+    return None
 
 
 def _flattened(

@@ -1,4 +1,8 @@
-"""State that a check of the first step restores: random state, buffers, dropout, plain values."""
+"""State that a check of the first step restores: random state, buffers, dropout, plain values.
+
+The check runs library code alone: a model, or the loss of a library's trainer. Hooks that the
+user's own code has registered on the model aren't called in it.
+"""
 
 from __future__ import annotations
 
@@ -6,35 +10,59 @@ import contextlib
 import copy
 import itertools
 import random
+import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+LIBRARIES = ("transformers", "torch", "peft", "accelerate", "hasten")
+HOOKS = (
+    *("_forward_hooks", "_forward_pre_hooks"),
+    *("_backward_hooks", "_backward_pre_hooks"),
+)
+_TRAINERS = ("trl", "lightning", "pytorch_lightning")
+
+
+def module_of(function: Any) -> str:
+    """Returns the name of the module that has the code of a function, method or hook."""
+    function = getattr(function, "__func__", getattr(function, "func", function))
+    # A decorator that wraps another function has that one's __module__, and its own globals.
+    module = getattr(function, "__globals__", {}).get("__name__")
+    return str(module or getattr(function, "__module__", None) or type(function).__module__)
+
+
+def library_of(function: Any) -> str:
+    """Returns the name of the package that has the code of a function, method or hook."""
+    return module_of(function).partition(".")[0]
+
 
 @contextlib.contextmanager
 def nothing_else_changes(model: nn.Module, *host_objects: Any) -> Iterator[None]:
-    """Random state, buffers, dropout and the plain values of modules and ``host_objects`` come
-    back. So do those of a host object's own modules and counters, such as metrics.
+    """Restores random state, buffers, and plain values of modules and ``host_objects``.
+
+    Values are numbers, texts, tensors, containers of such, and generators of random numbers.
+    A host object's own modules and counters, such as metrics, are restored too. Inside,
+    hooks of the user's own code are off.
     """
     states = random.getstate(), np.random.get_state()
     accelerators = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
-    roots = [model, *host_objects, *itertools.chain(*map(_counting, host_objects))]
-    inside = [tuple(root.modules()) if isinstance(root, nn.Module) else (root,) for root in roots]
-    holders = {id(one): one for one in itertools.chain(*inside)}.values()
-    # Copies of the numbers, texts, tensors, and small containers of such, that each holds.
-    saved = [
-        (vars(h), set(vars(h)), {n: copy.deepcopy(vars(h)[n]) for n in _plain_names(vars(h))})
-        for h in holders
+    host_roots = [*host_objects, *itertools.chain(*map(_counting, host_objects))]
+    inside = [
+        tuple(root.modules()) if isinstance(root, nn.Module) else (root,) for root in host_roots
     ]
-    every = itertools.chain(*(h._buffers.values() for h in holders if isinstance(h, nn.Module)))
+    rooms = {id(one): (one, _LARGEST) for one in itertools.chain(*inside)}
+    rooms |= {id(one): (one, sys.maxsize) for one in model.modules()}
+    saved = [_Saved(vars(holder), room) for holder, room in rooms.values()]
+    modules = [holder for holder, _ in rooms.values() if isinstance(holder, nn.Module)]
+    every = itertools.chain(*(m._buffers.values() for m in modules))
     buffers = [(b, b.detach().clone()) for b in every if b is not None]
     precision = torch.get_float32_matmul_precision()
     try:
-        with torch.random.fork_rng(accelerators), without_dropout(model):
+        with torch.random.fork_rng(accelerators), _without_foreign_hooks(model):
             yield
     finally:
         torch.set_float32_matmul_precision(precision)
@@ -43,10 +71,8 @@ def nothing_else_changes(model: nn.Module, *host_objects: Any) -> Iterator[None]
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
-        for holder, names, values in saved:
-            _restore(holder, values)
-            for name in _plain_names(holder) - names:  # of what the passes counted first
-                del holder[name]
+        for holder in saved:
+            holder.restore()
 
 
 def _counting(host_object: Any) -> list[Any]:
@@ -66,17 +92,51 @@ def seed_all(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
-_LARGEST = 20_000  # elements of a container that is copied
+_LARGEST = 20_000  # elements of a container of a host object that is copied
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _REGISTRIES = {"_parameters", "_buffers", "_modules"}
 
 
-def _plain_names(holder: Mapping[str, Any]) -> set[str]:
+class _Saved:
+    """Copies of the plain values of one object, and the states of its generators."""
+
+    def __init__(self, holder: dict[str, Any], room: int) -> None:
+        self._holder, self._room, self._names = holder, room, set(holder)
+        self._values = {n: copy.deepcopy(holder[n]) for n in _plain_names(holder, room)}
+        self._draws = [(v, _draw_state(v)) for v in holder.values() if isinstance(v, _GENERATORS)]
+
+    def restore(self) -> None:
+        _restore(self._holder, self._values)
+        for name in _plain_names(self._holder, self._room) - self._names:  # counted first inside
+            del self._holder[name]
+        for generator, state in self._draws:
+            _set_draw_state(generator, state)
+
+
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+def _draw_state(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return copy.deepcopy(generator.bit_generator.state)
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def _set_draw_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
+
+
+def _plain_names(holder: Mapping[str, Any], room: int) -> set[str]:
     # Hooks that a library registers at the first pass stay, as does its mark that it did.
     return {
         key
         for key, value in holder.items()
-        if key not in _REGISTRIES and "hook" not in key and _count(value, _LARGEST) >= 0
+        if key not in _REGISTRIES and "hook" not in key and _count(value, room) >= 0
     }
 
 
@@ -115,6 +175,24 @@ def _restore(holder: dict[str, Any], values: Mapping[str, Any]) -> None:
                 now.copy_(value)
         else:
             holder[key] = value
+
+
+@contextlib.contextmanager
+def _without_foreign_hooks(model: nn.Module) -> Iterator[None]:
+    removed: list[tuple[MutableMapping[Any, Any], dict[Any, Any]]] = []
+    for module in model.modules():
+        for hooks in (getattr(module, name) for name in HOOKS):
+            foreign = [k for k, h in hooks.items() if library_of(h) not in (*LIBRARIES, *_TRAINERS)]
+            if foreign:
+                removed.append((hooks, dict(hooks)))
+                for key in foreign:
+                    del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, before in removed:
+            hooks.clear()
+            hooks.update(before)
 
 
 @contextlib.contextmanager

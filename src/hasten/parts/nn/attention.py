@@ -271,7 +271,8 @@ def _found_documents(decoder: Any, states: Tensor, inputs: Mapping[str, Any]) ->
     """
     config = decoder.config
     weights = inputs.get("output_attentions", getattr(config, "output_attentions", False))
-    if not decoder.training or weights or holds_cache(inputs):
+    is_training = decoder.training or torch.is_grad_enabled()  # Lightning may leave eval mode on
+    if not is_training or weights or holds_cache(inputs):
         return {}
     batch, length = states.shape[:2]
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")

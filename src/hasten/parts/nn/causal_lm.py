@@ -42,6 +42,14 @@ def trunk(model: nn.Module) -> nn.Module:
     return decoder
 
 
+def called_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules by which user code runs a model: the outer one, the one inside, its decoder."""
+    try:
+        return [model, causal_lm(model), trunk(model)]
+    except ValueError:
+        return [model]
+
+
 def routed_experts(config: Any) -> int:
     """How many routed experts a layer has, whatever a model's config calls them; 0 without any."""
     names = ("n_routed_experts", "num_local_experts", "num_experts")  # DeepSeek's first
