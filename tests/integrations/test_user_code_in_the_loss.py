@@ -226,8 +226,8 @@ def test_other_ways_to_call_a_model_are_compared_too(kind: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("without the model", "can't be compared, the loss doesn't call the model"),
-        ("a hook that counts", "can't be compared, a call of the model has another output"),
+        ("without the model", "can't be compared: the loss doesn't call the model"),
+        ("a hook that counts", "can't be compared: a call of the model has another output"),
     ],
 )
 def test_calls_that_can_not_be_repeated_leave_no_technique(
@@ -340,6 +340,7 @@ def test_the_gradients_of_a_replay_are_those_of_the_pass() -> None:
             self.model = model
 
     passes = ReplayPasses(Hosted(), lambda inputs: "", lambda techniques: False)
+    passes.require_recorded(calls)
     passes.require_repeatable(calls)
     outputs = passes.loss(calls)
     assert isinstance(outputs, Outputs)

@@ -51,9 +51,9 @@ from hasten.integrations.checkpoints import (
     has_communication_memory,
     step_log,
 )
-from hasten.machine import environment
+from hasten.machine import environment, memory
 from hasten.measure.quality.first_step import FirstStepProof, proof_is_on
-from hasten.measure.quality.replay import Recorder, ReplayPasses
+from hasten.measure.quality.replay import OwnPass, Recorder, ReplayPasses
 from hasten.parts.nn.causal_lm import called_modules, causal_lm
 
 _LOG = logging.getLogger(__name__)
@@ -240,6 +240,8 @@ class ModulePasses:
         self._proof: FirstStepProof | None = None
         self._recorder = Recorder(called_modules(model))
         self._is_recorded = False  # the pass whose backward pass runs
+        self._own_pass: OwnPass
+        self._replay: ReplayPasses
         self._reported: set[str] = set()
         self._usual = module.training_step
 
@@ -262,8 +264,8 @@ class ModulePasses:
             )
         if proof_is_on():
             pad_id = getattr(getattr(self._model, "config", None), "pad_token_id", None) or 0
-            passes = ReplayPasses(self._hosted, packed_call, packs)
-            self._proof = FirstStepProof(passes, self._techniques, "Lightning", pad_id)
+            self._replay = ReplayPasses(self._hosted, packed_call, packs)
+            self._proof = FirstStepProof(self._replay, self._techniques, "Lightning", pad_id)
 
     def prove(self) -> None:
         """The backward pass of a batch is done: compares it with one that has the techniques."""
@@ -271,7 +273,9 @@ class ModulePasses:
             return
         self._is_recorded = False
         logs = [getattr(callback, "evidence", None) for callback in self._trainer.callbacks]
-        for removal in self._proof.check(self._recorder.calls):
+        calls = self._recorder.calls
+        trained = self._own_pass.ended(self._replay.recorded_sums(calls))
+        for removal in self._proof.check(calls, trained=trained):
             self._report(f"{removal.technique.name()} was taken out: {removal.difference}")
         self._techniques, self._recorder.calls = self._proof.techniques, []
         for log in logs:
@@ -299,6 +303,8 @@ class ModulePasses:
         if self._proof is not None:
             self._proof.techniques = list(self._techniques)
             self._is_recorded = True
+            device = str(self._trainer.strategy.root_device)
+            self._own_pass = OwnPass(self._model, memory.free_bytes(device))
             with self._recorder.active():
                 return self._usual(batch, *index, **more)
         self._window.enter_context(self._hosted.active(self._techniques))

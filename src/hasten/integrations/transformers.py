@@ -60,10 +60,16 @@ from hasten.integrations.checkpoints import (
     step_log,
     take_communication,
 )
-from hasten.machine import environment
+from hasten.machine import environment, memory
 from hasten.measure.quality.first_step import FirstStepProof, proof_is_on
 from hasten.measure.quality.preserved import library_of
-from hasten.measure.quality.replay import Recorder, ReplayPasses
+from hasten.measure.quality.replay import (
+    Outputs,
+    OwnPass,
+    Recorder,
+    ReplayPasses,
+    recorded_gradient,
+)
 from hasten.parts.nn.causal_lm import called_modules
 
 _LOG = logging.getLogger(__name__)
@@ -342,6 +348,7 @@ class TrainerTechniques(TrainerCallback):
         self._hosted: HostedTechniques | None = None
         self._passes: _TrainerPasses | ReplayPasses
         self._recorder: Recorder
+        self._own_pass: Any = None  # the gradients of a pass that is to be proven
         self._first_pass: Any = None  # the inputs of a pass that is to be proven
         self._techniques: list[Technique] = []  # that change the training passes
         self._packing: PackedCollator | None = None
@@ -440,6 +447,10 @@ class TrainerTechniques(TrainerCallback):
     def _training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         host_batch = inputs.host if isinstance(inputs, PackedBatch) else None
         self._is_open, self._first_pass = False, None
+        if self.proof is not None:
+            self._own_pass = OwnPass(
+                self._passes.model, memory.free_bytes(str(self._trainer.args.device))
+            )
         if self.proof is not None and host_batch is not None:
             inputs, host_batch = host_batch, None
         self._host_batch = host_batch
@@ -471,6 +482,8 @@ class TrainerTechniques(TrainerCallback):
                     inputs = Trainer._prepare_inputs(self._trainer, self._host_batch)
                 self._window.enter_context(self._hosted.active(self._techniques))
             self._is_open = True
+            if isinstance(self._passes, _TrainerPasses) and self._first_pass is not None:
+                return self._passes.recorded(usual(model, inputs, *args, **kwargs))
         return usual(model, inputs, *args, **kwargs)
 
     def _prove(self, inputs: Any, items: Any) -> None:
@@ -480,11 +493,14 @@ class TrainerTechniques(TrainerCallback):
         evidence = [one for one in callbacks if isinstance(one, StepEvidence)]
         counts = [one.count for one in evidence]
         if isinstance(self._passes, ReplayPasses):
-            removed = self.proof.check(self._recorder.calls, *counts)
+            calls = self._recorder.calls
+            trained = self._own_pass.ended(self._passes.recorded_sums(calls))
+            removed = self.proof.check(calls, *counts, trained=trained)
         else:
             self._passes.items, self._passes.real = items, inputs
-            removed = self.proof.check(inputs, self._trainer, *counts)
-        self._recorder.calls = []
+            trained = self._own_pass.ended(self._passes.sums)
+            removed = self.proof.check(inputs, self._trainer, *counts, trained=trained)
+        self._recorder.calls, self._own_pass = [], None
         self._techniques = self.proof.techniques
         for one in evidence:
             one.log.exclude(self.proof.seconds)
@@ -625,7 +641,23 @@ class _TrainerPasses:
         self._trainer, self._hosted, self._compute_loss = trainer, hosted, compute_loss
         self.items: Any = None  # labels of the whole step, for a batch of it
         self.real: Any = None  # that batch, as the trainer's collator made it
+        self.sums: dict[str, tuple[float, float]] = {}  # of the training's own pass
+        self._gradient: Tensor | None = None  # of its loss: accumulation divides there
         self._is_real = False
+
+    def recorded(self, returned: Any) -> Any:
+        """What ``compute_loss`` returned in the training's own pass, with its loss recorded."""
+        self._gradient = None
+        loss = returned[0] if isinstance(returned, tuple) else returned
+        if not isinstance(loss, Tensor):
+            return returned
+        number = float(loss.detach())
+        self.sums = {"the loss": (number, abs(number))}
+        loss = recorded_gradient(loss, self._keep_gradient)
+        return (loss, *returned[1:]) if isinstance(returned, tuple) else loss
+
+    def _keep_gradient(self, gradient: Tensor | None) -> None:
+        self._gradient = gradient
 
     @property
     def model(self) -> nn.Module:
@@ -635,14 +667,16 @@ class _TrainerPasses:
     def is_mixed(self) -> bool:
         return bool(self._trainer.accelerator.native_amp)
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch: Any) -> Outputs:
         trainer = self._trainer
         model: Any = trainer.model
         model.train()
         items = self.items if self._is_real else None
         with trainer.compute_loss_context_manager():
             loss: Tensor = self._compute_loss(model, batch, num_items_in_batch=items)
-        return loss
+        number = float(loss.detach())
+        gradient = self._gradient if self._is_real else None
+        return Outputs([loss], [gradient], {"the loss": (number, abs(number))})
 
     def batch(self, host_batch: Any, techniques: Sequence[Technique]) -> Any:
         self._is_real = host_batch is self.real

@@ -44,7 +44,13 @@ from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.machine import environment, memory
 from hasten.measure.quality.preserved import nothing_else_changes, seed_all, without_dropout
-from hasten.measure.quality.replay import Call, CannotReplayError, Outputs, ReplayPasses
+from hasten.measure.quality.replay import (
+    Call,
+    CannotReplayError,
+    Outputs,
+    ReplayPasses,
+    TrainedPass,
+)
 from hasten.parts.comm.groups import gathered_objects
 from hasten.parts.data.collate import IGNORED
 
@@ -242,24 +248,29 @@ class FirstStepProof:
             f"{max(self.largest, torch.finfo(torch.float32).eps):.1e} of those without hasten"
         )
 
-    def check(self, host_batch: Any, *host_objects: Any) -> list[Removal]:
+    def check(
+        self, host_batch: Any, *host_objects: Any, trained: TrainedPass | None = None
+    ) -> list[Removal]:
         """Runs a batch of the first step both ways; returns the techniques removed for it.
 
         Args:
             host_batch: the host's batch, or the recorded calls of its pass.
             host_objects: of the host; their counters and buffers are restored afterwards.
+            trained: the training's own pass of this batch. If the techniques agree with it, the
+                host's pass isn't repeated.
         """
         if self._is_over or not self.techniques:
             return []
         before, began = len(self.removals), time.perf_counter()
         try:
             with nothing_else_changes(self.passes.model, *host_objects):
-                if isinstance(self.passes, ReplayPasses):
-                    self._require_repeatable(self.passes, host_batch)
+                with without_dropout(self.passes.model) as had_dropout:
+                    trained = None if had_dropout else trained
+                self._require(host_batch, repeatable=trained is None or self._is_narrow)
                 with without_dropout(self.passes.model):
                     for batch in self._batches(host_batch):
                         with contextlib.suppress(_NoLossError):
-                            self._check(batch)
+                            self._check(batch, trained if batch is host_batch else None)
                             self.batches += 1
             self.awaits_loss = self.batches == 0
         except (_ShortOfMemoryError, _HostFailsError, CannotReplayError) as error:
@@ -267,7 +278,7 @@ class FirstStepProof:
             is_short = isinstance(error, _ShortOfMemoryError)
             reason = "memory ran out" if is_short else str(error)
             if isinstance(self.passes, ReplayPasses):  # a user's loss: what is unproven goes
-                difference = Difference(f"it can't be compared, {reason}", math.inf, 0.0)
+                difference = Difference(f"it can't be compared: {reason}", math.inf, 0.0)
                 self.removals += [Removal(technique, difference) for technique in self.techniques]
                 self.techniques = []
             elif is_short:
@@ -280,14 +291,27 @@ class FirstStepProof:
         self.seconds = time.perf_counter() - began
         return self.removals[before:]
 
-    def _require_repeatable(self, passes: ReplayPasses, calls: Sequence[Call]) -> None:
+    @property
+    def _is_narrow(self) -> bool:
+        """True if the run has a format of half precision."""
+        narrow = (torch.bfloat16, torch.float16)
+        return self.passes.is_mixed or any(
+            p.dtype in narrow for p in self.passes.model.parameters()
+        )
+
+    def _require(self, calls: Any, repeatable: bool) -> None:
+        """Raises CannotReplayError if recorded calls can't be compared, or differ again."""
+        if not isinstance(self.passes, ReplayPasses):
+            return
         reason: CannotReplayError | None = None
         try:
-            passes.require_repeatable(calls)
+            self.passes.require_recorded(calls)
+            if repeatable:
+                self.passes.require_repeatable(calls)
         except CannotReplayError as error:
             reason = error
         if on_any_rank(reason is not None):
-            raise reason or CannotReplayError("nor on another rank")
+            raise reason or CannotReplayError("because those of another rank can't")
 
     def _batches(self, host_batch: Any) -> list[Any]:
         """The batch, and once two documents in its form.
@@ -316,29 +340,41 @@ class FirstStepProof:
         free = memory.free_bytes(_device(model)) - copies * _trained_bytes(model)
         return bool(tokens * each <= 0.8 * free)
 
-    def _check(self, batch: Any) -> None:
-        model, trained = self.passes.model, _trained_bytes(self.passes.model)
+    def _check(self, batch: Any, trained: TrainedPass | None) -> None:
+        model, size = self.passes.model, _trained_bytes(self.passes.model)
         # Gradients stay on a GPU that has room for them, without copies to the host.
-        has_room = 6 * trained <= memory.free_bytes(_device(model)) and self._fits(batch, copies=5)
+        has_room = 6 * size <= memory.free_bytes(_device(model)) and self._fits(batch, copies=5)
         on_device = has_room and _device(model).type != "cpu"
-        sketched = not on_device and 3 * trained > memory.free_bytes("cpu")
+        sketched = not on_device and 3 * size > memory.free_bytes("cpu")
         record = partial(GradientRecord, sketched=sketched, on_device=on_device)
         wide: GradientRecord | None = None
+        is_narrow = self._is_narrow  # not once the weights are widened
         with _float32(self.passes) as possible:
             if possible:
-                wide = self._agree(batch, self._near, record)
-        narrow = (torch.bfloat16, torch.float16)
-        if self.passes.is_mixed or any(p.dtype in narrow for p in model.parameters()):
-            self._agree(batch, lambda *args: self._alike(wide, *args), record, rounded=True)
+                wide = self._agree(batch, self._near, record, None if is_narrow else trained)
+        if is_narrow:
+            compare = partial(self._alike, wide)
+            self._agree(batch, compare, record, trained, rounded=True)
 
     def _agree(
         self,
         batch: Any,
         compare: Callable[..., Difference | None],
         record: Callable[[Mapping[str, Tensor | None]], GradientRecord],
+        trained: TrainedPass | None,
         rounded: bool = False,
     ) -> GradientRecord:
         """Take techniques away until their pass agrees with the host's; the host's gradients."""
+        if trained is not None:
+            example = record(trained.gradients)
+            with contextlib.suppress(_PassError):
+                if (
+                    compare(trained.sums, example, _Noise(), self._run(batch, self.techniques))
+                    is None
+                ):
+                    self.was_complete = True
+                    return example
+            self._require(batch, repeatable=True)
         host = self._run(batch, [], is_host=True)
         if on_any_rank(not all(math.isfinite(total) for total, _ in host.sums.values())):
             raise _NoLossError

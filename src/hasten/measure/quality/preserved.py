@@ -196,8 +196,11 @@ def _without_foreign_hooks(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Inside, the rates of dropout in the model's modules and configs are 0."""
+def without_dropout(model: nn.Module) -> Iterator[bool]:
+    """Inside, the rates of dropout in the model's modules and configs are 0.
+
+    It yields False if they were 0 before.
+    """
     changed: list[tuple[dict[str, Any], str, float]] = []
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     drops = [vars(m) for m in model.modules()] + [
@@ -211,7 +214,7 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
     for holder, key, _ in changed:
         holder[key] = 0.0
     try:
-        yield
+        yield bool(changed)
     finally:
         for holder, key, value in changed:
             holder[key] = value

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hasten.core.technique import Technique
@@ -47,6 +48,41 @@ class Outputs:
     tensors: list[Tensor]
     gradients: list[Tensor | None]
     sums: dict[str, tuple[float, float]]
+
+
+@dataclass
+class TrainedPass:
+    """What the training's own pass computed: sums of its outputs, and its gradients by name."""
+
+    sums: dict[str, tuple[float, float]]
+    gradients: dict[str, Tensor | None]
+
+
+class OwnPass:
+    """Gradients of the training's own pass, as the difference to those before it.
+
+    Args:
+        room: bytes for a copy of the gradients; without them there are none.
+    """
+
+    def __init__(self, model: nn.Module, room: float) -> None:
+        self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        gradients = {n: p.grad for n, p in self._trained.items() if p.grad is not None}
+        size = sum(g.numel() * g.element_size() for g in gradients.values())
+        ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self._is_possible = not ranks and 2 * size <= room  # DDP's gradients are all ranks' mean
+        self._before = {n: g.detach().clone() for n, g in gradients.items() if self._is_possible}
+
+    def ended(self, sums: dict[str, tuple[float, float]]) -> TrainedPass | None:
+        """Returns what the pass computed, after its backward pass; None if it isn't known."""
+        if not self._is_possible:
+            return None
+        gradients: dict[str, Tensor | None] = {}
+        for name, parameter in self._trained.items():
+            gradient, before = parameter.grad, self._before.get(name)
+            added = gradient is not None and before is not None
+            gradients[name] = gradient - before if added else gradient
+        return TrainedPass(sums, gradients)
 
 
 @dataclass
@@ -153,6 +189,12 @@ class Recorder:
         return handed_out
 
 
+def recorded_gradient(tensor: Tensor, record: Callable[[Tensor | None], None]) -> Tensor:
+    """The same tensor; ``record`` gets its gradient in the backward pass."""
+    made: Tensor = _Tap.apply(tensor, record)
+    return made
+
+
 class _Tap(torch.autograd.Function):
     """The same numbers in the same memory; records the gradient on its way back."""
 
@@ -173,7 +215,7 @@ def _handed_out(output: Any, call: Call, name: str) -> Any:
     if isinstance(output, Tensor):
         if not output.requires_grad:
             return output
-        return _Tap.apply(output, functools.partial(call.add_gradient, name))
+        return recorded_gradient(output, functools.partial(call.add_gradient, name))
     if isinstance(output, dict):
         changed = copy.copy(output)
         for key, part in output.items():
@@ -330,25 +372,40 @@ class ReplayPasses:
                 if tensor is None or tensor.shape != shape:
                     has = "no" if tensor is None else "another shape of"
                     raise ValueError(f"its output has {has} {name or 'tensor'}, which is read")
-                where = f"{name or 'the output'} of the model's call {number + 1}"
-                outputs.sums[where] = signed_sum(tensor)
+                outputs.sums[_place(name, number)] = signed_sum(tensor)
                 gradient = call.gradients.get(name)
                 if gradient is not None:
                     outputs.tensors.append(tensor)
                     outputs.gradients.append(gradient.to(tensor))
         return outputs
 
+    def recorded_sums(self, batch: Sequence[Call]) -> dict[str, tuple[float, float]]:
+        """The sums of :meth:`loss`, as the training's own pass had them."""
+        return {
+            _place(name, number): call.sums[name]
+            for number, call in enumerate(batch)
+            for name in call.sums
+        }
+
+    def require_recorded(self, batch: Sequence[Call]) -> None:
+        """Checks that there is something to compare.
+
+        Raises:
+            CannotReplayError: no call of the model, or none through which it learns.
+        """
+        if not batch:
+            raise CannotReplayError("the loss doesn't call the model")
+        if not any(c.gradients for c in batch) and all(c.is_finite for c in batch):
+            raise CannotReplayError("no gradient of the loss reaches an output of the model")
+        self.is_mixed = self.is_mixed or any(on for call in batch for _, on, _ in call.autocast)
+
     def require_repeatable(self, batch: Sequence[Call]) -> None:
         """Runs each call again as it was recorded.
 
         Raises:
-            CannotReplayError: another output, an error, or no call at all.
+            CannotReplayError: another output, or an error.
         """
-        if not batch:
-            raise CannotReplayError("the loss doesn't call the model")
-        self.is_mixed = self.is_mixed or any(on for call in batch for _, on, _ in call.autocast)
-        if not any(c.gradients for c in batch) and all(c.is_finite for c in batch):
-            raise CannotReplayError("no gradient of the loss reaches an output of the model")
+        is_narrow = self.is_mixed or any(p.dtype.itemsize < 4 for p in self.model.parameters())
         for call in batch:
             torch.set_rng_state(call.random_state[0])
             for state in call.random_state[1]:
@@ -358,14 +415,10 @@ class ReplayPasses:
                 with torch.no_grad():
                     tensors = tensors_of(self._called(call))
             except Exception as error:
-                text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-                raise CannotReplayError(
-                    f"a call of the model can't be repeated ({text})"
-                ) from error
+                text = f"a call of the model can't be repeated ({type(error).__name__}: {error})"
+                raise CannotReplayError(text.partition("\n")[0]) from error
             for name, (total, scale) in call.sums.items():
-                tensor = tensors.get(name)
-                again = math.inf if tensor is None else signed_sum(tensor)[0]
-                is_narrow = tensor is not None and (self.is_mixed or tensor.dtype.itemsize < 4)
+                again = signed_sum(tensors[name])[0] if name in tensors else math.inf
                 bound = SAME_NARROW if is_narrow else SAME
                 if math.isfinite(total) and not abs(again - total) <= bound * scale:
                     raise CannotReplayError(
@@ -390,6 +443,10 @@ class ReplayPasses:
             finally:
                 for module, mode in zip(modules, before, strict=True):
                     module.training = mode
+
+
+def _place(name: str, number: int) -> str:
+    return f"{name or 'the output'} of the model's call {number + 1}"
 
 
 def _detached(argument: Any) -> Any:
