@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import importlib.util
 import logging
 import random
@@ -24,6 +25,7 @@ from hasten.integrations.transformers import TrainerTechniques, runs_user_code
 from hasten.measure.quality.replay import Call, Outputs, Recorder, ReplayPasses
 from hasten.parts.nn.causal_lm import called_modules
 from hasten.techniques.layers import FusedLayers
+from integrations import test_techniques_in_trl as trl_host
 from integrations.test_first_step import InOrder, Planted, joined, left_padded, rows, trainer_of
 from integrations.test_techniques_in_lightning import adamw, module_of
 from integrations.test_techniques_in_lightning import trainer_of as lightning_of
@@ -103,6 +105,29 @@ def in_trainer(kind: str, folder: Path, fast: bool) -> tuple[Extra, Any, set[str
     return extra, trainer.model, set(joined(trainer)) if fast else set()
 
 
+def in_sft_trainer(kind: str, folder: Path, fast: bool) -> tuple[Extra, Any, set[str]]:
+    """A subclass of TRL's trainer whose loss adds to TRL's own."""
+    trl: Any = importlib.import_module("trl")
+    sft = trl_host.trainer_of("SFT", folder)
+
+    class Own(trl.SFTTrainer):  # type: ignore[misc, name-defined]
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any
+        ) -> Any:
+            given = dict(inputs)
+            loss, out = super().compute_loss(model, inputs, return_outputs=True, **more)
+            out.loss = loss
+            total = extra.add(model, given, out)
+            return (total, out) if return_outputs else total
+
+    sft.__class__ = Own
+    extra = Extra(kind, sft.model, folder / f"{kind}-{fast}.txt")
+    if fast:
+        hasten.speed_up(sft)
+    sft.train()
+    return extra, sft.model, set(joined(sft)) if fast else set()
+
+
 def in_lightning(kind: str, folder: Path, fast: bool) -> tuple[Extra, Any, set[str]]:
     module = module_of(tiny_model())
     extra = Extra(kind, module.model, folder / f"{kind}-{fast}.txt")
@@ -135,8 +160,13 @@ def in_a_loop(kind: str, folder: Path, fast: bool) -> tuple[Extra, Any, set[str]
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "run",
-    [in_trainer, pytest.param(in_lightning, marks=lightning_only), in_a_loop],
-    ids=["Trainer", "Lightning", "loop"],
+    [
+        in_trainer,
+        pytest.param(in_sft_trainer, marks=trl_host.pytestmark),
+        pytest.param(in_lightning, marks=lightning_only),
+        in_a_loop,
+    ],
+    ids=["Trainer", "SFTTrainer", "Lightning", "loop"],
 )
 def test_what_the_user_s_loss_changes_changes_once_a_step(
     run: Callable[..., Any], kind: str, tmp_path: Path

@@ -646,7 +646,7 @@ class _TrainerPasses:
         self._is_real = False
 
     def recorded(self, returned: Any) -> Any:
-        """What ``compute_loss`` returned in the training's own pass, with its loss recorded."""
+        """Returns what the training's own ``compute_loss`` returned, with its loss recorded."""
         self._gradient = None
         loss = returned[0] if isinstance(returned, tuple) else returned
         if not isinstance(loss, Tensor):

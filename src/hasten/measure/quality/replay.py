@@ -52,7 +52,7 @@ class Outputs:
 
 @dataclass
 class TrainedPass:
-    """What the training's own pass computed: sums of its outputs, and its gradients by name."""
+    """Results of the training's own pass: sums of its outputs, and its gradients by name."""
 
     sums: dict[str, tuple[float, float]]
     gradients: dict[str, Tensor | None]
@@ -99,6 +99,7 @@ class Call:
     sums: dict[str, tuple[float, float]] = field(default_factory=dict)
     shapes: dict[str, torch.Size] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    outputs: set[int] = field(default_factory=set)  # of tensors; user code may set other fields
 
     @property
     def tokens(self) -> int:
@@ -118,7 +119,8 @@ class Call:
 
     def read(self, name: str, tensor: Tensor) -> None:
         """Records that the user's code reads this output."""
-        if name not in self.sums and tensor.is_floating_point():
+        is_new = name not in self.sums and id(tensor) in self.outputs
+        if is_new and tensor.is_floating_point():
             self.sums[name], self.shapes[name] = signed_sum(tensor), tensor.shape
 
     def add_gradient(self, name: str, gradient: Tensor | None) -> None:
@@ -180,6 +182,7 @@ class Recorder:
             return None
         call = self.calls[-1]
         handed_out = _handed_out(output, call, "")
+        call.outputs = {id(tensor) for tensor in tensors_of(handed_out).values()}
         if isinstance(output, dict) and hasattr(output, "to_tuple"):  # transformers' ModelOutput
             handed_out.__class__ = _tracked(type(output))
             object.__setattr__(handed_out, _CALL, call)
@@ -372,7 +375,7 @@ class ReplayPasses:
                 if tensor is None or tensor.shape != shape:
                     has = "no" if tensor is None else "another shape of"
                     raise ValueError(f"its output has {has} {name or 'tensor'}, which is read")
-                outputs.sums[_place(name, number)] = signed_sum(tensor)
+                outputs.sums[_sum_name(name, number)] = signed_sum(tensor)
                 gradient = call.gradients.get(name)
                 if gradient is not None:
                     outputs.tensors.append(tensor)
@@ -382,7 +385,7 @@ class ReplayPasses:
     def recorded_sums(self, batch: Sequence[Call]) -> dict[str, tuple[float, float]]:
         """The sums of :meth:`loss`, as the training's own pass had them."""
         return {
-            _place(name, number): call.sums[name]
+            _sum_name(name, number): call.sums[name]
             for number, call in enumerate(batch)
             for name in call.sums
         }
@@ -445,7 +448,7 @@ class ReplayPasses:
                     module.training = mode
 
 
-def _place(name: str, number: int) -> str:
+def _sum_name(name: str, number: int) -> str:
     return f"{name or 'the output'} of the model's call {number + 1}"
 
 
