@@ -27,10 +27,12 @@ from hasten.errors import InputError
 from hasten.parts.checkpoint.format import json_without_tensors, tensors_from_json
 from hasten.parts.checkpoint.state import (
     check_moments,
+    kind_of,
     of_all_ranks,
     random_state,
     set_random_state,
 )
+from hasten.parts.optim.load_state import load_optimizer
 
 # The state of ranks that hold different weights, each whole: under the numbers of one process.
 #
@@ -239,7 +241,7 @@ def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "job": resume_check(session.setup),
         "random": ranks,
         "optimizer": numbers,
-        "optimizer_kind": type(session.optimizer).__name__,
+        "optimizer_kind": kind_of(session.optimizer),
         "slots": slots,
     }
     return tensors, meta
@@ -295,7 +297,7 @@ def _restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any])
         master.data.copy_(tensors[f"master/{index}"])
     session.setup.precision.update_model_weights()
     groups = session.optimizer.state_dict()["param_groups"]
-    session.optimizer.load_state_dict({"state": state, "param_groups": groups})
+    load_optimizer(session.optimizer, {"state": state, "param_groups": groups})
     for component, state in slots:
         try:
             component.load_state_dict(tensors_from_json(state, tensors))
@@ -426,7 +428,7 @@ def _check_same_update(
     meta: dict[str, Any],
 ) -> None:
     """Raises InputError if the optimizer, its shapes or the format of true weights differ."""
-    new_kind = type(session.optimizer).__name__
+    new_kind = kind_of(session.optimizer)
     saved_kind = meta.get("optimizer_kind", new_kind)
     if new_kind != saved_kind:
         raise _of_another_plan(f"the state of {saved_kind} and this run's optimizer is {new_kind}")
