@@ -213,7 +213,8 @@ def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
     session.synchronize()
     # A session of one process may run inside a process of a larger group.
     alone = session.setup.context.world.size == 1
-    ranks = [random_state()] if alone else of_all_ranks()
+    random = {"draws_as": _draws_as(session), **random_state()}
+    ranks = [random] if alone else of_all_ranks(random)
     tensors = _unshared("model", session.loss_module.state_dict(keep_vars=True))
     masters = {str(i): p for i, p in enumerate(own_masters(session))}
     tensors |= {f"master/{name}": t.detach() for name, t in masters.items()}
@@ -285,7 +286,7 @@ def _restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any])
     tensors, numbers = own_part(session, tensors, meta["optimizer"])
     tensors = _dealt(session, tensors, gather=False)
     saved = {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")}
-    rank, ranks = session.setup.context.world.rank, meta["random"]
+    rank, random = session.setup.context.world.rank, _random_state_of(session, meta["random"])
     moments = dict(tensors)
     if session.setup.rank_sync.diverged:  # ranks trained apart, each with moments of its own
         prefix = f"rank/{rank}/"
@@ -304,9 +305,21 @@ def _restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any])
         except Exception as error:  # of a slot, for whatever a file holds
             reason = str(error).split("\n")[0] or type(error).__name__
             raise _damaged(f"it holds no state of {type(component).__name__} ({reason})") from error
-    if rank < len(ranks):  # one that the saved run didn't have keeps the beginning it was given
-        set_random_state(ranks[rank])
+    if random is not None:  # a rank that the saved run didn't have keeps its beginning
+        set_random_state(random)
     session.progress = progress
+
+
+def _draws_as(session: Session) -> list[int]:
+    """Ranks with the same examples and layers draw the same numbers."""
+    return [session.setup.layout.data_rank, session.setup.layout.stage]
+
+
+def _random_state_of(session: Session, ranks: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """This rank's saved random state, or that of a rank of the saved run which drew the same."""
+    rank, draws_as = session.setup.context.world.rank, _draws_as(session)
+    candidates = [*ranks[rank : rank + 1], *ranks]
+    return next((state for state in candidates if state["draws_as"] == draws_as), None)
 
 
 def _progress_of(meta: Mapping[str, Any]) -> Progress:

@@ -248,9 +248,8 @@ def set_random_state(state: dict[str, Any]) -> None:
         raise ValueError(f"the random state of the checkpoint can't be used: {error}") from error
 
 
-def of_all_ranks() -> list[dict[str, Any]]:
-    """Every rank's random state, in the order of ranks, on every rank."""
-    state = random_state()
+def of_all_ranks(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every rank's ``state``, in the order of ranks, on every rank."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return [state]
     rows: list[Any] = [None] * dist.get_world_size()
