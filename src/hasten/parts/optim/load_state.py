@@ -1,7 +1,7 @@
 """An optimizer's state comes back with the bits and formats it was saved with.
 
 torch's ``load_state_dict`` casts all state but ``step`` to the format of the weight. Many
-optimizers keep float32 beside bf16 weights: factors, masters, products of momenta, whole numbers.
+optimizers keep float32 state with bf16 weights: factors, masters, products of momenta, counts.
 A resumed run would continue with rounded ones.
 """
 

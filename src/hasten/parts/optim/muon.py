@@ -9,11 +9,11 @@ Source: Liu et al., Muon is Scalable for LLM Training, arXiv:2502.16982, section
 Embeddings, head, norms and biases stay with AdamW. The state of a matrix is one
 momentum, half of AdamW's.
 
-A stored tensor may hold several matrices: one per expert, and projections that a fused
-weight keeps one below another (gate and up; queries, keys and values; groups of output
-projections). Each moves apart, as in a model that stores it apart. Their sizes follow
-from the layer's other weights. A fused weight of unknown form stays with AdamW and is
-named in a warning. ``kv_a_proj_with_mqa`` is one projection, as the models publish it.
+A stored tensor may hold several matrices: one per expert, or the projections of a fused
+weight, one below another. Examples are gate and up, or queries, keys and values. Each
+moves apart, as in a model that stores it apart. Their sizes follow from the layer's
+other weights. A fused weight of unknown form stays with AdamW; a warning names it.
+``kv_a_proj_with_mqa`` is one projection, as the models publish it.
 
 torch.optim.Muon does the same for matrices alone. Here one optimizer has both kinds of
 groups, so schedules, clipping and checkpoints handle one object. Stacks of experts are
@@ -92,8 +92,7 @@ class MuonAdamW(Optimizer):
 
     Args:
         groups: parameter groups; a group without ``muon`` is AdamW's.
-            ``rows`` of such a group are those of the matrices that each of its weights
-            holds one below another; without it, a weight is one matrix.
+            ``rows`` of each matrix in one of its weights; without it, a weight is one matrix.
         momentum: Muon's, Nesterov's form.
 
     Raises:
@@ -166,7 +165,7 @@ def muon_groups(
 ) -> list[dict[str, Any]]:
     """Splits each group by what moves its weights: Muon, by the matrices they hold, or AdamW.
 
-    A warning names the fused weights whose form is unknown.
+    A warning names the first fused weight of unknown form.
     """
     weights = dict(named)
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
