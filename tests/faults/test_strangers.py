@@ -192,11 +192,18 @@ def test_a_pickle_that_the_manifest_vouches_for_does_not_run(name: str, one: Pat
     assert not sprung.exists()
 
 
+STATES: tuple[Any, ...] = (
+    {"weight": {"$tensor": "gone"}},
+    {"weight": 3, "bias": 4},
+    {"$items": 3},
+)
+
+
 @pytest.mark.parametrize(
     "objects",
     [
-        *(None, 3, {}, {"other": {}}, {"model": {"weight": {"$tensor": "gone"}}}),
-        *({"model": {"weight": 3, "bias": 4}}, {"model": {"$items": 3}}),
+        *(None, 3, {}, {"other": {}}, {"model": {"kind": "Linear"}}),
+        *({"model": {"kind": "Linear", "state": state}} for state in STATES),
     ],
     ids=str,
 )

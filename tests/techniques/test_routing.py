@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+import yaml
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config
 
@@ -25,8 +27,9 @@ from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.parts.data.collate import IGNORED, TokenizedExample
-from hasten.parts.nn.router_balance import routers
+from hasten.parts.nn.router_balance import RouterBalance, routers, sequence_ids
 from hasten.recipe.build import model_facts
+from hasten.recipe.prepare import weight_notes
 from hasten.recipe.schema import Recipe
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.adapter import LoRA
@@ -39,7 +42,17 @@ from hasten.techniques.layout.pipeline import Pipeline
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.routing import BalancedRouting, RealTokens
 from ranks import on_ranks
-from tiny import COMMON, MLA, examples, job_context, language_job, run, session_of, tiny_model
+from tiny import (
+    COMMON,
+    MLA,
+    examples,
+    job_context,
+    language_job,
+    run,
+    session_of,
+    tiny_config,
+    tiny_model,
+)
 
 CASES: dict[str, tuple[Technique, ...]] = {
     "deepseek_v3": (BalancedRouting(speed=0.01, sequence_loss=0.05),),
@@ -144,6 +157,49 @@ def test_a_sequence_loss_alone_evens_the_load_of_v2() -> None:
     with_it, without = ratios(0.3), ratios(0.0)
     assert with_it[0] == without[0] > 3.0
     assert with_it[-1] < 0.6 * without[-1]
+
+
+def test_the_loss_of_each_sequence_is_that_of_deepseek_s_own_code() -> None:
+    """Its formula for ``seq_aux`` in float64, one row and layer at a time."""
+    model = tiny_model("deepseek_v2")
+    balance, ids = RouterBalance(model, 0.0, 0.3), torch.arange(24).view(2, 12)
+    hidden: list[Tensor] = []
+    for router in balance.routers:
+        router.register_forward_hook(lambda module, args, output: hidden.append(args[0]))
+    with balance.watching(sequence_ids([12, 12], ids.shape)):
+        model(input_ids=ids)
+    found = balance.loss(ids) / ids.numel()
+    expected, top_k = 0.0, model.config.num_experts_per_tok
+    for router, states in zip(balance.routers, hidden, strict=True):
+        logits = states.detach().reshape(2, 12, -1).double() @ router.weight.detach().double().T
+        for scores in logits.softmax(dim=-1):  # (tokens, experts) of one row
+            chosen = scores.topk(top_k).indices.flatten()
+            counts = torch.bincount(chosen, minlength=scores.shape[1])
+            frequency = counts * scores.shape[1] / (top_k * len(scores))
+            expected += 0.3 * float((frequency * scores.mean(dim=0)).sum()) / 2
+    assert float(found) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_balance_loss_that_only_deepseek_s_own_code_adds_is_named(tmp_path: Path) -> None:
+    def notes(plan: Any = (), **keys: Any) -> list[str]:
+        tiny_config(keys.pop("architecture", "deepseek_v2")).save_pretrained(tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(config | keys))
+        recipe = Recipe(
+            model=str(tmp_path), dataset="d.jsonl", from_scratch=True, max_steps=1, plan=list(plan)
+        )
+        return weight_notes(recipe, fetch=False)
+
+    (note,) = notes(aux_loss_alpha=0.003, seq_aux=True)
+    assert "aux_loss_alpha 0.003: DeepSeek's own code adds a loss" in note
+    assert "over each sequence, and this training doesn't" in note
+    advice = note[note.index("{") : note.rindex("}") + 1]
+    plan = yaml.safe_load(advice)
+    assert plan == {"balanced_routing": {"speed": 0, "sequence_loss": 0.003}}
+    assert notes([plan], aux_loss_alpha=0.003) == []
+    assert "over each batch" in notes(aux_loss_alpha=0.003, seq_aux=False)[0]
+    assert notes(aux_loss_alpha=0.0) == notes() == []
+    assert notes(architecture="deepseek_v3", aux_loss_alpha=0.001) == []  # its code adds none
 
 
 def test_two_ranks_move_the_biases_of_one_process(tmp_path: Path) -> None:

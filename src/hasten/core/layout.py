@@ -31,6 +31,7 @@ class Layout(Protocol):
         size: number of all ranks.
         data_rank: this rank's index among the ranks with different examples.
         data_size: number of shares of a step's examples.
+        stage: this rank's index among partners with other layers.
         averages: ``apply_data_parallel`` returns gradients that are divided by this number;
             the loss is multiplied by it.
         builds: True if this rank builds the model. Others start with the job's skeleton, and
@@ -44,6 +45,7 @@ class Layout(Protocol):
     data_size: int
     averages: int
     replicated: bool
+    stage: int = 0
     builds: bool = True
 
     def apply_pipeline(self, module: nn.Module) -> nn.Module:

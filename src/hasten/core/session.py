@@ -147,6 +147,7 @@ def assemble(setup: Setup) -> Session:
         setup.precision.attach_optimizer(optimizer)
     engine = (setup.engine or PlainEngine)(EngineParts(setup, module, optimizer))
     seconds = {"model": built - began, "assembly": time.perf_counter() - built}
-    # Ranks share the weights' seed; dropout must differ between those with different examples.
-    torch.manual_seed(job.seed + 1 + setup.layout.data_rank)
+    # Ranks share the weights' seed. Dropout must differ between ranks with different examples or
+    # layers, and be equal on ranks with pieces of the same layers.
+    torch.manual_seed(job.seed + 1 + layout.data_rank + layout.stage * layout.data_size)
     return Session(setup, model, loss_module, module, optimizer, engine, seconds)

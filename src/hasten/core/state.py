@@ -27,10 +27,12 @@ from hasten.errors import InputError
 from hasten.parts.checkpoint.format import json_without_tensors, tensors_from_json
 from hasten.parts.checkpoint.state import (
     check_moments,
+    kind_of,
     of_all_ranks,
     random_state,
     set_random_state,
 )
+from hasten.parts.optim.load_state import load_optimizer
 
 # The state of ranks that hold different weights, each whole: under the numbers of one process.
 #
@@ -211,7 +213,8 @@ def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
     session.synchronize()
     # A session of one process may run inside a process of a larger group.
     alone = session.setup.context.world.size == 1
-    ranks = [random_state()] if alone else of_all_ranks()
+    random = {"draws_as": _draws_as(session), **random_state()}
+    ranks = [random] if alone else of_all_ranks(random)
     tensors = _unshared("model", session.loss_module.state_dict(keep_vars=True))
     masters = {str(i): p for i, p in enumerate(own_masters(session))}
     tensors |= {f"master/{name}": t.detach() for name, t in masters.items()}
@@ -239,7 +242,7 @@ def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "job": resume_check(session.setup),
         "random": ranks,
         "optimizer": numbers,
-        "optimizer_kind": type(session.optimizer).__name__,
+        "optimizer_kind": kind_of(session.optimizer),
         "slots": slots,
     }
     return tensors, meta
@@ -283,7 +286,7 @@ def _restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any])
     tensors, numbers = own_part(session, tensors, meta["optimizer"])
     tensors = _dealt(session, tensors, gather=False)
     saved = {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")}
-    rank, ranks = session.setup.context.world.rank, meta["random"]
+    rank, random = session.setup.context.world.rank, _random_state_of(session, meta["random"])
     moments = dict(tensors)
     if session.setup.rank_sync.diverged:  # ranks trained apart, each with moments of its own
         prefix = f"rank/{rank}/"
@@ -295,16 +298,28 @@ def _restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any])
         master.data.copy_(tensors[f"master/{index}"])
     session.setup.precision.update_model_weights()
     groups = session.optimizer.state_dict()["param_groups"]
-    session.optimizer.load_state_dict({"state": state, "param_groups": groups})
+    load_optimizer(session.optimizer, {"state": state, "param_groups": groups})
     for component, state in slots:
         try:
             component.load_state_dict(tensors_from_json(state, tensors))
         except Exception as error:  # of a slot, for whatever a file holds
             reason = str(error).split("\n")[0] or type(error).__name__
             raise _damaged(f"it holds no state of {type(component).__name__} ({reason})") from error
-    if rank < len(ranks):  # one that the saved run didn't have keeps the beginning it was given
-        set_random_state(ranks[rank])
+    if random is not None:  # a rank that the saved run didn't have keeps its beginning
+        set_random_state(random)
     session.progress = progress
+
+
+def _draws_as(session: Session) -> list[int]:
+    """Ranks with the same examples and layers draw the same numbers."""
+    return [session.setup.layout.data_rank, session.setup.layout.stage]
+
+
+def _random_state_of(session: Session, ranks: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """This rank's saved random state, or that of a rank of the saved run which drew the same."""
+    rank, draws_as = session.setup.context.world.rank, _draws_as(session)
+    candidates = [*ranks[rank : rank + 1], *ranks]
+    return next((state for state in candidates if state["draws_as"] == draws_as), None)
 
 
 def _progress_of(meta: Mapping[str, Any]) -> Progress:
@@ -426,7 +441,7 @@ def _check_same_update(
     meta: dict[str, Any],
 ) -> None:
     """Raises InputError if the optimizer, its shapes or the format of true weights differ."""
-    new_kind = type(session.optimizer).__name__
+    new_kind = kind_of(session.optimizer)
     saved_kind = meta.get("optimizer_kind", new_kind)
     if new_kind != saved_kind:
         raise _of_another_plan(f"the state of {saved_kind} and this run's optimizer is {new_kind}")

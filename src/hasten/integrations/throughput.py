@@ -20,6 +20,7 @@ from hasten.measure.statistics import spread
 from hasten.parts.comm.groups import gathered_objects
 from hasten.parts.data.prefetch import each_tensor
 from hasten.parts.distributed.pipeline.runtime import usual_loss
+from hasten.parts.optim.load_state import load_optimizer
 
 WARMUP_STEPS = 2  # the first steps allocate and compile
 BLOCKS = 10  # of steps, whose speeds tell how sure the result is
@@ -140,7 +141,7 @@ def _put_back(
     finally:
         model.load_state_dict(weights)
         if optimizer is not None and state is not None:
-            optimizer.load_state_dict(state)
+            load_optimizer(optimizer, state)
         for parameter, gradient in gradients:
             parameter.grad = gradient
         model.train(was_training)

@@ -168,11 +168,14 @@ def weight_notes(recipe: Recipe, *, fetch: bool) -> list[str]:
     Raises:
         InputError: the weights don't fit the config, or can't be trained as they are.
     """
-    if is_random(recipe):
+    if recipe.model in PRESETS:
         return []
-    config = read_config(recipe.model, needs_weights=True)
+    config = read_config(recipe.model, needs_weights=not recipe.from_scratch)
+    notes = _router_notes(recipe, config)
+    if recipe.from_scratch:
+        return notes
     folder = (local_folder if fetch else stored_folder)(recipe.model)
-    notes = [] if folder is None else check_weights(recipe.model, folder, config)
+    notes += [] if folder is None else check_weights(recipe.model, folder, config)
     longest = getattr(config, "max_position_embeddings", None)
     if isinstance(longest, int) and recipe.cutoff_len > longest:
         notes.append(
@@ -182,6 +185,20 @@ def weight_notes(recipe: Recipe, *, fetch: bool) -> list[str]:
     if recipe.finetuning_type == "full" and folder is not None:
         notes.append(f"weights will be saved in {saved_formats(recipe)} (save_dtype)")
     return notes
+
+
+def _router_notes(recipe: Recipe, config: Any) -> list[str]:
+    """A sentence about a balance loss of DeepSeek's own code, which transformers' class lacks."""
+    weight = getattr(config, "aux_loss_alpha", None)
+    adds = config.model_type == "deepseek_v2" and isinstance(weight, int | float) and weight > 0
+    if not adds or any("balanced_routing" in entry for entry in recipe.plan):
+        return []
+    span = "sequence" if getattr(config, "seq_aux", True) else "batch"
+    return [
+        f"config.json has aux_loss_alpha {weight}: DeepSeek's own code adds a loss that balances "
+        f"the experts over each {span}, and this training doesn't; to add it for each sequence, "
+        f"write {{balanced_routing: {{speed: 0, sequence_loss: {weight}}}}} into plan"
+    ]
 
 
 def check_space(output: Path, context: JobContext) -> None:

@@ -85,21 +85,34 @@ def test_a_save_holds_the_state_of_its_moment(tmp_path: Path) -> None:
         assert torch.equal(load(path)[0]["model/0.weight"], weights[step - 1])
 
 
+def on_weights_of(keeper: SmartCheckpointer, kind: Any) -> torch.optim.Optimizer:
+    weights = keeper._protected.objects["model"].parameters()
+    optimizer: torch.optim.Optimizer = kind([{"params": [p]} for p in weights])
+    return optimizer
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
         (lambda k: k.protect(more=nn.Linear(2, 2)), "protect the same objects by the same names"),
         (lambda k: k.protect(model=nn.Linear(6, 17)), "is of another model: .* differs"),
         (
-            lambda k: k.protect(optimizer=torch.optim.SGD([torch.zeros(3, requires_grad=True)])),
-            "is of another optimizer: groups of",
+            lambda k: k.protect(model=Loop().model.bfloat16()),
+            r"is of another model: 0\.bias differs \(4 in all\)",
         ),
         (
+            lambda k: k.protect(optimizer=torch.optim.AdamW([torch.zeros(3, requires_grad=True)])),
+            "is of another optimizer: groups of",
+        ),
+        # Adam would decouple its decay from then on; NAdam would lack settings.
+        (lambda k: k.protect(optimizer=on_weights_of(k, torch.optim.Adam)), "of AdamW.* is Adam;"),
+        (lambda k: k.protect(optimizer=on_weights_of(k, torch.optim.NAdam)), "this one is NAdam;"),
+        (
             lambda k: k.protect(schedule=torch.optim.SGD([torch.zeros(3, requires_grad=True)])),
-            "is of another schedule: no optimizer's",
+            "is of another schedule: it holds the state of CosineAnnealingLR, and this one is SGD",
         ),
     ],
-    ids=["objects", "model", "optimizer", "kinds"],
+    ids=["objects", "model", "format", "optimizer", "Adam", "NAdam", "kinds"],
 )
 def test_a_state_of_something_else_is_refused_and_nothing_is_changed(
     change: Any, sentence: str, tmp_path: Path
@@ -130,7 +143,8 @@ def test_an_optimizer_state_of_another_shape_is_refused_and_nothing_is_changed(
     kept = CheckpointedState()
     kept.add({"optimizer": optimizer})
     tensors: dict[str, torch.Tensor] = {}
-    saved = {"optimizer": json_without_tensors(state, "optimizer", tensors)}
+    state = json_without_tensors(state, "optimizer", tensors)
+    saved = {"optimizer": {"kind": "AdamW", "state": state}}
     before = optimizer.state[model.weight]["exp_avg"].clone()
     with pytest.raises(ValueError, match=r"weight 0 has exp_avg of shape .* weight has \[2, 3\]"):
         kept.load(tensors, saved, tmp_path)

@@ -135,3 +135,18 @@ def test_an_error_is_told_once_by_wait_or_else_by_the_next_call() -> None:
     with pytest.raises(RuntimeError, match="has ended"):
         queue.wait_all()
     queue.wait_all()
+
+
+def test_factors_of_a_stack_are_those_of_each_expert_alone() -> None:
+    """One column holds a matrix of rank 1; experts of one stack have no direction in common."""
+    draw = torch.Generator().manual_seed(0)
+    stack = torch.randn(6, 48, 1, generator=draw) @ torch.randn(6, 1, 32, generator=draw)
+    pieces = (BucketPart("experts.down_proj", (6, 48, 32)),)
+    method = methods.PowerSGDMean(rank=1)
+    mean, left_out = method.local(stack.flatten(), None, pieces)
+    assert mean is not None
+    assert left_out is not None
+    torch.testing.assert_close(mean.view_as(stack), stack, rtol=0.02, atol=0.02)
+    assert left_out.norm() < 0.02 * stack.norm()
+    alone = tuple(BucketPart(f"experts.{i}", (48, 32)) for i in range(6))
+    assert method.sent_bytes(pieces, 2) == method.sent_bytes(alone, 2)

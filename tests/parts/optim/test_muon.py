@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -114,6 +117,93 @@ def test_hidden_matrices_are_all_but_embeddings_head_norms_and_biases(architectu
     for name, parameter in model.named_parameters():
         outer = "embed_tokens" in name or "lm_head" in name
         assert is_hidden_matrix(name, parameter) == (not outer and parameter.ndim > 1), name
+
+
+def phi3() -> nn.Module:
+    config = hf.Phi3Config(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, pad_token_id=0
+    )
+    config.num_attention_heads, config.num_key_value_heads = 8, 2
+    torch.manual_seed(0)
+    model: nn.Module = hf.Phi3ForCausalLM(config)
+    return model
+
+
+def attention_of_torch() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.TransformerEncoderLayer(32, 4, 48)
+
+
+Parts = dict[str, Callable[[Tensor], Iterable[Tensor]]]
+# As the models' own forward passes read their fused weights, written for their sizes.
+PHI3: Parts = {
+    "qkv_proj": lambda w: w.split([32, 8, 8]),
+    "gate_up_proj": lambda w: w.split([48, 48]),
+}
+EXPERTS: Parts = {
+    "mlp.experts.gate_up_proj": lambda w: (
+        half for expert in w for half in (expert[:16], expert[16:])
+    ),
+    "mlp.experts.down_proj": lambda w: iter(w),
+}
+V4: Parts = {**EXPERTS, "self_attn.o_a_proj": lambda w: (w[:8], w[8:])}
+STORED: dict[str, tuple[Callable[[], nn.Module], Parts]] = {
+    "phi3": (phi3, PHI3),
+    "attention of torch": (attention_of_torch, {"in_proj": lambda w: (w[:32], w[32:64], w[64:])}),
+    "deepseek_v2": (functools.partial(tiny_model, "deepseek_v2"), EXPERTS),
+    "deepseek_v3": (functools.partial(tiny_model, "deepseek_v3"), EXPERTS),
+    "deepseek_v4": (functools.partial(tiny_model, "deepseek_v4"), V4),
+}
+
+
+def direction(gradient: Tensor) -> Tensor:
+    x = gradient / gradient.norm()
+    for _ in range(5):
+        x = 3.4445 * x + (-4.7750 * x @ x.T + 2.0315 * (x @ x.T) @ (x @ x.T)) @ x
+    return 0.2 * max(x.shape) ** 0.5 * x
+
+
+@pytest.mark.parametrize("model_name", STORED)
+def test_each_matrix_of_a_stored_weight_moves_as_if_it_were_stored_apart(model_name: str) -> None:
+    """A plain loop in float64 over the matrices that a model's own code reads from its weights."""
+    build, parts = STORED[model_name]
+    model = build()
+    named = [(n, p) for n, p in model.named_parameters() if is_hidden_matrix(n, p)]
+    expected = {}
+    for i, (name, weight) in enumerate(named):
+        draw = torch.Generator().manual_seed(i)
+        weight.grad = torch.randn(weight.shape, generator=draw)
+        moved, gradient = weight.detach().double(), weight.grad.double()
+        split = next((f for part, f in parts.items() if part in name), lambda w: [w])
+        for matrix, grad in zip(split(moved), split(gradient), strict=True):
+            matrix -= 1e-2 * direction(grad)
+        expected[name] = moved
+    groups = muon_groups([{"params": [p for _, p in named]}], model.named_parameters())
+    assert all(group["muon"] for group in groups)
+    MuonAdamW(groups, lr=1e-2, weight_decay=0.0).step()
+    for name, weight in named:
+        torch.testing.assert_close(weight.detach().double(), expected[name], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("h.0.attn.c_attn.weight", "layers.0.attention.query_key_value.weight"),
+        *("layers.0.mlp.experts.gate_up_proj", "layers.0.mamba.conv1d.weight"),
+        "layers.0.mlp.experts.base_layer.lora_A.default.weight",
+    ],
+)
+def test_a_stored_weight_of_unknown_form_is_named_and_stays_with_adamw(name: str) -> None:
+    """The experts here are stored (in, out), as those whose gate and up alternate are."""
+    plain, fused = nn.Parameter(torch.ones(8, 8)), nn.Parameter(torch.ones(4, 8, 24))
+    fused = nn.Parameter(fused[0]) if "attn" in name or "key" in name or "lora" in name else fused
+    named = {"layers.0.o_proj.weight": plain, name: fused}
+    if name.endswith("gate_up_proj"):
+        named["layers.0.mlp.experts.down_proj"] = nn.Parameter(torch.ones(4, 12, 8))
+    with pytest.warns(UserWarning, match=f"muon: {name} holds several matrices in an unknown"):
+        groups = muon_groups([{"params": list(named.values())}], named.items())
+    moved = {id(p) for group in groups if group["muon"] for p in group["params"]}
+    assert {n for n, p in named.items() if id(p) not in moved} == {name}
 
 
 def test_rate_and_decay_act_on_both_kinds() -> None:

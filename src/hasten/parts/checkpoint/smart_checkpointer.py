@@ -32,7 +32,12 @@ from torch import Tensor, nn
 from hasten.errors import require_real
 from hasten.parts.checkpoint.format import checkpoints, read_manifest
 from hasten.parts.checkpoint.saver import Found, Saver
-from hasten.parts.checkpoint.state import CheckpointedState, of_all_ranks, set_random_state
+from hasten.parts.checkpoint.state import (
+    CheckpointedState,
+    of_all_ranks,
+    random_state,
+    set_random_state,
+)
 from hasten.parts.checkpoint.verify import verify
 
 # When to save: often enough to lose little, seldom enough to cost little.
@@ -279,7 +284,7 @@ class SmartCheckpointer:
         if not self._protected.objects:
             raise ValueError(f"nothing is protected, so nothing can be saved; {PROTECT}")
         step = self.step + 1 if step is None else _number(step)
-        ranks = of_all_ranks()
+        ranks = of_all_ranks(random_state())
         tensors, objects = self._protected.state()
         self.save_state(step, tensors, {"objects": objects, "random": ranks})
 

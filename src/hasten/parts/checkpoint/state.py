@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from hasten.machine.lazy_torch import is_dtensor
 from hasten.parts.checkpoint.format import json_without_tensors, tensors_from_json
+from hasten.parts.optim.load_state import load_optimizer
 
 
 class CheckpointedState:
@@ -47,16 +48,16 @@ class CheckpointedState:
         self.objects |= objects
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors by place, and the rest as JSON by object.
+        """Tensors by place; by object its kind, and the rest of its state as JSON.
 
         Raises:
             TypeError: a state holds what a checkpoint can't.
         """
         tensors: dict[str, Tensor] = {}
-        states = {
-            name: json_without_tensors(_plain(stateful.state_dict()), name, tensors)
-            for name, stateful in self.objects.items()
-        }
+        states = {}
+        for name, stateful in self.objects.items():
+            state = json_without_tensors(_plain(stateful.state_dict()), name, tensors)
+            states[name] = {"kind": kind_of(stateful), "state": state}
         return tensors, states
 
     def load(self, tensors: dict[str, Tensor], saved: Any, path: Path) -> None:
@@ -72,13 +73,17 @@ class CheckpointedState:
                 "protected; protect the same objects by the same names, or use another folder"
             )
         try:
-            states = {name: tensors_from_json(state, tensors) for name, state in saved.items()}
+            kinds = {name: entry["kind"] for name, entry in saved.items()}
+            states = {n: tensors_from_json(entry["state"], tensors) for n, entry in saved.items()}
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{path} holds no state that can be read: {error!r}") from error
         for name, stateful in self.objects.items():
-            _check_same(name, stateful, states[name], path)
+            _check_same(name, stateful, kinds[name], states[name], path)
         for name, stateful in self.objects.items():
-            stateful.load_state_dict(states[name])
+            if isinstance(stateful, Optimizer):
+                load_optimizer(stateful, states[name])
+            else:
+                stateful.load_state_dict(states[name])
 
     def expected_bytes(self) -> int:
         """About what a checkpoint will take, before the optimizer has made its moments."""
@@ -102,26 +107,41 @@ def moments_to_come(optimizer: Optimizer) -> int:
     return total
 
 
+def kind_of(stateful: Any) -> str:
+    """The class of an object; of torch's, hasten's and a script's own without the package."""
+    kind = type(stateful)
+    package = kind.__module__.partition(".")[0]
+    plain = package in ("torch", "hasten", "__main__")
+    return kind.__qualname__ if plain else f"{package}.{kind.__qualname__}"
+
+
 def _plain(state: Any) -> Any:
     """A module's state is an OrderedDict with an attribute; only its items matter."""
     return dict(state) if isinstance(state, dict) else state
 
 
-def _check_same(name: str, stateful: Any, state: Any, path: Path) -> None:
-    """Raises ValueError if a module's tensors or an optimizer's states have other shapes."""
+def _check_same(name: str, stateful: Any, kind: Any, state: Any, path: Path) -> None:
+    """Raises ValueError for another kind of object, or tensors of other shapes or formats."""
     if isinstance(stateful, nn.Module):
-        shapes = {k: getattr(v, "shape", None) for k, v in stateful.state_dict().items()}
-        saved = state if isinstance(state, dict) else {}
-        saved_shapes = {k: getattr(v, "shape", None) for k, v in saved.items()}
+        forms, saved_forms = (
+            {k: (getattr(v, "shape", None), getattr(v, "dtype", None)) for k, v in values.items()}
+            for values in (stateful.state_dict(), state if isinstance(state, dict) else {})
+        )
         wrong = sorted(
-            k for k in shapes.keys() | saved_shapes.keys() if shapes.get(k) != saved_shapes.get(k)
+            k for k in forms.keys() | saved_forms.keys() if forms.get(k) != saved_forms.get(k)
         )
         if wrong:
             raise ValueError(
                 f"{path} is of another {name}: {wrong[0]} differs ({len(wrong)} in all); restore "
                 "the one that was saved, or use another folder"
             )
-    elif isinstance(stateful, Optimizer):
+        return
+    if kind != kind_of(stateful):
+        raise ValueError(
+            f"{path} is of another {name}: it holds the state of {kind}, and this one is "
+            f"{kind_of(stateful)}; restore the one that was saved, or use another folder"
+        )
+    if isinstance(stateful, Optimizer):
         ours, theirs = _group_sizes(stateful.state_dict()), _group_sizes(state)
         if ours != theirs:
             difference = f"groups of {theirs} weights, not {ours}" if theirs else "no optimizer's"
@@ -228,9 +248,8 @@ def set_random_state(state: dict[str, Any]) -> None:
         raise ValueError(f"the random state of the checkpoint can't be used: {error}") from error
 
 
-def of_all_ranks() -> list[dict[str, Any]]:
-    """Every rank's random state, in the order of ranks, on every rank."""
-    state = random_state()
+def of_all_ranks(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every rank's ``state``, in the order of ranks, on every rank."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return [state]
     rows: list[Any] = [None] * dist.get_world_size()

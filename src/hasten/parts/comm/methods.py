@@ -440,7 +440,7 @@ class PowerSGDMean(AveragingMethod):
                 return None, None
             bases = [torch.linalg.qr(f).Q for f in _apart(factors.float(), left_factors)]
             local_factors = [
-                (m.T @ b / ranks.world).to(COMMUNICATION)
+                (m.mT @ b / ranks.world).to(COMMUNICATION)
                 for (_, m), b in zip(matrices, bases, strict=True)
             ]
             means = _together(local_factors, flat).to(COMMUNICATION)
@@ -459,8 +459,8 @@ class PowerSGDMean(AveragingMethod):
                     continue
                 (_, matrix), basis, local_factor = next(factored)
                 right, world = next(rights), ranks.world
-                into.copy_((basis @ right.T).flatten())
-                over.copy_((matrix - basis @ local_factor.float().T * world).flatten())
+                into.copy_((basis @ right.mT).flatten())
+                over.copy_((matrix - basis @ local_factor.float().mT * world).flatten())
                 self.memory.leave(part.name, right)
             return judged(mean, fine), new_residual
 
@@ -469,10 +469,10 @@ class PowerSGDMean(AveragingMethod):
     def sent_bytes(self, pieces: Pieces, world: int) -> int:
         sides = [_sides(p.shape) for p in pieces if self._pays(p.shape)]
         dense = sum(p.numbers for p in pieces if not self._pays(p.shape))
-        columns = [min(self.rank, *side) for side in sides]
+        columns = [count * min(self.rank, *side) for count, *side in sides]
         sizes = (
-            sum(2 * rows * k for (rows, _), k in zip(sides, columns, strict=True)),
-            sum(2 * width * k for (_, width), k in zip(sides, columns, strict=True)),
+            sum(2 * rows * k for (_, rows, _), k in zip(sides, columns, strict=True)),
+            sum(2 * width * k for (*_, width), k in zip(sides, columns, strict=True)),
             4 * dense,
         )
         return sum(reduced_bytes(size, world) for size in sizes)
@@ -480,25 +480,26 @@ class PowerSGDMean(AveragingMethod):
     def _pays(self, shape: tuple[int, ...]) -> bool:
         if len(shape) < 2:
             return False
-        rows, width = _sides(shape)
+        _, rows, width = _sides(shape)
         columns = min(self.rank, rows, width)
         return 0 < 2 * 2 * columns * (rows + width) <= 4 * rows * width
 
     def _start_of(self, part: BucketPart, matrix: Tensor) -> Tensor:
         """The last step's Q; at first chance, the same on every rank."""
-        rows, width = matrix.shape
+        count, rows, width = matrix.shape
+        shape = count, width, min(self.rank, rows, width)
         factor = self.memory.get(part.name)
-        if factor is None or factor.shape != (width, min(self.rank, rows, width)):
+        if factor is None or factor.shape != shape:
             dice = torch.Generator().manual_seed(zlib.crc32(part.name.encode()))
-            factor = torch.randn(width, min(self.rank, rows, width), generator=dice)
+            factor = torch.randn(shape, generator=dice)
         return factor.to(matrix.device)
 
 
-def _sides(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Shape as a matrix: experts one below the other, a convolution's filters one per row."""
+def _sides(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Count and sides of matrices: one per expert; a convolution's filters are rows of one."""
     if len(shape) == 3:
-        return shape[0] * shape[1], shape[2]
-    return shape[0], torch.Size(shape[1:]).numel()
+        return shape[0], shape[1], shape[2]
+    return 1, shape[0], torch.Size(shape[1:]).numel()
 
 
 def _together(tensors: list[Tensor], like: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ from hasten.parts.kernels.low_bit import (
     values_of,
 )
 from hasten.parts.optim.fused_adamw import KernelAdamW
+from hasten.parts.optim.load_state import put_formats_back
 
 FORMATS = ("bf16", "int8")
 CHUNK = {"cpu": 2**16}  # values at once: what a core's cache holds
@@ -116,12 +117,7 @@ class CompactAdamW(KernelAdamW):
                         f"{[*like.shape]}: load the state of the same weights"
                     )
         super().load_state_dict(state_dict)
-        parameters = list(chain.from_iterable(g["params"] for g in self.param_groups))
-        for index, parameter in zip(saved, parameters, strict=True):
-            for name, value in state_dict["state"].get(index, {}).items():
-                if isinstance(value, Tensor):
-                    value = value.to(parameter.device, copy=True)
-                self.state[parameter][name] = value
+        put_formats_back(self, state_dict)
 
     def _planned(self, weight: Tensor, group: State, index: int) -> adamw.TensorUpdate:
         state, copy, grad = self._next(weight), self._copies.get(id(weight)), weight.grad

@@ -6,9 +6,14 @@ kellerjordan.github.io/posts/muon). Scaled by 0.2 sqrt(max(rows, columns)) the u
 has the size of AdamW's. AdamW's learning rate and weight decay can then be used.
 Source: Liu et al., Muon is Scalable for LLM Training, arXiv:2502.16982, section 2.2.
 
-Embeddings, head, norms and biases stay with AdamW. A stack of matrices (experts, rows,
-columns) is one matrix per expert. The state of a matrix is one momentum, half of
-AdamW's.
+Embeddings, head, norms and biases stay with AdamW. The state of a matrix is one
+momentum, half of AdamW's.
+
+A stored tensor may hold several matrices: one per expert, or the projections of a fused
+weight, one below another. Examples are gate and up, or queries, keys and values. Each
+moves apart, as in a model that stores it apart. Their sizes follow from the layer's
+other weights. A fused weight of unknown form stays with AdamW; a warning names it.
+``kv_a_proj_with_mqa`` is one projection, as the models publish it.
 
 torch.optim.Muon does the same for matrices alone. Here one optimizer has both kinds of
 groups, so schedules, clipping and checkpoints handle one object. Stacks of experts are
@@ -18,7 +23,9 @@ supported too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,12 +35,39 @@ from torch.optim import AdamW, Optimizer
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of Jordan's iteration: steep at 0, within 0.7..1.2 after
 ITERATIONS = 5
 OUTER = ("embed", "lm_head", "wte", "wpe", "embeddings")  # in names of embeddings and heads
+FUSED = re.compile(r"qkv|query_key_value|c_attn|in_proj|gate_up|experts\.(base_layer\.)*lora_")
 
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
     """Returns True if a weight is a matrix (or a stack) between embeddings and head."""
     bias = name.rsplit(".", 1)[-1].endswith("bias")
     return parameter.ndim in (2, 3) and not bias and not any(word in name for word in OUTER)
+
+
+def rows_of_matrices(name: str, shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...] | None:
+    """Rows of each matrix in a hidden weight; () for one matrix, None for an unknown form.
+
+    Args:
+        shapes: of all weights by name, those of the same layer among them.
+    """
+    *_, rows, width = shapes[name]
+    layer, _, projection = name.removesuffix(".weight").rpartition(".")
+
+    def other(projection: str) -> Sequence[int]:
+        suffix = ".weight" if name.endswith(".weight") else ""
+        return shapes.get(f"{layer}.{projection}{suffix}", (0, 0))
+
+    if projection == "gate_up_proj" and tuple(other("down_proj")[-2:]) == (width, rows // 2):
+        return rows // 2, rows // 2
+    if projection == "qkv_proj" and 0 < (queries := other("o_proj")[-1]) < rows:
+        keys, odd = divmod(rows - queries, 2)
+        return None if odd or queries % keys else (queries, keys, keys)
+    if projection == "in_proj_weight" and rows == 3 * width:  # of torch's MultiheadAttention
+        return width, width, width
+    if projection == "o_a_proj" and (groups := other("q_b_proj")[0] // width):  # heads in groups
+        return (rows // groups,) * groups
+    stacked = len(shapes[name]) == 3
+    return None if FUSED.search(name) or (stacked and "experts" not in name) else ()
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
@@ -58,6 +92,7 @@ class MuonAdamW(Optimizer):
 
     Args:
         groups: parameter groups; a group without ``muon`` is AdamW's.
+            ``rows`` of each matrix in one of its weights; without it, a weight is one matrix.
         momentum: Muon's, Nesterov's form.
 
     Raises:
@@ -80,7 +115,7 @@ class MuonAdamW(Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         # The groups get all of AdamW's keys from it, so that its step() can work on them.
         plain = AdamW([{**g, "params": list(g["params"])} for g in groups], **defaults)
-        super().__init__(plain.param_groups, {**plain.defaults, "muon": False})
+        super().__init__(plain.param_groups, {**plain.defaults, "muon": False, "rows": ()})
         self.momentum = momentum
         self._plain = plain
         for group in self.param_groups:
@@ -117,21 +152,37 @@ class MuonAdamW(Optimizer):
         grad, moment = parameter.grad, state["momentum"]
         assert grad is not None
         moment.lerp_(grad, 1 - self.momentum)
-        update = orthogonalised(grad.lerp(moment, self.momentum))
+        direction = grad.lerp(moment, self.momentum)
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        size = 0.2 * math.sqrt(max(parameter.shape[-2:]))
-        parameter.add_(update, alpha=-group["lr"] * size)
+        rows = list(group["rows"]) or parameter.shape[-2]
+        for matrix, part in zip(parameter.split(rows, -2), direction.split(rows, -2), strict=True):
+            size = 0.2 * math.sqrt(max(matrix.shape[-2:]))
+            matrix.add_(orthogonalised(part), alpha=-group["lr"] * size)
 
 
 def muon_groups(
     groups: Iterable[dict[str, Any]], named: Iterable[tuple[str, nn.Parameter]]
 ) -> list[dict[str, Any]]:
-    """Each group in two where it needs to be: hidden matrices with ``muon: True``, and the rest."""
-    hidden = {id(p) for name, p in named if is_hidden_matrix(name, p)}
+    """Splits each group by what moves its weights: Muon, by the matrices they hold, or AdamW.
+
+    A warning names the first fused weight of unknown form.
+    """
+    weights = dict(named)
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    hidden = [name for name, weight in weights.items() if is_hidden_matrix(name, weight)]
+    forms = {id(weights[name]): rows_of_matrices(name, shapes) for name in hidden}
+    if unknown := [name for name in hidden if forms[id(weights[name])] is None]:
+        warnings.warn(
+            f"muon: {unknown[0]} holds several matrices in an unknown form ({len(unknown)} such "
+            "weights); AdamW moves them",
+            stacklevel=2,
+        )
     new_groups = []
     for group in groups:
-        for muon in (True, False):
-            members = [p for p in group["params"] if (id(p) in hidden) == muon]
-            if members:
-                new_groups.append({**group, "params": members, "muon": muon})
+        members: dict[tuple[int, ...] | None, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            members.setdefault(forms.get(id(parameter)), []).append(parameter)
+        for rows in sorted(members, key=lambda rows: (rows is None, rows or ())):
+            muon = {"muon": rows is not None, "rows": rows or ()}
+            new_groups.append({**group, "params": members[rows], **muon})
     return new_groups

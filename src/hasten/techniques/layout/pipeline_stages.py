@@ -77,7 +77,7 @@ class StagesLayout(RanksLayout):
         self.names: tuple[str, ...] = ()  # in the whole module's state
         self.copies: dict[str, str] = {}  # of a tied head where the embedding isn't
         self.runner: RanksRunner | None = None
-        self._stage, self._axes = stage, axes
+        self.stage, self._axes = stage, axes
         self._device = torch.device(setup.job.device)
         self._pruned: Pruned | None = None
         self._tied: TiedHead | None = None
@@ -126,7 +126,7 @@ class StagesLayout(RanksLayout):
         self._trained = [
             (n, p.detach().to("meta")) for n, p in module.named_parameters() if p.requires_grad
         ]
-        self._pruned = prune_stage(language_model, self.stage_layers, homes, self._stage)
+        self._pruned = prune_stage(language_model, self.stage_layers, homes, self.stage)
         local_state = module.state_dict(keep_vars=True)
         both = {name: originals[id(tensor)] for name, tensor in local_state.items()}
         self.copies = {
@@ -143,7 +143,7 @@ class StagesLayout(RanksLayout):
         """This rank's stages by number, over the modules as they were when first asked for."""
         spans = partition.ranges(self.stage_layers)
         homes = enumerate(self.settings.homes)
-        return {i: self.model.stage(spans[i]) for i, home in homes if home == self._stage}
+        return {i: self.model.stage(spans[i]) for i, home in homes if home == self.stage}
 
     def start(self, seams: PassHooks) -> RanksRunner:
         """Returns the runner of this rank's stages."""

@@ -65,6 +65,10 @@ from hasten.parts.nn.losses import WholeLogitsLoss
 class AsyncPipeline:
     """Lays out a model as a pipeline and runs its steps.
 
+    Dropout of a stage draws from its rank's random state. Ranks with equal states drop equal
+    entries; seed each rank differently after ``partition_model``, and give the loader a
+    generator of its own.
+
     Args:
         stages: number of ranks (or devices of this process) for the model.
         microbatch_size: rows of a micro-batch. A batch that it doesn't divide is cut into

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hasten.parts.comm.groups import gathered_objects
+from hasten.parts.optim.load_state import load_optimizer
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -81,7 +82,7 @@ class Update:
         """Loads a state; before the first step the optimizer receives it when it is created."""
         self._state = state["optimizer"]
         if self.optimizer is not None and self._state is not None:
-            self.optimizer.load_state_dict(dict(self._state))
+            load_optimizer(self.optimizer, dict(self._state))
 
     def _commit_update(self, taken: bool, group: dist.ProcessGroup | None) -> None:
         if group is not None:  # all ranks do the same
@@ -97,7 +98,7 @@ class Update:
         build = self._build or (lambda parameters: torch.optim.AdamW(parameters, lr=self._rate))
         self.optimizer = build(self._parameters)
         if self._state is not None:
-            self.optimizer.load_state_dict(dict(self._state))
+            load_optimizer(self.optimizer, dict(self._state))
 
 
 def _has_optimizer(parameters: list[nn.Parameter]) -> bool:
