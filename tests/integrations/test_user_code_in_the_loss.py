@@ -417,6 +417,26 @@ def test_lightning_packs_the_model_s_call_if_nothing_reads_the_logits(
 
 
 @lightning_only
+def test_a_first_step_without_a_loss_proves_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = module_of(tiny_model())
+    numbers: list[int] = []
+
+    def training_step(batch: Any, batch_idx: int) -> Tensor | None:
+        numbers.append(batch_idx)
+        loss: Tensor = module.model(**batch).loss
+        return None if batch_idx == 0 else loss
+
+    module.training_step = training_step
+    trainer = lightning_of(tmp_path, max_steps=STEPS)
+    hasten.speed_up(trainer, plan=[Planted("gradient")])
+    trainer.fit(module, DataLoader(rows(), batch_size=4, collate_fn=left_padded))  # type: ignore[arg-type]
+    assert numbers[:3] == [0, 1, 2]
+    assert "planted was taken out: the gradient of" in caplog.text
+
+
+@lightning_only
 def test_a_model_in_eval_mode_is_trained_as_it_is_and_that_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

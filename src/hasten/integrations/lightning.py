@@ -284,7 +284,7 @@ class ModulePasses:
 
     def end_first_step(self) -> None:
         """The passes of a step are done."""
-        if self._proof is not None and not self._proof.awaits_loss:
+        if self._proof is not None and self._proof.is_settled:
             if self._proof.batches and self._techniques:
                 count = len(self._techniques) + self._others
                 self._report(f"{self._proof}; {count} technique{'s' if count != 1 else ''} joined")

@@ -597,6 +597,7 @@ class TrainerTechniques(TrainerCallback):
                     "this trainer's steps don't call compute_loss; techniques of the "
                     "model and its batches are left out"
                 )
+                self._techniques = []
             self.proof = None
             self._decide()
         self.setup.communication.before_update(self._parameters())

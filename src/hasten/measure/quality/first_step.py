@@ -248,6 +248,11 @@ class FirstStepProof:
             f"{max(self.largest, torch.finfo(torch.float32).eps):.1e} of those without hasten"
         )
 
+    @property
+    def is_settled(self) -> bool:
+        """True after a batch that was compared, or if there is nothing to compare."""
+        return self._is_over or self.batches > 0 or not self.techniques
+
     def check(
         self, host_batch: Any, *host_objects: Any, trained: TrainedPass | None = None
     ) -> list[Removal]:
