@@ -158,6 +158,8 @@ class TokenCount:
 class StepLog:
     """Receives a host's steps from its callback; this one, of ranks after the first, drops them."""
 
+    steps_to_compare = 0  # of a training whose second step shall run without techniques too
+
     def begin(self) -> None:
         """Assigns everything that follows to the next step."""
 

@@ -240,6 +240,7 @@ class ModulePasses:
         self._proof: FirstStepProof | None = None
         self._recorder = Recorder(called_modules(model))
         self._is_recorded = False  # the pass whose backward pass runs
+        self._plain_until = 0  # the step after which techniques act
         self._own_pass: OwnPass
         self._replay: ReplayPasses
         self._reported: set[str] = set()
@@ -272,15 +273,17 @@ class ModulePasses:
         if self._proof is None or not self._is_recorded:
             return
         self._is_recorded = False
-        logs = [getattr(callback, "evidence", None) for callback in self._trainer.callbacks]
         calls = self._recorder.calls
         trained = self._own_pass.ended(self._replay.recorded_sums(calls))
         for removal in self._proof.check(calls, trained=trained):
             self._report(f"{removal.technique.name()} was taken out: {removal.difference}")
         self._techniques, self._recorder.calls = self._proof.techniques, []
-        for log in logs:
-            if isinstance(log, StepLog):
-                log.exclude(self._proof.seconds)
+        for log in self._logs():
+            log.exclude(self._proof.seconds)
+
+    def _logs(self) -> list[StepLog]:
+        logs = [getattr(callback, "evidence", None) for callback in self._trainer.callbacks]
+        return [log for log in logs if isinstance(log, StepLog)]
 
     def end_first_step(self) -> None:
         """The passes of a step are done."""
@@ -288,6 +291,10 @@ class ModulePasses:
             if self._proof.batches and self._techniques:
                 count = len(self._techniques) + self._others
                 self._report(f"{self._proof}; {count} technique{'s' if count != 1 else ''} joined")
+            compared = max((log.steps_to_compare for log in self._logs()), default=0)
+            step, steps = self._trainer.global_step, self._trainer.estimated_stepping_batches
+            if self._proof.batches and 0 < compared <= steps - step:
+                self._plain_until = step + 2
             self._proof = None
 
     def close(self) -> None:
@@ -307,6 +314,8 @@ class ModulePasses:
             self._own_pass = OwnPass(self._model, memory.free_bytes(device))
             with self._recorder.active():
                 return self._usual(batch, *index, **more)
+        if self._trainer.global_step < self._plain_until:
+            return self._usual(batch, *index, **more)
         self._window.enter_context(self._hosted.active(self._techniques))
         if packs(self._techniques):
             self._window.enter_context(self._packing())

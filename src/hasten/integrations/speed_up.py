@@ -222,9 +222,12 @@ def _more(technique: Technique, context: JobContext, kept_choice: KeptChoice | N
 class SpeedNote(StepLog):
     """Reports the speed of a host's first steps and of the job without techniques.
 
-    A trainer runs once, with its techniques. So the references are its first step, which runs
-    without them, and the comparison of ``plan: auto`` that chose them, in hasten's own loop.
+    A trainer runs once, with its techniques. So the references are its second step, which runs
+    without them, and the comparison of ``plan: auto`` that chose them, in hasten's own loop. The
+    first step is slower than others: it also starts threads and fills caches.
     """
+
+    steps_to_compare = WATCHED_STEPS
 
     def __init__(
         self, kept_choice: KeptChoice | None, expected: float | None, context: JobContext
@@ -237,7 +240,7 @@ class SpeedNote(StepLog):
         if speed is not None and gain is not None and gain["median"]:
             self._plain = speed / gain["median"]
         self._speeds: list[float] = []
-        self._first_speed: float | None = None  # of a first step without techniques
+        self._second_speed: float | None = None  # of a step without techniques
         self._is_checked = False
         self._steps, self._last = 0, time.perf_counter()
         self._machine = BusyMachine(_LOG.warning) if context.world.size == 1 else None
@@ -255,7 +258,7 @@ class SpeedNote(StepLog):
 
     def exclude(self, seconds: float) -> None:
         self._last += seconds
-        self._is_checked = True  # so the trainer's own step runs without techniques
+        self._is_checked = True  # so the first two steps run without techniques
 
     def step(self, step: int, count: TokenCount, loss: float | None = None) -> None:
         """Records a step; at the last of the measured steps, reports the speed."""
@@ -269,8 +272,8 @@ class SpeedNote(StepLog):
         tokens, _ = count.take()
         self._steps += 1
         speed = None if tokens is None else tokens / max(seconds, 1e-9)
-        if self._steps == 1 and self._is_checked:
-            self._first_speed = speed
+        if self._steps == 2 and self._is_checked:
+            self._second_speed = speed
         elif speed is not None and self._steps > WARM_UP:
             self._speeds.append(speed)
         if self._steps == WATCHED_STEPS and self._speeds:
@@ -286,9 +289,8 @@ class SpeedNote(StepLog):
         sentence = f"speed_up: steps {WARM_UP + 1} to {WATCHED_STEPS} ran at {speed:,.0f} tokens/s"
         if self._context.world.size > 1:
             sentence += " on this rank"
-        if self._first_speed is not None:
-            first = f"{self._first_speed:,.0f} tokens/s"
-            sentence += f"; the first step, without hasten and not warmed up, ran at {first}"
+        if self._second_speed is not None:
+            sentence += f"; step 2, without hasten, at {self._second_speed:,.0f} tokens/s"
         if self._plain is None or self._context.world.size > 1:
             return sentence
         expected = "" if self._expected is None else f" ({self._expected:.2f} was expected)"

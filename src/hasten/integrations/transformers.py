@@ -349,6 +349,7 @@ class TrainerTechniques(TrainerCallback):
         self._passes: _TrainerPasses | ReplayPasses
         self._recorder: Recorder
         self._own_pass: Any = None  # the gradients of a pass that is to be proven
+        self._plain_until = 0  # the step after which techniques act
         self._first_pass: Any = None  # the inputs of a pass that is to be proven
         self._techniques: list[Technique] = []  # that change the training passes
         self._packing: PackedCollator | None = None
@@ -451,7 +452,8 @@ class TrainerTechniques(TrainerCallback):
             self._own_pass = OwnPass(
                 self._passes.model, memory.free_bytes(str(self._trainer.args.device))
             )
-        if self.proof is not None and host_batch is not None:
+        is_plain = self.proof is not None or self._plain_until > 0
+        if is_plain and host_batch is not None:
             inputs, host_batch = host_batch, None
         self._host_batch = host_batch
         with contextlib.ExitStack() as window:
@@ -477,7 +479,7 @@ class TrainerTechniques(TrainerCallback):
                 self._first_pass = copy.copy(inputs), kwargs.get("num_items_in_batch")
                 if isinstance(self._passes, ReplayPasses):
                     self._window.enter_context(self._recorder.active())
-            else:
+            elif not self._plain_until:
                 if self._host_batch is not None and not packs(self._techniques):  # since this step
                     inputs = Trainer._prepare_inputs(self._trainer, self._host_batch)
                 self._window.enter_context(self._hosted.active(self._techniques))
@@ -489,8 +491,7 @@ class TrainerTechniques(TrainerCallback):
     def _prove(self, inputs: Any, items: Any) -> None:
         """Compares the pass that has just ended with one that has the techniques."""
         assert self.proof is not None
-        callbacks = self._trainer.callback_handler.callbacks
-        evidence = [one for one in callbacks if isinstance(one, StepEvidence)]
+        evidence = self._evidence()
         counts = [one.count for one in evidence]
         if isinstance(self._passes, ReplayPasses):
             calls = self._recorder.calls
@@ -506,6 +507,10 @@ class TrainerTechniques(TrainerCallback):
             one.log.exclude(self.proof.seconds)
         for removal in removed:
             self._report(f"{removal.technique.name()} was taken out: {removal.difference}")
+
+    def _evidence(self) -> list[StepEvidence]:
+        callbacks = self._trainer.callback_handler.callbacks
+        return [one for one in callbacks if isinstance(one, StepEvidence)]
 
     def _count(self) -> str:
         """The number of techniques that this trainer has."""
@@ -598,8 +603,12 @@ class TrainerTechniques(TrainerCallback):
                     "model and its batches are left out"
                 )
                 self._techniques = []
+            compared = max((one.log.steps_to_compare for one in self._evidence()), default=0)
+            if self.proof.batches and 0 < compared <= state.max_steps - state.global_step:
+                self._plain_until = state.global_step + 2
             self.proof = None
-            self._decide()
+            if not self._plain_until:
+                self._decide()
         self.setup.communication.before_update(self._parameters())
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -608,6 +617,9 @@ class TrainerTechniques(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._saves.after_step(state.global_step)
         self._is_fitted = False
+        if self._plain_until and state.global_step >= self._plain_until:
+            self._plain_until = 0
+            self._decide()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not args.save_only_model:
