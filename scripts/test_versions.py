@@ -39,8 +39,8 @@ RANGE = ROOT / "src" / "hasten" / "machine" / "tested_versions.json"
 PAGE = ROOT / "docs" / "reference" / "models.md"
 BEGIN, END = "<!-- table of make test-versions -->", "<!-- end of the table -->"
 ENDS = ("oldest", "newest")
-PACKAGES = ("torch", "transformers", "peft", "trl", "lightning")
-# What others' releases can break: models and their parts, kernels, and the trainers themselves.
+PACKAGES = ("torch", "transformers", "peft", "trl", "lightning", "datasets")
+# What others' releases can break: models and their parts, kernels, trainers, and data of the hub.
 TESTS = (
     "tests/integrations",
     "tests/models",
@@ -48,6 +48,7 @@ TESTS = (
     "tests/parts/kernels",
     "tests/parts/nn",
     "tests/parts/optim",
+    "tests/data/test_hub.py",
 )
 # Saved folders are opened by the last transformers before 5, which servers build on, and by the
 # package that llama.cpp's converter reads folders with.
@@ -78,9 +79,10 @@ def main() -> int:
 
 
 def pins() -> dict[str, Requirement]:
-    """The requirements of pyproject.toml, and those of the trainers it is tested in, by name."""
+    """The requirements of pyproject.toml, of other trainers and of the hub's data sets, by name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    every = project["dependencies"] + project["optional-dependencies"]["hosts"]
+    extras = project["optional-dependencies"]
+    every = project["dependencies"] + extras["hosts"] + extras["hub"]
     return {r.name: r for r in map(Requirement, every)}
 
 

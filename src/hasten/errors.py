@@ -13,7 +13,7 @@ from contextlib import contextmanager
 # What pip installs for each extra of pyproject.toml: a name on the index may be somebody else's, so
 # no message names the project itself.
 EXTRAS = {
-    "hub": "'datasets>=4'",
+    "hub": "'datasets>=4.7,<6'",
     "deepspeed": "'deepspeed>=0.19,<0.20' ninja",
     "gguf": "'gguf>=0.17,<1'",
     "monitor": "'starlette>=0.45' 'uvicorn>=0.34'",

@@ -83,8 +83,8 @@ def test_the_same_trainer_has_the_techniques_it_can_carry_and_the_same_losses(
     trainer = trainer_of(tmp_path / "b")
     with caplog.at_level(logging.WARNING):
         assert hasten.speed_up(trainer) is trainer
-    (said,) = [example.message for example in caplog.records if "speed_up" in example.message]
-    joined, *left_out = said.split("\n  left out: ")
+    (line,) = said(caplog)
+    joined, *left_out = line.split("\n  left out: ")
     for name in ("packed", "document_attention", "fused_layers", "labelled_token_loss"):
         assert name in joined
     assert [line.partition(":")[0] for line in left_out] == ["bf16_master_weights"]
@@ -146,7 +146,9 @@ PROVEN = (
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [example.message for example in caplog.records if "speed_up" in example.message]
+    """What speed_up prints, except its notice on releases that weren't tested yet."""
+    messages = [example.message for example in caplog.records if "speed_up" in example.message]
+    return [message for message in messages if "hasten wasn't tested with" not in message]
 
 
 def test_a_race_of_this_model_and_data_decides_and_its_gain_is_expected_and_compared(

@@ -120,7 +120,8 @@ RANGES = versions.tested()["ranges"]
 
 def test_the_pins_allow_both_ends_and_the_constraints_lie_inside() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    every = project["dependencies"] + project["optional-dependencies"]["hosts"]
+    extras = project["optional-dependencies"]
+    every = project["dependencies"] + extras["hosts"] + extras["hub"]
     pins = {r.name: r.specifier for r in map(Requirement, every)}
     pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
     for name, (oldest, newest) in RANGES.items():

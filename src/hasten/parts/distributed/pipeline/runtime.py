@@ -279,7 +279,7 @@ class RanksRunner:
         if shape is None and not hasattr(stage, "InferenceMode"):
             raise ValueError(
                 "this torch can't find out what travels between the stages of an nn.Sequential; "
-                "take torch 2.13, or a language model"
+                "take torch 2.13 or newer, or a language model"
             )
         settings = self.work.settings
         stages = [self._torch_stage(index, shape) for index in self._stages]

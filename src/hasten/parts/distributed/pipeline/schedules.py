@@ -58,7 +58,7 @@ def why_missing(schedule: str) -> str:
     try:
         from torch.distributed.pipelining import schedules
     except ImportError:
-        return "this torch has no torch.distributed.pipelining; take torch 2.13"
+        return "this torch has no torch.distributed.pipelining; take torch 2.13 or newer"
     needed = ["_PipelineScheduleRuntime", "_Action"]
     if schedule in TORCH_NAMES:
         needed.append(f"Schedule{TORCH_NAMES[schedule]}")
@@ -69,7 +69,7 @@ def why_missing(schedule: str) -> str:
     return (
         ""
         if "return_outputs" in parameters
-        else "this torch's pipelines are too old; take torch 2.13"
+        else "this torch's pipelines are too old; take torch 2.13 or newer"
     )
 
 
