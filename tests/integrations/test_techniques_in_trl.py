@@ -142,7 +142,9 @@ def test_the_program_of_a_readme_trains_the_model_of_the_demo(
     model: Any = tiny_model()
     model.save_pretrained("runs/demo/model")
     tokenizer().save_pretrained("runs/demo/model")
-    blocks = re.findall(r"^```py\n(.*?)^```$", (ROOT / readme).read_text(), re.DOTALL | re.MULTILINE)
+    blocks = re.findall(
+        r"^```py\n(.*?)^```$", (ROOT / readme).read_text(), re.DOTALL | re.MULTILINE
+    )
     (program,) = (block for block in blocks if "SFTTrainer(" in block)
     space: dict[str, Any] = {}
     with caplog.at_level(logging.WARNING, "hasten"):
