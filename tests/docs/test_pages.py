@@ -71,16 +71,42 @@ def test_links_to_results_lead_to_a_table(path: Path) -> None:
     assert [n for n in names if not (ROOT / f"benchmarks/results/{n}.md").is_file()] == []
 
 
-def test_the_picture_is_that_of_the_table() -> None:
+def test_the_picture_is_that_of_the_tables() -> None:
     gains_picture = load("gains_picture")
-    page = gains_picture.PAGE.read_text(encoding="utf-8")
-    assert gains_picture.PICTURE.read_text(encoding="utf-8") == gains_picture.drawing_of(page)
+    drawn = gains_picture.drawing_of(gains_picture.charts())
+    assert gains_picture.PICTURE.read_text(encoding="utf-8") == drawn
+
+
+def test_every_chart_of_the_picture_names_its_processor() -> None:
+    headings = [chart.heading for chart in load("gains_picture").charts()]
+    processors = ["H200", r"H200; AMD EPYC \(AVX2\), 2 cores", "2 cores Intel Xeon with AMX"]
+    for heading, processor in zip(headings, processors, strict=True):
+        assert re.search(processor, heading)
+
+
+def test_bars_of_a_gpu_have_the_values_of_its_table() -> None:
+    gains_picture = load("gains_picture")
+    rows = [
+        f"| {name} | 27 | {1000 * at:,} [{900 * at:,}, 1,{at}00,000] | the Trainer: 4 [3, 7.2] |"
+        for at, name in enumerate(gains_picture.GPU_ROWS, start=1)
+    ]
+    page = "\n".join([*rows, "", "| lora-v2-lite, tokens/s | 1 | 2 |"])  # of another table
+    bars = gains_picture.gpu_bars(page)
+    assert [(bar.value, bar.low) for bar in bars] == [(1e3 * at, 9e2 * at) for at in range(1, 7)]
+    assert bars[0].high == 1_100_000
+    speed_up = "\n".join(
+        f"| {name} | 2.5 [2.25, 3] | 1e-6 |" for name in gains_picture.TRAINER_ROWS
+    )
+    ratios = gains_picture.trainer_bars(page, speed_up)
+    assert [(bar.value, bar.low, bar.high) for bar in ratios] == [(4, 3, 7.2)] + [
+        (2.5, 2.25, 3)
+    ] * 3
 
 
 def test_a_bar_begins_where_the_one_above_ends() -> None:
     rows = ["| + a | 2.00× [1.5, 2.5] | helped | 2.00× [1.50, 2.50] | 1 |"]
     rows += ["| + b | 0.95× [0.9, 1.1] | undecided | 1.90× [1.40, 2.40] | 1 |"]
-    bars = load("gains_picture").bars_of(
+    bars = load("gains_picture").demo_bars(
         "\n".join(["<!-- demo table -->", *rows, "<!-- /demo table -->"])
     )
     assert [bar.start for bar in bars] == [None, 1.0, 2.0]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ pytestmark = pytest.mark.skipif(
     reason="needs trl",
 )
 STEPS = 3
+ROOT = Path(__file__).parents[2]
 PLANS: dict[str, list[Technique]] = {
     "SFT": [Packed(), DocumentAttention(), ActivationCheckpointing()],
     "DPO": [DocumentAttention(), ActivationCheckpointing()],
@@ -129,3 +132,23 @@ def test_what_trl_decides_itself_is_refused(kind: str, tmp_path: Path) -> None:
     for technique in refused:
         with pytest.raises(InputError, match=technique.name()):
             with_techniques(trainer_of(kind, tmp_path), [technique])
+
+
+@pytest.mark.parametrize("readme", ["README.md", "README.zh-CN.md"])
+def test_the_program_of_a_readme_trains_the_model_of_the_demo(
+    readme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model: Any = tiny_model()
+    model.save_pretrained("runs/demo/model")
+    tokenizer().save_pretrained("runs/demo/model")
+    blocks = re.findall(
+        r"^```py\n(.*?)^```$", (ROOT / readme).read_text(), re.DOTALL | re.MULTILINE
+    )
+    (program,) = (block for block in blocks if "SFTTrainer(" in block)
+    space: dict[str, Any] = {}
+    with caplog.at_level(logging.WARNING, "hasten"):
+        exec(program.replace("max_steps=30", "max_steps=3, use_cpu=True"), space)
+    assert space["trainer"].state.global_step == STEPS
+    joined = next(m for m in caplog.messages if re.match("speed_up: .* joined", m))
+    assert joined.startswith("speed_up: packed, document_attention")
