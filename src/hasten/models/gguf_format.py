@@ -1,8 +1,8 @@
 """A model as one GGUF file, the form that llama.cpp loads, and the same weights read back from it.
 
 The file has the tensors under llama.cpp's names, the numbers of the config, and the tokenizer.
-Three architectures are supported: llama, qwen2 and deepseek2 (DeepSeek-V2 and V3). Anything that
-llama.cpp would compute in another way is refused in one sentence.
+Four architectures are supported: llama, qwen2, qwen3 and deepseek2 (DeepSeek-V2 and V3). Anything
+that llama.cpp would compute in another way is refused in one sentence.
 
 (1) `check_convertible` refuses what the format can't hold. (2) Each weight becomes one or two
 tensors by a `TensorRule`. (3) Header, metadata and tensors are written one after the other, so
@@ -35,6 +35,7 @@ GGUFType = Literal["f16", "q8_0"]
 ARCHITECTURES: Final = {
     "llama": "llama",
     "qwen2": "qwen2",
+    "qwen3": "qwen3",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
 }
@@ -131,8 +132,8 @@ def _differences(config: PreTrainedConfig) -> Iterator[str]:
     rope = dict(getattr(config, "rope_parameters", None) or {})
     scaling = rope.get("rope_type", "default")
     is_latent = ARCHITECTURES[config.model_type] == "deepseek2"
-    supported = {"llama": ("linear", "yarn", "llama3"), "qwen2": ("linear", "yarn")}
-    kinds = ("default", *supported.get(config.model_type, ("yarn",)))
+    kinds = ("default", "yarn", *(() if is_latent else ("linear",)))
+    kinds += ("llama3",) if config.model_type == "llama" else ()
     if scaling not in kinds:
         yield f"rope_type is {scaling!r}, and supported are {', '.join(kinds)}"
     yield from _rotary_differences(rope, is_latent)
@@ -198,7 +199,7 @@ def _attention(config: PreTrainedConfig) -> Iterator[TensorRule]:
     """Grouped attention; llama's queries and keys are permuted, since llama.cpp rotates pairs.
 
     transformers rotates the first half of a head against the second. The llama graph of llama.cpp
-    rotates each even row against the next one. Its qwen2 graph rotates halves.
+    rotates each even row against the next one. Its graphs of qwen2 and qwen3 rotate halves.
     """
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
@@ -215,6 +216,9 @@ def _attention(config: PreTrainedConfig) -> Iterator[TensorRule]:
         yield TensorRule(
             f"self_attn.o_proj.{part}", (f"attn_output.{part}",), is_exact=part == "bias"
         )
+    for letter in "qk":  # norms of qwen3
+        norm = f"{letter}_norm.weight"
+        yield TensorRule(f"self_attn.{norm}", (f"attn_{norm}",), is_exact=True)
 
 
 def _interleaving(heads: int) -> Callable[[Tensor], tuple[Tensor, ...]]:
