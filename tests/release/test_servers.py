@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +17,11 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast, pipeline
 
+from hasten.data.chat_template import encode
+from hasten.data.conversation import Conversation
 from hasten.data.prompt_formats import PROMPT_FORMATS, missing_tokens
 from hasten.data.tokenize import train_bpe
+from hasten.data.turns import Message, message
 from hasten.models.gguf_format import check_convertible, write_gguf
 from hasten.models.load import load_model
 from hasten.models.presets import PRESETS
@@ -117,12 +121,12 @@ def prepared(model: Path, folder: Path, answer: str, **changes: Any) -> Any:
     return prepare_data(Recipe(**fields | changes), folder / "data").tokenizer
 
 
-def set_weights(model: Any, tokenizer: Any, text: str) -> None:
-    """Makes the model write this text after a prompt, and its end."""
+def set_weights(model: Any, tokenizer: Any, text: str, end: int) -> None:
+    """Makes the model write this text after a prompt, and the token ``end``."""
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": QUESTION}], add_generation_prompt=True, return_dict=False
     )
-    script = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    script = [*tokenizer(text, add_special_tokens=False)["input_ids"], end]
     chain = [prompt[-1], *script]
     assert len(set(chain)) == len(chain)
     for name, weight in model.named_parameters():
@@ -157,7 +161,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Writer:
             source = base(kind, folder / f"{name}-base")
             tokenizer = prepared(source, folder / f"{name}-run", kind.thought + ANSWER)
             model: Any = load_model(str(source), eos_token_id=tokenizer.eos_token_id)
-            set_weights(model, tokenizer, kind.text)
+            set_weights(model, tokenizer, kind.text, tokenizer.eos_token_id)
             made[kind] = Written(folder / name, folder / f"{name}.gguf")
             save_model(model, tokenizer, made[kind].folder)
             check_convertible(model, tokenizer)
@@ -222,18 +226,69 @@ def test_what_a_run_trained_decides_what_is_an_answer(
     assert asked(transformers_server, str(written(kind).folder)) == (expected, expected)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_llama_cpp_gives_the_answer_alone(kind: Kind, written: Writer) -> None:
+def llama_cpp(file: Path) -> Any:
+    """llama.cpp's own server on one thread; it ends with the object."""
     xllamacpp = pytest.importorskip("xllamacpp", reason="it contains llama.cpp (extra dev)")
     settings = xllamacpp.CommonParams()
-    settings.model.path = str(written(kind).file)
+    settings.model.path = str(file)
     settings.n_ctx, settings.n_parallel, settings.warmup = 512, 1, False
     settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = 1
-    server = xllamacpp.Server(settings)
+    return xllamacpp.Server(settings)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_llama_cpp_gives_the_answer_alone(kind: Kind, written: Writer) -> None:
+    server = llama_cpp(written(kind).file)
     whole, streamed = asked(f"{server.listening_address}/v1", "any")
     assert whole == streamed
     # It keeps the line break at the end of a prompt that opens a thought.
     assert whole._replace(thought=whole.thought.strip()) == kind.expected
+
+
+def test_llama_cpp_stops_at_every_end_token_of_the_model(tmp_path: Path) -> None:
+    kind = Kind("llama", "deepseek-llm")
+    tokenizer = train_bpe([QUESTION, ANSWER] * 3, 320)
+    tokenizer.add_tokens(["<x>", "<y>", "<z>"], special_tokens=True)  # names that it doesn't know
+    ends = [tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(["<x>", "<y>"])]
+    model: Any = load_model(PRESET[kind.architecture], vocab_size=len(tokenizer))
+    model.generation_config.eos_token_id = ends
+    assert check_convertible(model, tokenizer) == []
+    for end in ends:
+        set_weights(model, tokenizer, ANSWER, end)
+        write_gguf(model, tokenizer, tmp_path / "model.gguf", "f16", "a model")
+        server = llama_cpp(tmp_path / "model.gguf")
+        assert asked(f"{server.listening_address}/v1", "any")[0] == kind.expected
+        del server
+    model.generation_config.eos_token_id = [tokenizer.convert_tokens_to_ids("<z>"), *ends]
+    (warning,) = check_convertible(model, tokenizer)
+    assert "<z> is left out" in warning
+
+
+@pytest.mark.parametrize("kind", [KINDS[5], KINDS[8]], ids=lambda kind: kind.name)
+def test_llama_cpp_writes_tool_calls_as_they_are_trained(kind: Kind, written: Writer) -> None:
+    """The trained text of a dialogue is what llama.cpp's model reads of it later."""
+    arguments = '{"town":"K\\u00f6ln","days":[1,2]}'
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "rain", "tool_call_id": "c1"},
+    ]
+    server, folder = llama_cpp(written(kind).file), written(kind).folder
+    request = urllib.request.Request(
+        f"{server.listening_address}/apply-template",
+        json.dumps({"messages": turns}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        prompt = json.load(response)["prompt"]
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    begin = tokenizer.bos_token or ""  # llama.cpp leaves it to the tokens
+    dialogue = Conversation((*map(message, turns), Message("assistant", ANSWER)), None, "a:1")
+    (trained,) = encode(tokenizer, dialogue, 1000).examples
+    text = tokenizer.decode(trained.input_ids)
+    assert '{"town": "Köln", "days": [1, 2]}' in prompt
+    assert text.removeprefix(begin).startswith(prompt.removeprefix(begin))
 
 
 def test_a_pipeline_returns_the_parts_of_the_answer(written: Writer) -> None:

@@ -119,6 +119,9 @@ def check_convertible(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
             "the tokenizer composes accents (NFC) and llama.cpp doesn't: text with accents as "
             "characters of their own has other tokens there"
         )
+    if unwritten := _further_ends(model, tokenizer)[2:]:
+        tokens = ", ".join(map(str, tokenizer.convert_ids_to_tokens(unwritten)))
+        remaining.append(f"a GGUF file has three end tokens at most: {tokens} is left out")
     if ARCHITECTURES[kind] == "deepseek2" and config.rms_norm_eps != LATENT_EPS:
         remaining.append(
             f"the norms of latent vectors add {LATENT_EPS:g} and llama.cpp adds rms_norm_eps, "
@@ -216,7 +219,7 @@ def _attention(config: PreTrainedConfig) -> Iterator[TensorRule]:
         yield TensorRule(
             f"self_attn.o_proj.{part}", (f"attn_output.{part}",), is_exact=part == "bias"
         )
-    for letter in "qk":  # norms of qwen3
+    for letter in "qk" if config.model_type == "qwen3" else "":
         norm = f"{letter}_norm.weight"
         yield TensorRule(f"self_attn.{norm}", (f"attn_{norm}",), is_exact=True)
 
@@ -303,7 +306,6 @@ def write_gguf(
     file: Path,
     kind: GGUFType,
     name: str,
-    stop_token: int | None = None,
 ) -> None:
     """Write the model and its tokenizer as one file.
 
@@ -319,7 +321,7 @@ def write_gguf(
     config, state = model.config, model.state_dict()
     writer = gguf.GGUFWriter(file, ARCHITECTURES[config.model_type])
     _add_config(writer, config, name, kind)
-    _add_tokenizer(writer, tokenizer, config.vocab_size, stop_token)
+    _add_tokenizer(writer, tokenizer, config.vocab_size, _further_ends(model, tokenizer))
     entries: list[tuple[Tensor, Any]] = []
     for rule in tensor_rules(config):
         if rule.source not in state or not rule.targets:
@@ -559,8 +561,15 @@ def _content(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     return content
 
 
+def _further_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokens at which generation stops, the tokenizer's eos left out; the last added come first."""
+    ends = model.generation_config.eos_token_id
+    listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    return [end for end in reversed(listed) if end != tokenizer.eos_token_id]
+
+
 def _add_tokenizer(
-    writer: Any, tokenizer: PreTrainedTokenizerBase, rows: int, stop_token: int | None
+    writer: Any, tokenizer: PreTrainedTokenizerBase, rows: int, further_ends: Sequence[int]
 ) -> None:
     """Tokens, merges and special tokens; rows of the embedding without a token are unused."""
     from gguf import TokenType
@@ -588,10 +597,12 @@ def _add_tokenizer(
         (writer.add_bos_token_id, tokenizer.bos_token_id),
         (writer.add_eos_token_id, tokenizer.eos_token_id),
         (writer.add_pad_token_id, tokenizer.pad_token_id),
-        # llama.cpp stops at both.
-        (writer.add_eot_token_id, None if stop_token == tokenizer.eos_token_id else stop_token),
     ):
         if special is not None:
             add(special)
+    # llama.cpp stops at these, too.
+    adders = (writer.add_eot_token_id, writer.add_eom_token_id)
+    for add, end in zip(adders, further_ends, strict=False):
+        add(end)
     if template := stored_template(tokenizer):
         writer.add_chat_template(template)

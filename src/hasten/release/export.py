@@ -268,7 +268,7 @@ def _write(
         model = merge(model)
     if request.form == "gguf":
         file = gguf_file(request, folder)
-        write_gguf(model, tokenizer, file, request.gguf_type, file.stem, stop)
+        write_gguf(model, tokenizer, file, request.gguf_type, file.stem)
         for parameter in model.parameters():
             parameter.data.fill_(torch.nan)  # a weight that the file lacks
         model.load_state_dict(read_gguf(file, model.config), strict=False)
