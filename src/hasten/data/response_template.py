@@ -39,12 +39,13 @@ def response_template(
         model_type: that of the model's config.
         opens_thoughts: if False, the model's text is an answer even if the prompt opens a thought.
     """
-    for kind, (opening, ends) in _PARSED.items() if written else ():
-        fits = opening in written.prompt and {written.token, tokenizer.eos_token} <= {*ends}
+    prompt, end = (written.prompt, written.token) if written is not None else ("", "")
+    for kind, (opening, ends) in _PARSED.items():
+        fits = opening in prompt and {end, tokenizer.eos_token} <= {*ends}
         if model_type.startswith(kind) and fits:
             return None
     specials = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    closes = sorted(specials | {written.token} if written and written.token else specials)
+    closes = sorted({*specials, end} - {""})
     return {
         "defaults": {"role": "assistant", "content": ""},
         "start_anchor_pattern": _UNTIL_THOUGHT if opens_thoughts else _PROMPT,
@@ -67,5 +68,5 @@ def response_template(
 
 def is_published(template: dict[str, Any] | None) -> bool:
     """True for a rule that came with the tokenizer, not one of `response_template`."""
-    own = (_PROMPT, _UNTIL_THOUGHT)
-    return template is not None and template.get("start_anchor_pattern") not in own
+    anchors = (_PROMPT, _UNTIL_THOUGHT)
+    return template is not None and template.get("start_anchor_pattern") not in anchors
