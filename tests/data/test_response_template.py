@@ -67,6 +67,7 @@ def test_the_parsers_of_the_server_stay_where_they_fit() -> None:
     TOKENIZER.eos_token = "<|im_end|>"
     assert rule("qwen3", model_type="qwen3") is None
     assert rule("qwen3", model_type="llama") is not None  # the server has none for it
+    assert rule("qwen3", opens_thoughts=False, model_type="qwen3") == rule("qwen3", False)
     assert rule("deepseek-v3", model_type="qwen3") is not None
     TOKENIZER.eos_token = EOS
     assert rule("qwen3", model_type="qwen3") is not None  # the server's doesn't know this end

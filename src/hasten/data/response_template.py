@@ -42,7 +42,7 @@ def response_template(
     prompt, end = (written.prompt, written.token) if written is not None else ("", "")
     for kind, (opening, ends) in _PARSED.items():
         fits = opening in prompt and {end, tokenizer.eos_token} <= {*ends}
-        if model_type.startswith(kind) and fits:
+        if model_type.startswith(kind) and fits and opens_thoughts:
             return None
     specials = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     closes = sorted({*specials, end} - {""})
