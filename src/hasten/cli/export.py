@@ -50,6 +50,8 @@ def export(
 ) -> int:
     """Export a run's model and compare it with the trained one.
 
+    Prints the commands of programs that serve it: Transformers, vLLM, llama.cpp.
+
     Exit code 4: the written files don't give the logits of the trained model.
     """
     from hasten.cli.train import warn_of_unsaved
