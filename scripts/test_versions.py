@@ -44,6 +44,8 @@ PACKAGES = ("torch", "transformers", "peft", "trl", "lightning", "datasets")
 TESTS = (
     "tests/integrations",
     "tests/models",
+    "tests/data/test_response_template.py",
+    "tests/release/test_servers.py",
     "tests/articles",
     "tests/parts/kernels",
     "tests/parts/nn",

@@ -17,7 +17,6 @@ EXTRAS = {
     "deepspeed": "'deepspeed>=0.19,<0.20' ninja",
     "gguf": "'gguf>=0.17,<1'",
     "monitor": "'starlette>=0.45' 'uvicorn>=0.34'",
-    "serve": "'fastapi>=0.115' 'openai>=1.98' 'starlette>=0.45' 'uvicorn>=0.34'",
     "eval": "'lm-eval>=0.4.9'",
     "tensorboard": "'tensorboard>=2.19'",
     "wandb": "'wandb>=0.19'",

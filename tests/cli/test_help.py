@@ -25,7 +25,7 @@ from hasten.techniques import CATALOGUE
 ROOT = Path(__file__).parents[2]
 TABLE = {
     "Start": ["demo", "init", "import", "check"],
-    "Train": ["train", "export", "chat", "serve", "eval", "checkpoint"],
+    "Train": ["train", "export", "chat", "eval", "checkpoint"],
     "Measure": ["speedup", "verify", "tune", "profile"],
     "Look": ["report", "monitor", "env", "keys", "data"],
     "Cluster": ["estimate", "launch"],

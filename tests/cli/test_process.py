@@ -176,7 +176,6 @@ def test_a_signal_while_a_trained_model_is_saved_changes_nothing(
         (("export", "RUN", "-o", "OUT"), "hasten.release.export.write_card"),
         (("eval", "RUN", "-o", "OUT"), "hasten.release.evaluation.score"),
         (("chat", "RUN"), "hasten.release.trained_model.load_model"),
-        (("serve", "RUN", "--port", "0"), "hasten.release.trained_model.load_model"),
         (("monitor", "RUN"), "hasten.monitor.watching.check_places"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else value,

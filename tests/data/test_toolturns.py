@@ -170,6 +170,24 @@ def test_arguments_are_given_as_the_template_takes_them(tokenizer: Any, tmp_path
         assert runs(tokenizer, found) == expected
 
 
+def test_arguments_in_any_spelling_of_json_are_trained_as_servers_write_them(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    given = '{"town":"K\\u00f6ln",\n  "days":[1,2]}'
+    turns = [*TURNS[:2], calls([{"function": {"name": "weather", "arguments": given}}]), *TURNS[6:]]
+    found = conversation(tmp_path, {"messages": turns, "tools": TOOLS})
+    # Servers read the text of a request, and give the object to the template.
+    read = [{"function": {"name": "weather", "arguments": json.loads(given)}}]
+    tokenizer.chat_template = HERMES
+    expected = tokenizer.apply_chat_template(
+        [*TURNS[:2], calls(read), *TURNS[6:]], tools=TOOLS, tokenize=False
+    )
+    assert '{"town": "Köln", "days": [1, 2]}' in expected
+    for template in (HERMES, AS_TEXT, PASTES):
+        tokenizer.chat_template = template
+        assert runs(tokenizer, found)[0] == expected
+
+
 @pytest.mark.parametrize(
     ("template", "reason"),
     [

@@ -108,6 +108,8 @@ def test_plain_transformers_load_the_trained_model_from_an_export(
     folder, printed = exported
     assert "on the original base, compared with the base in nf4" in printed
     assert "8 eval examples and 12 training examples" in printed
+    assert f"to serve it: transformers serve {folder}\n" in printed
+    assert f"to serve it: vllm serve {folder} --host 127.0.0.1\n" in printed
     tokenizer = load_tokenizer(str(lora_run / "adapter"))
     expected = logits(with_adapter(_base_of(lora_run), lora_run / "adapter"))
     found = logits(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
@@ -201,6 +203,9 @@ def test_an_export_has_the_format_of_its_base_and_a_valid_generation_config(
     assert {weight.dtype for weight in stored.values()} == {torch.bfloat16}
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     model.generation_config.validate(strict=True)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")  # a qwen2 model, no ChatML
+    parsed = tokenizer.parse_response(f"Two.{tokenizer.eos_token}", prefix="User: ?\n\nAssistant:")
+    assert parsed == {"role": "assistant", "content": "Two."}
     comparison = json.loads((tmp_path / "out" / "export.json").read_text())["comparisons"][0]
     assert comparison["format"] == "bfloat16"
     assert 0 < comparison["mean"] <= 5e-2
@@ -210,7 +215,10 @@ def test_an_export_has_the_format_of_its_base_and_a_valid_generation_config(
 def test_an_adapter_alone_is_exported_without_paths_of_the_machine(
     base: Path, run_on_base: Path, tmp_path: Path
 ) -> None:
-    assert call(run_on_base, "-o", tmp_path / "out", "--adapter").exit_code == 0
+    result = call(run_on_base, "-o", tmp_path / "out", "--adapter")
+    assert result.exit_code == 0
+    served = f"--max-lora-rank 8 --lora-modules adapter={tmp_path / 'out'}"
+    assert f"vllm serve {base} --host 127.0.0.1 --enable-lora {served}\n" in result.stdout
     names = {file.name for file in (tmp_path / "out").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "README.md"} <= names
     assert "model.safetensors" not in names
@@ -231,7 +239,9 @@ def test_a_gguf_file_has_the_logits_of_the_trained_model(
     words = ("-o", tmp_path / "out", "--to", "gguf", "--gguf-type", kind)
     result = call(lora_run, *words)
     assert result.exit_code == 0, result.output
-    assert (tmp_path / "out" / f"out-{kind.upper()}.gguf").is_file()
+    file = tmp_path / "out" / f"out-{kind.upper()}.gguf"
+    assert file.is_file()
+    assert f"to serve it: llama-server -m {file}\n" in result.stdout
     comparison = json.loads((tmp_path / "out" / "export.json").read_text())["comparisons"][-1]
     assert 0 < comparison["mean"] <= comparison["tolerance"]
     assert "library_name: gguf" in (tmp_path / "out" / "README.md").read_text()
@@ -248,7 +258,7 @@ def test_a_mismatch_is_exit_code_4_and_nothing_is_uploaded(
         pytest.fail("uploaded")
 
     monkeypatch.setattr(exporting, "save_model", changed)
-    monkeypatch.setattr(exporting, "check_upload", lambda name: None)
+    monkeypatch.setattr(exporting, "check_upload", lambda *words: None)
     monkeypatch.setattr(exporting, "upload", fail)
     result = call(full_run, "-o", tmp_path / "out", "--push", "me/model")
     assert result.exit_code == FAILED

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from hasten.data.tokenize import train_bpe
 from hasten.models.gguf_format import check_convertible, pre_tokenizer, write_gguf
 from hasten.models.load import load_model, load_tokenizer
+from hasten.models.presets import PRESETS
 from hasten.recipe.prepared_data import stored_data
 from hasten.recipe.sample import prompt_of
 from hasten.recipe.schema import Recipe
@@ -33,6 +34,7 @@ xllamacpp = pytest.importorskip(
 
 PROMPTS = 20
 WRITTEN = 12  # tokens
+QWEN3 = "qwen3"
 MODELS = ("deepseek-llm-tiny", "r1-distill-qwen-tiny", "v2-lite-tiny", "v3-tiny")
 
 
@@ -114,7 +116,11 @@ LLAMA3 |= {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 def random_model(preset: str, tokenizer: Any, **changes: Any) -> Any:
     """A model with random weights of float16 whose logits are far apart."""
-    config = load_model(preset, vocab_size=len(tokenizer), skeleton=True).config
+    if preset == QWEN3:  # no preset has it
+        fields = dict(PRESETS["r1-distill-qwen-tiny"].config) | {"vocab_size": len(tokenizer)}
+        config = CONFIG_MAPPING[QWEN3](**fields)
+    else:
+        config = load_model(preset, vocab_size=len(tokenizer), skeleton=True).config
     for key, value in changes.items():
         setattr(config, key, value)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -144,6 +150,8 @@ def random_model(preset: str, tokenizer: Any, **changes: Any) -> Any:
             {"rope_parameters": YARN | {"factor": 4.0, "attention_factor": 1.3}},
         ),
         ("r1-distill-qwen-tiny", {"rope_parameters": YARN | {"factor": 4.0}}),
+        (QWEN3, {"head_dim": 32}),
+        (QWEN3, {"head_dim": 64, "rope_parameters": YARN | {"factor": 4.0}}),
         ("v2-lite-tiny", LATENT_YARN),
         ("v2-lite-tiny", {"q_lora_rank": 32, "routed_scaling_factor": 4.0}),
         ("v3-tiny", LATENT_YARN),

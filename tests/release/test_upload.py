@@ -32,6 +32,7 @@ class Hub(ThreadingHTTPServer):
         self.files: dict[str, bytes] = {}
         self.tokens: set[str | None] = set()
         self.refuses = False
+        self.privacy: bool | None = None  # of the repository; None: there is none
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -44,6 +45,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
+        if status == 404:
+            self.send_header("X-Error-Code", "RepoNotFound")
         self.end_headers()
         self.wfile.write(body)
 
@@ -51,7 +54,11 @@ class _Handler(BaseHTTPRequestHandler):
         return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
     def do_GET(self) -> None:
-        self._answer({"id": "me/model", "sha": "0" * 40, "siblings": [], "private": True})
+        if self.server.privacy is None and "/api/models/" in self.path:
+            self._answer({"error": "Repository not found"}, 404)
+            return
+        private = self.server.privacy is not False
+        self._answer({"id": "me/model", "sha": "0" * 40, "siblings": [], "private": private})
 
     def do_PUT(self) -> None:
         self.server.objects[self.path.rpartition("/")[2]] = self._body()
@@ -126,7 +133,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_weights_and_card_are_uploaded_and_no_data_and_no_recipe(hub: Hub, folder: Path) -> None:
-    check_upload("me/model")
+    check_upload("me/model", is_public=False)
     address = upload(folder, "me/model", is_private=True)
     assert "me/model" in address
     assert set(hub.files) == {"model.safetensors", "config.json", "README.md", "export.json"}
@@ -148,11 +155,29 @@ def test_what_the_hub_refuses_is_one_sentence_and_the_folder_stays(hub: Hub, fol
     assert (folder / "model.safetensors").is_file()
 
 
+def test_a_repository_that_all_can_read_needs_the_option_before_any_work(hub: Hub) -> None:
+    hub.privacy = True
+    check_upload("me/model", is_public=False)
+    hub.privacy = False
+    check_upload("me/model", is_public=True)
+    with pytest.raises(InputError, match=r"me/model: .* is public, .*: add --public, or name"):
+        check_upload("me/model", is_public=False)
+    assert hub.created == []
+
+
+def test_a_hub_that_fails_is_named_before_any_work(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(InputError, match="can't be checked"):
+        check_upload("me/model", is_public=False)
+
+
 @pytest.mark.long  # what it refuses is refused below in this process
 @pytest.mark.cold
 def test_a_fresh_process_checks_the_name_and_the_token(tmp_path: Path) -> None:
     """The library's modules are loaded on first use: in other tests they are all there."""
-    code = "from hasten.release.export import check_upload; check_upload('me/model')"
+    code = "from hasten.release.export import check_upload; check_upload('me/model', False)"
     variables = {k: v for k, v in os.environ.items() if k not in ("HF_TOKEN", "HF_TOKEN_PATH")}
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -166,4 +191,4 @@ def test_a_fresh_process_checks_the_name_and_the_token(tmp_path: Path) -> None:
 def test_without_a_token_nothing_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     with pytest.raises(InputError, match="needs a token"):
-        check_upload("me/model")
+        check_upload("me/model", is_public=False)

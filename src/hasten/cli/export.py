@@ -44,17 +44,19 @@ def export(
         str | None, typer.Option(help="repository on the hub to upload to", metavar="OWNER/NAME")
     ] = None,
     public: Annotated[
-        bool, typer.Option("--public", help="create the repository for all to read")
+        bool, typer.Option("--public", help="upload to a repository that all can read")
     ] = False,
     as_json: AsJson = False,
 ) -> int:
     """Export a run's model and compare it with the trained one.
 
+    Prints the commands of programs that serve it: Transformers, vLLM, llama.cpp.
+
     Exit code 4: the written files don't give the logits of the trained model.
     """
     from hasten.cli.train import warn_of_unsaved
     from hasten.models.gguf_format import GGUFType
-    from hasten.release.export import WEIGHTS, Export, check_upload, upload
+    from hasten.release.export import WEIGHTS, Export, check_upload, serving_commands, upload
     from hasten.release.export import export as write
 
     _check_choice("--weights", weights, WEIGHTS)
@@ -66,7 +68,7 @@ def export(
     if adapter and to == "gguf":
         raise InputError("--adapter and --to gguf exclude each other: a GGUF file is a full model")
     if push is not None:
-        check_upload(push)
+        check_upload(push, public)
     chosen: Any = {"form": "adapter" if adapter else to}
     chosen |= {"weights": weights, "gguf_type": gguf_type or "f16"}
     request = Export(run, output, report=_report(report), **chosen)
@@ -84,6 +86,8 @@ def export(
     address = None if push is None else upload(output, push, is_private=not public)
     if not as_json:
         say(f"saved: {output}" + ("" if address is None else f"; uploaded: {address}"))
+        for served in serving_commands(request):
+            say(f"to serve it: {served}")
     warn_of_unsaved(result.unsaved)
     return UNSAVED if result.unsaved else 0
 

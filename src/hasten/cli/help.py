@@ -42,10 +42,6 @@ Train
     chat runs/sft
     chat runs/sft --compare base
     chat runs/sft --weights best
-  serve: how-to/use-the-model.md
-    serve runs/sft
-    serve runs/sft --port 8001
-    serve runs/sft --host 0.0.0.0
   eval: how-to/use-the-model.md
     eval runs/sft
     eval runs/sft --tasks questions.jsonl --limit 100

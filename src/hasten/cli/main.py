@@ -35,7 +35,6 @@ from hasten.cli.monitor import monitor
 from hasten.cli.output import dropped_output, prepare_streams, say, unwritable, was_printing
 from hasten.cli.profile import profile
 from hasten.cli.report import report
-from hasten.cli.serve import serve
 from hasten.cli.speedup import speedup
 from hasten.cli.train import train
 from hasten.cli.tune import tune
@@ -91,7 +90,6 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
     "train": train,
     "export": export,
     "chat": chat,
-    "serve": serve,
     "eval": eval_,
     "speedup": speedup,
     "verify": verify,

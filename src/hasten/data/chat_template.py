@@ -343,7 +343,13 @@ class AnswerEnd(NamedTuple):
     text: str
     token: str = ""  # empty: ordinary text, or nothing
     bos: str = ""  # what it writes before the dialogue, if that is the bos token
-    opened: str = ""  # the begin of a thought that it writes at the end of a prompt
+    prompt: str = ""  # the text up to the answer
+
+    @property
+    def opened(self) -> str:
+        """The begin of a thought at the end of the prompt."""
+        opened = _OPENED.search(self.prompt)
+        return opened[0] if opened else ""
 
 
 def answer_end(tokenizer: PreTrainedTokenizerBase) -> AnswerEnd | None:
@@ -365,9 +371,7 @@ def _answer_end(template: ChatTemplate, ends: tuple[str, ...]) -> AnswerEnd | No
     bos = str(template.special_tokens.get("bos_token") or "")
     # The longest, as a tokenizer takes it.
     token = max((end for end in ends if after.lstrip().startswith(end)), key=len, default="")
-    opened = _OPENED.search(prompt)
-    first = bos if bos and before.startswith(bos) else ""
-    return AnswerEnd(after, token, first, opened[0] if opened else "")
+    return AnswerEnd(after, token, bos if bos and before.startswith(bos) else "", prompt)
 
 
 def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:

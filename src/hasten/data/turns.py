@@ -56,7 +56,7 @@ class ToolCall(NamedTuple):
     """One call of a tool."""
 
     name: str
-    arguments: str  # JSON of an object
+    arguments: str  # JSON of an object, as json.dumps writes it
     id: str = ""
 
 
@@ -315,8 +315,8 @@ def _calls(call_list: Any) -> tuple[ToolCall, ...]:
             raise NoConversationError(
                 f"the arguments of a tool call are {kind_of(parsed)}, not an object"
             )
-        plain = sound(json.dumps(parsed, ensure_ascii=False), "arguments")  # without its escapes
-        text = arguments if isinstance(arguments, str) else plain
+        # Servers read the text and write it like this again, however the example has it.
+        text = sound(json.dumps(parsed, ensure_ascii=False), "arguments")
         calls.append(ToolCall(_name(function, "name"), text, _name(one, "id")))
     if not calls:
         raise NoConversationError(f"a turn of {CALLS[0]} holds no call")

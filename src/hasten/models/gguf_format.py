@@ -1,8 +1,8 @@
 """A model as one GGUF file, the form that llama.cpp loads, and the same weights read back from it.
 
 The file has the tensors under llama.cpp's names, the numbers of the config, and the tokenizer.
-Three architectures are supported: llama, qwen2 and deepseek2 (DeepSeek-V2 and V3). Anything that
-llama.cpp would compute in another way is refused in one sentence.
+Four architectures are supported: llama, qwen2, qwen3 and deepseek2 (DeepSeek-V2 and V3). Anything
+that llama.cpp would compute in another way is refused in one sentence.
 
 (1) `check_convertible` refuses what the format can't hold. (2) Each weight becomes one or two
 tensors by a `TensorRule`. (3) Header, metadata and tensors are written one after the other, so
@@ -35,6 +35,7 @@ GGUFType = Literal["f16", "q8_0"]
 ARCHITECTURES: Final = {
     "llama": "llama",
     "qwen2": "qwen2",
+    "qwen3": "qwen3",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
 }
@@ -118,6 +119,9 @@ def check_convertible(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
             "the tokenizer composes accents (NFC) and llama.cpp doesn't: text with accents as "
             "characters of their own has other tokens there"
         )
+    if unwritten := _further_ends(model, tokenizer)[2:]:
+        tokens = ", ".join(map(str, tokenizer.convert_ids_to_tokens(unwritten)))
+        remaining.append(f"a GGUF file has three end tokens at most: {tokens} is left out")
     if ARCHITECTURES[kind] == "deepseek2" and config.rms_norm_eps != LATENT_EPS:
         remaining.append(
             f"the norms of latent vectors add {LATENT_EPS:g} and llama.cpp adds rms_norm_eps, "
@@ -131,8 +135,8 @@ def _differences(config: PreTrainedConfig) -> Iterator[str]:
     rope = dict(getattr(config, "rope_parameters", None) or {})
     scaling = rope.get("rope_type", "default")
     is_latent = ARCHITECTURES[config.model_type] == "deepseek2"
-    supported = {"llama": ("linear", "yarn", "llama3"), "qwen2": ("linear", "yarn")}
-    kinds = ("default", *supported.get(config.model_type, ("yarn",)))
+    kinds = ("default", "yarn", *(() if is_latent else ("linear",)))
+    kinds += ("llama3",) if config.model_type == "llama" else ()
     if scaling not in kinds:
         yield f"rope_type is {scaling!r}, and supported are {', '.join(kinds)}"
     yield from _rotary_differences(rope, is_latent)
@@ -198,7 +202,7 @@ def _attention(config: PreTrainedConfig) -> Iterator[TensorRule]:
     """Grouped attention; llama's queries and keys are permuted, since llama.cpp rotates pairs.
 
     transformers rotates the first half of a head against the second. The llama graph of llama.cpp
-    rotates each even row against the next one. Its qwen2 graph rotates halves.
+    rotates each even row against the next one. Its graphs of qwen2 and qwen3 rotate halves.
     """
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
@@ -215,6 +219,9 @@ def _attention(config: PreTrainedConfig) -> Iterator[TensorRule]:
         yield TensorRule(
             f"self_attn.o_proj.{part}", (f"attn_output.{part}",), is_exact=part == "bias"
         )
+    for letter in "qk" if config.model_type == "qwen3" else "":
+        norm = f"{letter}_norm.weight"
+        yield TensorRule(f"self_attn.{norm}", (f"attn_{norm}",), is_exact=True)
 
 
 def _interleaving(heads: int) -> Callable[[Tensor], tuple[Tensor, ...]]:
@@ -299,7 +306,6 @@ def write_gguf(
     file: Path,
     kind: GGUFType,
     name: str,
-    stop_token: int | None = None,
 ) -> None:
     """Write the model and its tokenizer as one file.
 
@@ -315,7 +321,7 @@ def write_gguf(
     config, state = model.config, model.state_dict()
     writer = gguf.GGUFWriter(file, ARCHITECTURES[config.model_type])
     _add_config(writer, config, name, kind)
-    _add_tokenizer(writer, tokenizer, config.vocab_size, stop_token)
+    _add_tokenizer(writer, tokenizer, config.vocab_size, _further_ends(model, tokenizer))
     entries: list[tuple[Tensor, Any]] = []
     for rule in tensor_rules(config):
         if rule.source not in state or not rule.targets:
@@ -555,8 +561,15 @@ def _content(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     return content
 
 
+def _further_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokens at which generation stops, the tokenizer's eos left out; the last added come first."""
+    ends = model.generation_config.eos_token_id
+    listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    return [end for end in reversed(listed) if end != tokenizer.eos_token_id]
+
+
 def _add_tokenizer(
-    writer: Any, tokenizer: PreTrainedTokenizerBase, rows: int, stop_token: int | None
+    writer: Any, tokenizer: PreTrainedTokenizerBase, rows: int, further_ends: Sequence[int]
 ) -> None:
     """Tokens, merges and special tokens; rows of the embedding without a token are unused."""
     from gguf import TokenType
@@ -584,10 +597,12 @@ def _add_tokenizer(
         (writer.add_bos_token_id, tokenizer.bos_token_id),
         (writer.add_eos_token_id, tokenizer.eos_token_id),
         (writer.add_pad_token_id, tokenizer.pad_token_id),
-        # llama.cpp stops at both.
-        (writer.add_eot_token_id, None if stop_token == tokenizer.eos_token_id else stop_token),
     ):
         if special is not None:
             add(special)
+    # llama.cpp stops at these, too.
+    adders = (writer.add_eot_token_id, writer.add_eom_token_id)
+    for add, end in zip(adders, further_ends, strict=False):
+        add(end)
     if template := stored_template(tokenizer):
         writer.add_chat_template(template)

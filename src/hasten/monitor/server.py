@@ -269,26 +269,35 @@ LARGEST_HEADERS = 16 << 10
 REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; sandbox"
 
 
-class CheckedServer:
-    """An application at a socket, with limits on connections; ``run`` serves until it is stopped.
+class MonitorServer:
+    """The monitor at an address, with limits on connections; ``run`` serves until it is stopped.
 
     Args:
-        app: it checks each request itself.
-        listener: closed at the end.
-        settings: of uvicorn, where they differ.
+        watching: the runs.
+        address: where to listen.
+        port: 0 takes any that is free.
+        token: what a reader must know.
+
+    Raises:
+        InputError: the address can't be listened at.
     """
 
-    def __init__(self, app: App, listener: socket.socket, **settings: Any) -> None:
-        self._socket = listener
+    def __init__(self, watching: RunsReader, address: str, port: int, token: str) -> None:
+        self._socket = listen(address, port)
+        self.port: int = self._socket.getsockname()[1]
+        self.url = f"http://{f'[{address}]' if ':' in address else address}:{self.port}/"
         config = uvicorn.Config(
-            app,
+            application(watching, token, address, self.port, lambda: self._server.should_exit),
             http=CheckedConnection,
             ws="none",
             lifespan="off",
             limit_concurrency=MOST_CONNECTIONS,
             h11_max_incomplete_event_size=LARGEST_HEADERS,
             timeout_graceful_shutdown=3,
-            **settings,
+            access_log=False,
+            log_level="error",
+            server_header=False,
+            proxy_headers=False,
         )
         self._server = uvicorn.Server(config)
 
@@ -302,33 +311,6 @@ class CheckedServer:
 
     def stop(self) -> None:
         self._server.should_exit = True
-
-
-class MonitorServer(CheckedServer):
-    """The monitor at an address.
-
-    Args:
-        watching: the runs.
-        address: where to listen.
-        port: 0 takes any that is free.
-        token: what a reader must know.
-
-    Raises:
-        InputError: the address can't be listened at.
-    """
-
-    def __init__(self, watching: RunsReader, address: str, port: int, token: str) -> None:
-        listener = listen(address, port, "the monitor")
-        self.port: int = listener.getsockname()[1]
-        self.url = f"{url_of(address, self.port)}/"
-        app = application(watching, token, address, self.port, lambda: self._server.should_exit)
-        quiet = {"access_log": False, "log_level": "error"}
-        super().__init__(app, listener, server_header=False, proxy_headers=False, **quiet)
-
-
-def url_of(host: str, port: int) -> str:
-    """The address of a server, with brackets around one of IPv6."""
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class CheckedConnection(H11Protocol):
@@ -486,8 +468,8 @@ def page_and_policy() -> tuple[str, str]:
     return page, policy
 
 
-def listen(address: str, port: int, server: str) -> socket.socket:
-    """A socket that listens at an address; ``server`` is named if that is refused.
+def listen(address: str, port: int) -> socket.socket:
+    """A socket that listens at an address.
 
     Raises:
         InputError: the address or port can't be used.
@@ -502,7 +484,7 @@ def listen(address: str, port: int, server: str) -> socket.socket:
         listener.close()
         why = getattr(error, "strerror", None) or str(error)
         raise InputError(
-            f"{server} can't listen at {address}, port {port}: {why}; give another --port, "
-            "or 0 for any that is free"
+            f"the monitor can't listen at {address}, port {port}: {why}; give another --port, or "
+            "0 for any that is free"
         ) from error
     return listener

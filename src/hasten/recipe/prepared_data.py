@@ -23,6 +23,7 @@ from hasten.core.context import ExampleStats
 from hasten.data.chat_template import AnswerEnd, answer_end
 from hasten.data.conversation import Conversation
 from hasten.data.prompt_formats import choose_chat_template, missing_tokens
+from hasten.data.response_template import is_published, response_template
 from hasten.data.sources import entry_of
 from hasten.data.spool import spools
 from hasten.data.token_store import StoredExamples, Subset, TokenStore, split, tokenize
@@ -150,7 +151,8 @@ def _prepared(
 ) -> PreparedData:
     """Tokenise what was read, and note it."""
     tokenizer = _tokenizer(recipe, source, tell)
-    end = answer_end(tokenizer) if {*source.shapes.values()} != {"text"} else None
+    written = answer_end(tokenizer)
+    end = written if {*source.shapes.values()} != {"text"} else None
     tell(f"tokenising {len(source.train):,} examples")
 
     def store(conversations: Sequence[Conversation]) -> TokenStore:
@@ -175,6 +177,11 @@ def _prepared(
             f"{_FATE[recipe.too_long]} (too_long: {recipe.too_long})"
         )
     eval_data = store(source.eval_data) if source.eval_data else None
+    if recipe.chat_template != "auto" or not is_published(tokenizer.response_template):
+        kind = read_config(recipe.model).model_type
+        opens_thoughts = train.unopened <= int(train.conversations[-1])  # of one answer at least
+        fitting = response_template(tokenizer, written, kind, opens_thoughts)
+        tokenizer.response_template = fitting
     tokenizer.save_pretrained(folder / "tokenizer")
     rejected = [*source.rejected, *([*r] for r in train.rejected)]
     has_eval_data = source.eval_data is not None

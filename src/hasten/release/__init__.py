@@ -1,1 +1,1 @@
-"""After the training: the model of a finished run is chatted with, served, evaluated, exported."""
+"""After the training: the model of a finished run is chatted with, evaluated, exported."""

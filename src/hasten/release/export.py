@@ -14,6 +14,7 @@ that model is from the one with the rounded base is a row of the table; it decid
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -39,6 +40,7 @@ from hasten.models.load import (
     stored_formats,
     take_own_attention,
 )
+from hasten.models.presets import PRESETS
 from hasten.models.save import appearing_at_once, save_adapter, save_model
 from hasten.models.weights import ADAPTER, NumberFormats
 from hasten.parts.checkpoint import MANIFEST, checkpoints, load
@@ -265,8 +267,8 @@ def _write(
     if trained.lora is not None:
         model = merge(model)
     if request.form == "gguf":
-        file = folder / f"{request.output.resolve().name}-{request.gguf_type.upper()}.gguf"
-        write_gguf(model, tokenizer, file, request.gguf_type, file.stem, stop)
+        file = gguf_file(request, folder)
+        write_gguf(model, tokenizer, file, request.gguf_type, file.stem)
         for parameter in model.parameters():
             parameter.data.fill_(torch.nan)  # a weight that the file lacks
         model.load_state_dict(read_gguf(file, model.config), strict=False)
@@ -512,20 +514,47 @@ def _describe(request: Export, recipe: Recipe, folder: Path, result: Exported, t
     )
 
 
+# What a user does next.
+
+VLLM_RANKS: Final = (8, 16, 32, 64, 128, 256, 320, 512)  # that its --max-lora-rank takes
+
+
+def serving_commands(request: Export) -> list[str]:
+    """Commands that serve the exported files on this machine; none for an adapter of a preset."""
+    output, local = shlex.quote(str(request.output)), "--host 127.0.0.1"
+    if request.form == "gguf":
+        return [f"llama-server -m {shlex.quote(str(gguf_file(request, request.output)))}"]
+    if request.form == "folder":
+        return [f"transformers serve {output}", f"vllm serve {output} {local}"]
+    base = recipe_of(request.run).model
+    if base in PRESETS:
+        return []
+    rank = int(read_json_object(request.output / ADAPTER, "adapter's config")["r"])
+    largest = next((each for each in VLLM_RANKS if each >= rank), rank)
+    adapter = f"--enable-lora --max-lora-rank {largest} --lora-modules adapter={output}"
+    return [f"vllm serve {shlex.quote(base)} {local} {adapter}"]
+
+
+def gguf_file(request: Export, folder: Path) -> Path:
+    """The file of an export in this folder."""
+    return folder / f"{request.output.resolve().name}-{request.gguf_type.upper()}.gguf"
+
+
 # Upload to a hub.
 
 # What a folder of an export has; nothing else of it is uploaded.
 UPLOADED: Final = ("*.safetensors", "*.gguf", "*.json", "*.jinja", "*.txt", "README.md")
 
 
-def check_upload(repository: str) -> None:
-    """Refuses an upload that can't succeed, before any work.
+def check_upload(repository: str, is_public: bool) -> None:
+    """Refuses an upload that can't succeed or that all could read unasked, before any work.
 
     Raises:
-        InputError: the name isn't OWNER/NAME, or no token is stored.
+        InputError: the name isn't OWNER/NAME, no token is stored, the hub can't be reached, or the
+            repository is public and ``is_public`` is False.
     """
-    from huggingface_hub import get_token
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import HFValidationError, HTTPError, RepositoryNotFoundError
     from huggingface_hub.utils import validate_repo_id
 
     try:
@@ -538,6 +567,20 @@ def check_upload(repository: str) -> None:
         raise InputError(f"--push {repository} names no owner: give OWNER/NAME")
     if get_token() is None:
         raise InputError(f"--push {repository} needs a token: run `hf auth login`, or set HF_TOKEN")
+    try:
+        all_can_read = not HfApi().model_info(repository).private
+    except RepositoryNotFoundError:  # it will be created
+        return
+    except (HTTPError, OSError, ValueError) as error:
+        raise InputError(
+            f"--push {repository} can't be checked ({one_line(error, 300)}): leave it out, and "
+            "upload the folder later"
+        ) from error
+    if all_can_read and not is_public:
+        raise InputError(
+            f"--push {repository}: this repository exists and is public, so that all could read "
+            "the model: add --public, or name another repository"
+        )
 
 
 def upload(folder: Path, repository: str, is_private: bool) -> str:

@@ -31,7 +31,6 @@ from hasten.foreign_files import read_json_object, unwritable_character
 from hasten.models.adapters import merge, other_base, round_base, with_adapter
 from hasten.models.load import load_model, load_tokenizer, quiet, take_own_attention
 from hasten.models.weights import ADAPTER
-from hasten.parts.nn.quantised import Kind
 from hasten.recipe.build import lora_of, model_for, requested_plan
 from hasten.recipe.prepared_data import PreparedData, stop_token
 from hasten.recipe.schema import Recipe, load_recipe
@@ -45,7 +44,7 @@ class LoadedModel:
     """A causal language model in evaluation mode with its tokenizer.
 
     Args:
-        name: shown next to answers, and the model's name for clients of a server.
+        name: shown next to answers.
         folder: the saved weights or adapter; None for the model that a run started from.
     """
 
@@ -105,15 +104,10 @@ def load_run(run: Path, weights: str = "") -> LoadedModel:
     check_adapter_base(folder, recipe)
     tokenizer = load_tokenizer(str(folder))
     model: Any = model_for(recipe, tokenizer, stop_token(tokenizer, answer_end(tokenizer)))
-    if base := adapter_base(recipe):
-        round_base(model, base)  # the weights that training computed with
-    return _ready(run.name, merge(with_adapter(model, folder)), tokenizer, folder)
-
-
-def adapter_base(recipe: Recipe) -> Kind | None:
-    """The format that a run's frozen base was rounded to, by its plan or its keys."""
     lora = lora_of(recipe, requested_plan(recipe))
-    return None if lora is None else lora.base
+    if lora is not None and lora.base is not None:
+        round_base(model, lora.base)  # the weights that training computed with
+    return _ready(run.name, merge(with_adapter(model, folder)), tokenizer, folder)
 
 
 def check_adapter_base(folder: Path, recipe: Recipe) -> None:
