@@ -7,7 +7,7 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
-"$folder/venv/bin/pip" install --quiet torch==2.13.0 numpy==2.3.5
+"$folder/venv/bin/pip" install --quiet torch==2.13.0 numpy==2.3.5 || exit 2
 "$folder/venv/bin/python" - <<'PY'
 import sys
 
