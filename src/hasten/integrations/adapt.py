@@ -61,6 +61,10 @@ class TrainerAdapter:
     offers: frozenset[Slot]
     advice: Mapping[Slot, str]
 
+    def others(self, plan: Iterable[Technique]) -> int:
+        """The number of techniques of a plan that don't change a pass."""
+        return sum(t.slot in self.offers and t.slot not in CHANGES_A_PASS for t in plan)
+
 
 @dataclass(frozen=True)
 class HostRun:

@@ -233,7 +233,7 @@ class ModulePasses:
     def __init__(self, trainer: Any, module: Any, model: nn.Module, setup: Setup) -> None:
         self._trainer, self._module, self._model = trainer, module, model
         self._techniques = [t for t in setup.plan if t.slot in CHANGES_A_PASS]
-        self._others = len(list(setup.plan)) - len(self._techniques)
+        self._others = HOST.others(setup.plan)
         host_run = HostRun(str(trainer.strategy.root_device), epochs=1)
         self._hosted = HostedTechniques(HOST, model, host_run)
         self._window = contextlib.ExitStack()

@@ -514,8 +514,7 @@ class TrainerTechniques(TrainerCallback):
 
     def _count(self) -> str:
         """The number of techniques that this trainer has."""
-        others = [t for t in self.setup.plan if t.slot not in CHANGES_A_PASS]
-        count = len(others) + len(self._techniques)
+        count = HOST.others(self.setup.plan) + len(self._techniques)
         return f"{count} technique{'s' if count != 1 else ''}"
 
     def _report(self, text: str) -> None:
