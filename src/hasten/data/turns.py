@@ -382,8 +382,8 @@ def sound(value: Any, key: str) -> str:
     """`value` if it is a text that survives UTF-8; escapes can hide what raw bytes can't."""
     if not isinstance(value, str):
         raise NoConversationError(f"{key!r} is {kind_of(value)}, not a text")
-    if "\x00" in value or "\ufeff" in value:
-        raise NoConversationError(f"{key!r} holds a NUL character or a byte order mark")
+    if "\x00" in value:
+        raise NoConversationError(f"{key!r} holds a NUL character")
     try:
         value.encode()
     except UnicodeEncodeError:
