@@ -20,6 +20,7 @@ import pickle
 import shutil
 import signal
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import accumulate, chain, islice
@@ -253,7 +254,8 @@ def _summary(parts: list[Any]) -> dict[str, Any]:
             for at, count in part["pieces"]
         ],
         "rejected": [row for part in parts for row in part["rejected"]],
-        **{k: sum(part[k] for part in parts) for k in ("long", "thoughts", "unopened")},
+        "long": sum(part["long"] for part in parts),
+        "notes": sum((Counter(part["notes"]) for part in parts), Counter[str]()),
     }
 
 
