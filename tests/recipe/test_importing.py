@@ -109,8 +109,12 @@ def test_a_file_of_another_training_is_refused_by_its_key_and_nothing_is_written
     text = form if form is TRAINING_ARGUMENTS else form.format(model="m", folder="f", data="d")
     source, recipe = tmp_path / "config.yaml", tmp_path / "recipe.yaml"
     source.write_text(json.dumps({**yaml.safe_load(text), **asked}))
-    with pytest.raises(InputError, match=f"{list(asked)[-1]}: .* means .* nothing was written"):
+    expected = f"{list(asked)[-1]}: .* means .* nothing was written"
+    with pytest.raises(InputError, match=expected) as refused:
         import_(source, [], recipe)
+    words = str(refused.value)
+    trained = [t for t in ("preference", "of a reward model", "reinforcement") if t in words]
+    assert bool(trained) == ("Trainer with hasten.speed_up" in words)
     assert not recipe.exists()
 
 

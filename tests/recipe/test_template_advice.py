@@ -131,7 +131,7 @@ def test_values_of_calls_in_pythons_notation_are_told_also_by_a_later_start(tmp_
     (tmp_path / "data.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 3)
     for _ in range(2):
         (said,) = advice(found)
-        assert "values of tool calls in Python's notation in 3 examples" in said
+        assert "tool calls of 3 examples are trained with values in Python's notation" in said
 
 
 def test_plain_text_needs_no_template(tmp_path: Path) -> None:

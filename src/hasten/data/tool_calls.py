@@ -72,8 +72,8 @@ def check_seen(
             if faults:
                 raise ToolsNotRenderedError(f"the chat template {faults[0]}: {TOOL_ADVICE}")
             in_python |= any(written.count(word) > plain.count(word) for word in PYTHON_WORDS)
-            values = (v for call in turn.calls for v in _below(json.loads(call.arguments)))
-            in_python |= any(_is_in_python(written, value) for value in values)
+            nodes = (n for call in turn.calls for n in _below(json.loads(call.arguments)))
+            in_python |= any(_is_in_python(written, node) for node in nodes)
         elif turn.role == "tool" and not any(form in text for form in _written(turn.content)):
             raise ToolsNotRenderedError(
                 f"the chat template drops the result of a tool: {TOOL_ADVICE}"
@@ -98,26 +98,26 @@ def _written_calls(
     return written, plain[shared_length(start, plain) :]
 
 
-def _numbered(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _numbered(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_numbered(inner) for inner in value]
-    return 0 if value is None or isinstance(value, bool) else value
+def _numbered(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _numbered(inner) for key, inner in node.items()}
+    if isinstance(node, list):
+        return [_numbered(inner) for inner in node]
+    return 0 if node is None or isinstance(node, bool) else node
 
 
-def _below(value: Any) -> Iterator[Any]:
+def _below(node: Any) -> Iterator[Any]:
     """All values inside an object or array."""
-    for inner in value.values() if isinstance(value, dict) else value:
+    for inner in node.values() if isinstance(node, dict) else node:
         yield inner
         if isinstance(inner, (dict, list)):
             yield from _below(inner)
 
 
-def _is_in_python(written: str, value: Any) -> bool:
+def _is_in_python(written: str, node: Any) -> bool:
     """Returns True if an array or object is written in a way that isn't JSON."""
-    is_nested = isinstance(value, (dict, list))
-    return is_nested and str(value) in written and str(value) != json.dumps(value)
+    is_nested = isinstance(node, (dict, list))
+    return is_nested and str(node) in written and str(node) != json.dumps(node)
 
 
 def _turn(turn: Message, form: CallForm) -> dict[str, Any]:

@@ -412,10 +412,9 @@ def template_advice(recipe: Recipe, data: PreparedData) -> list[str]:
         )
     if count := data.note.notes.get(CALLS_IN_PYTHON):
         advice.append(
-            f"the chat template writes values of tool calls in Python's notation in {count:,} "
-            "examples, as None, True and False for JSON's null, true and false, and they are "
-            "trained so: if your server reads calls as JSON, choose a chat_template that writes "
-            "values with tojson"
+            f"the tool calls of {count:,} examples are trained with values in Python's notation, "
+            "as the chat template writes them: None, True and False for null, true and false. If "
+            "your server reads calls as JSON, choose a chat_template that writes values with tojson"
         )
     if count := data.note.notes.get(UNOPENED):
         advice.append(
