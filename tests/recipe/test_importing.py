@@ -321,6 +321,30 @@ def test_axolotl_s_second_fsdp_needs_no_words(tmp_path: Path) -> None:
     assert "layout" not in found.values
 
 
+DS_CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "zero_optimization": {"stage": 2},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 5}},
+}
+
+
+@pytest.mark.parametrize("wrong", [7, "x", [1], True])
+@pytest.mark.parametrize("key", ["optimizer", "scheduler", "params", "zero_optimization", "fp16"])
+def test_a_deepspeed_section_that_is_no_object_is_refused_in_words(
+    tmp_path: Path, key: str, wrong: Any
+) -> None:
+    config = json.loads(json.dumps(DS_CONFIG))
+    if key == "params":
+        config["optimizer"][key] = config["scheduler"][key] = wrong
+    else:
+        config[key] = wrong
+    source = tmp_path / "ds_config.json"
+    source.write_text(json.dumps(config))
+    with pytest.raises(InputError, match=f"{key} is .*; it must be a JSON object"):
+        read(source).check("recipe.yaml")
+
+
 @pytest.mark.parametrize("clipping", [{}, {"gradient_clipping": "auto"}])
 def test_a_deepspeed_file_without_clipping_clips_nothing(
     tmp_path: Path, clipping: dict[str, Any]
