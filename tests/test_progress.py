@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from hasten.cli.output import show_table
+from hasten.formatting import one_line
 from hasten.progress import Display
 
 
@@ -48,3 +49,9 @@ def test_texts_are_shown_to_the_letter(
             display.show(text, 0.5)
             display.show(text, 1.0)
         assert text in errors.getvalue()
+
+
+def test_a_long_reason_of_a_library_ends_after_a_whole_word() -> None:
+    assert one_line(ValueError("some\nwords " * 2), 21) == "some words some words"
+    assert one_line(ValueError("some\nwords " * 2), 20) == "some words some ..."
+    assert one_line(ValueError()) == "ValueError"

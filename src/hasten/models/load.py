@@ -24,6 +24,7 @@ import torch
 
 from hasten.errors import InputError, is_panic
 from hasten.foreign_files import read_json_object
+from hasten.formatting import one_line
 from hasten.models.presets import PRESETS, build_config, with_vocabulary
 from hasten.models.source_check import check_folder, check_native, check_source, check_tokenizer
 from hasten.models.weights import (
@@ -156,7 +157,9 @@ def hub_folder(source: str, *files: str, only_cached: bool = False) -> Path:
             f"download {source}` with a network, or give the folder of a copy"
         ) from error
     except Exception as error:  # of its HTTP client
-        raise InputError(f"{source} can't be fetched from the hub: {_one_line(error)}") from error
+        raise InputError(
+            f"{source} can't be fetched from the hub: {one_line(error, _REASON_SHOWN)}"
+        ) from error
     if not (Path(folder) / files[0]).is_file():
         raise InputError(
             f"{source} on the hub, or its copy in the local cache, has no {files[0]}: run `hf "
@@ -454,7 +457,7 @@ def _invalid(generation: GenerationConfig) -> Iterator[str]:
         keys = ", ".join(key for key in generation.to_diff_dict() if f"`{key}`" in str(error))
         yield (
             "transformers calls the model's generation_config.json contradictory "
-            f"({keys or _one_line(error)}); it is saved as it is"
+            f"({keys or one_line(error, _REASON_SHOWN)}); it is saved as it is"
         )
 
 
@@ -566,11 +569,7 @@ def _advice(failed: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and not is_panic(error):
             raise
-        reason = _one_line(error)
+        reason = one_line(error, _REASON_SHOWN)
         if "automatic conversion of the weights" in reason:
             reason = "some experts' weights are missing or differ in shape from the others'"
         raise InputError(f"{failed}: {reason}") from error
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:_REASON_SHOWN]
