@@ -129,9 +129,10 @@ _Render = Callable[..., str]  # of messages, with prompt=True up to where an ans
 
 
 # Counts of what a template does that a user should know of.
-THOUGHTS_LEFT_OUT = "thoughts left out"  # answers whose thoughts the text lacks
-UNOPENED = "unopened thoughts"  # last answers without the thought that a prompt opens
-CALLS_IN_PYTHON = "calls in Python"  # conversations with values of calls in Python's notation
+THOUGHTS_LEFT_OUT = "thoughts"  # answers whose thoughts the text lacks
+UNOPENED = "unopened"  # last answers without the thought that a prompt opens
+CALLS_IN_PYTHON = "in_python"  # conversations with values of calls in Python's notation
+NOTES = (THOUGHTS_LEFT_OUT, UNOPENED, CALLS_IN_PYTHON)
 
 
 class Encoded(NamedTuple):

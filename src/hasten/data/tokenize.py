@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hasten.data import arrow_file
+from hasten.data.chat_template import THOUGHTS_LEFT_OUT, UNOPENED
 from hasten.data.prompt_formats import ensure_chat_template
 from hasten.data.renderer import end_words, start_child
 from hasten.data.renderer import stop as stop_renderer
@@ -247,6 +248,7 @@ def _task(conversations: IndexedConversations, span: _Span) -> TokenizeTask:
 
 def _summary(parts: list[Any]) -> dict[str, Any]:
     firsts = accumulate((part["examples"] for part in parts), initial=0)
+    notes = sum((Counter(part["notes"]) for part in parts), Counter[str]())
     return {
         "pieces": [
             (first + at, count)
@@ -255,7 +257,10 @@ def _summary(parts: list[Any]) -> dict[str, Any]:
         ],
         "rejected": [row for part in parts for row in part["rejected"]],
         "long": sum(part["long"] for part in parts),
-        "notes": sum((Counter(part["notes"]) for part in parts), Counter[str]()),
+        # Written as zeros too: the file's digest is a part of its runs' identity.
+        THOUGHTS_LEFT_OUT: 0,
+        UNOPENED: 0,
+        **notes,
     }
 
 
