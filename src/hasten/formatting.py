@@ -193,9 +193,13 @@ def did_you_mean(word: object, options: Iterable[str]) -> str:
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
-def one_line(error: Exception, most: int = 200) -> str:
-    """An error's text on one line of at most so many characters; its kind if it has no text."""
-    return " ".join(str(error).split())[:most] or type(error).__name__
+def one_line(error: BaseException, most: int = 200) -> str:
+    """An error's text on one line of at most so many characters; its kind if it has no text.
+
+    A longer text ends after a whole word, with three dots.
+    """
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= most else f"{text[: most - 4].rsplit(' ', 1)[0]} ..."
 
 
 # Texts of others: no terminal obeys one.

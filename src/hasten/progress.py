@@ -61,7 +61,9 @@ class Display:
 
     def __init__(self, by_thread: bool = True) -> None:
         self._by_thread = by_thread
-        self.console = _Console(file=sys.stderr, highlight=False, soft_wrap=True)
+        self.console = _Console(
+            file=sys.stderr, highlight=False, soft_wrap=True, markup=False, emoji=False
+        )
         self._bar: Progress | None = None
         self._task: Any = None
         self._began = time.monotonic()
@@ -70,11 +72,11 @@ class Display:
     def __enter__(self) -> Display:
         if self.console.is_terminal:
             self._bar = Progress(
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=24),
                 TextColumn("{task.percentage:>3.0f} %"),
                 TimeElapsedColumn(),
-                TextColumn("{task.fields[eta]}"),
+                TextColumn("{task.fields[eta]}", markup=False),
                 console=self.console,
                 transient=True,
                 auto_refresh=self._by_thread,
@@ -89,7 +91,7 @@ class Display:
     def tell(self, text: str) -> None:
         """One line that stays, if it can be written: a full log ends no work."""
         with contextlib.suppress(OSError):
-            self.console.print(shown(text), markup=False)
+            self.console.print(shown(text))
 
     def begin(self) -> None:
         """Begins a new piece of work, with an ETA of its own."""

@@ -107,9 +107,27 @@ def test_bad_input_is_one_sentence(
         monkeypatch.setattr("sys.stdin", broken)
         code, _, err = hasten("chat", full_run)
         assert (code, err.count("\n")) == (2, 1)
-        assert "is not UTF-8 text" in err
+        assert "is not UTF-8 text: it has the byte 0xe9" in err
     longest = json.loads((full_run / "model/config.json").read_text())["max_position_embeddings"]
     assert f"takes {longest}" in refused(full_run, "--system", "apples " * longest)
+
+
+class Typed(io.TextIOWrapper):
+    """What is typed at a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_line_at_the_terminal_that_is_not_utf_8_is_named_and_the_next_one_answered(
+    full_run: Path, hasten: Hasten, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = Typed(io.BytesIO(b"caf\xe9\nhow many apples\n/quit\n"), encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", typed)
+    code, out, err = hasten("chat", full_run, "--max-new-tokens", "4")
+    assert code == 0
+    assert "a question is not UTF-8 text: it has the byte 0xe9" in err
+    assert reference(full_run / "model", full_run / "model", "how many apples", 4) in out
 
 
 def test_a_run_is_compared_with_its_base(full_run: Path, hasten: Hasten, tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ WRITERS: dict[str, tuple[Callable[[Rows], bytes], str, int]] = {
 }
 GOOD = [{"question": f"q{n}", "answer": f"a{n}"} for n in range(40)]
 TEXTS = st.text(
-    st.characters(exclude_categories=["Cs"], exclude_characters="\0\ufeff"), min_size=1
+    st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1
 ).filter(str.strip)
 every = pytest.mark.parametrize("name", WRITERS)
 calm = settings(max_examples=12)
@@ -110,6 +110,15 @@ def test_any_texts_come_back_from_every_container(name: str, rows: Rows, tmp_pat
     if not name.endswith("json.gz"):
         places = [f"{path}:{first + n}" for n in range(len(rows))]
         assert [c.location for c in reading.conversations] == places
+
+
+@every
+def test_characters_without_a_width_are_text_like_any_other(name: str, tmp_path: Path) -> None:
+    marks = ["\ufeff", "\u200b", "\u2060", "\u00ad", "\ue000", "\u2028"]
+    rows = [{"question": f"{mark}q{mark}?", "answer": f"{mark}a{mark}{n}"}
+            for n, mark in enumerate(marks)]  # fmt: skip
+    reading = read_examples([put(tmp_path, name, WRITERS[name][0](rows))], max_rejected=0)
+    assert pairs(reading) == [(row["question"], row["answer"]) for row in rows]
 
 
 @every

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from hasten.data.chat_template import encode
+from hasten.data.chat_template import THOUGHTS_LEFT_OUT, encode
 from hasten.data.conversation import Conversation, columns_of
 from hasten.data.prompt_formats import template_file
 from hasten.data.readers import ReadExamples, read_examples, read_sources
@@ -220,7 +220,7 @@ def test_answers_keep_their_loss_where_thoughts_of_earlier_ones_are_dropped(
     (example,) = encoded.examples
     assert example.input_ids.tolist() == expected["input_ids"]
     assert example.trained.tolist() == [bool(mark) for mark in expected["assistant_masks"]]
-    assert encoded.thoughts == 1  # it is told that the first answer is trained without its thought
+    assert encoded.notes[THOUGHTS_LEFT_OUT] == 1  # the first answer's
 
 
 def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:

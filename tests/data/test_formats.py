@@ -78,7 +78,6 @@ BAD = {
     "not UTF-8": (damaged(b'"Fo\xffur"'), "isn't UTF-8 (0xff)"),
     "NUL byte": (damaged(b'"Fo\x00ur"'), "NUL"),
     "NUL escape": (damaged(b'"Fo\\u0000ur"'), "NUL"),
-    "BOM inside": (damaged(b'"Fo\xef\xbb\xbfur"'), "byte order mark"),
     "lone surrogate": (damaged(b'"Fo\\ud83dur"'), "lone surrogate"),
     "text is an object": (damaged(b'{"value": "Four"}'), "an object, not a text"),
     "text is a list": (damaged(b'["Four"]'), "an array, not a text"),

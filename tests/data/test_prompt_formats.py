@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tokenizers.processors import ByteLevel
 
 from hasten.data import prompt_formats
-from hasten.data.chat_template import LossOn, answer_end, encode
+from hasten.data.chat_template import THOUGHTS_LEFT_OUT, LossOn, answer_end, encode
 from hasten.data.conversation import Conversation, conversation
 from hasten.data.prompt_formats import PROMPT_FORMATS, choose_chat_template, missing_tokens
 from hasten.data.template_sandbox import render
@@ -93,7 +93,7 @@ def test_a_thought_in_a_key_of_its_own_is_written_as_one_in_the_content(name: st
 def test_a_format_without_thoughts_counts_those_that_it_leaves_out() -> None:
     turns = read(FILE["dialogues"]["thoughts"])
     counts = {
-        name: encode(tokenizer_for(name), turns, 999).thoughts
+        name: encode(tokenizer_for(name), turns, 999).notes[THOUGHTS_LEFT_OUT]
         for name in ("qwen3-empty-thoughts", "qwen3", "deepseek-r1", "qwen3-thoughts", "chatml")
     }
     assert [*counts.values()] == [2, 1, 1, 0, 0]

@@ -60,6 +60,24 @@ def test_a_record_of_another_training_is_refused_by_name_whatever_may_be_rejecte
         assert "rename" not in str(refused.value)
 
 
+PREFERENCES: dict[str, tuple[dict[str, Any], str]] = {
+    "a pair": ({"prompt": "q", "chosen": "a", "rejected": "b"}, "DPOTrainer or KTOTrainer"),
+    "the worse answer": ({"messages": TURNS, "rejected_response": "b"}, "DPOTrainer"),
+    "ranked answers": ({"instruction": "q", "output": ["a", "b"]}, "DPOTrainer"),
+    "a label": ({**PAIR, "label": False}, "KTOTrainer"),
+    "a turn's label": (turn(is_chosen=True), "KTOTrainer"),
+    "several answers": ({"prompt": "q", "completions": ["a", "b"]}, "RewardTrainer"),
+    "prompts alone": ({"prompt": "q"}, "GRPOTrainer"),
+}
+
+
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_a_refusal_of_preferences_names_what_trains_on_them(tmp_path: Path, name: str) -> None:
+    example, trainer = PREFERENCES[name]
+    with pytest.raises(InputError, match=f"use TRL's .*{trainer}.* with hasten.speed_up"):
+        read_examples([put(tmp_path, example)])
+
+
 EMPTY = {"images": [], "chosen": None, "rejected": None, "label": None, "video": ""}
 
 

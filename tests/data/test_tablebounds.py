@@ -191,6 +191,65 @@ def test_a_dictionary_that_is_read_as_one_gives_the_same_rows(
     assert [row for batch in found for row in batch.to_pylist()] == plain
 
 
+TEXT, TURN = pa.string(), pa.struct([("role", pa.string()), ("content", pa.string())])
+NESTED: dict[str, Any] = {  # types of a column, and its value for two texts
+    "turns": (pa.list_(TURN), lambda a, b: [{"role": a, "content": b}, {"role": b}]),
+    "lists": (pa.list_(pa.list_(TEXT)), lambda a, b: [[a, b], [], [b]]),
+    "maps": (pa.map_(TEXT, TEXT), lambda a, b: [(b, a), ("k", b)]),
+    "object": (pa.struct([("a", TEXT), ("b", TEXT)]), lambda a, b: {"a": a, "b": b}),
+    "large": (pa.large_list(pa.large_string()), lambda a, b: [a, b]),
+    "coded": (pa.list_(pa.dictionary(pa.int32(), TEXT)), lambda a, b: [a, b]),
+}
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+@pytest.mark.parametrize("ratio", [1, 10**6], ids=["counted", "plain"])
+@pytest.mark.parametrize("name", NESTED)
+def test_a_text_that_nested_columns_repeat_is_read_over_all_groups_of_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, ratio: int, suffix: str
+) -> None:
+    kind, value = NESTED[name]
+    column = pa.array([value(LONG, f"t{n}") for n in range(100)], kind)
+    table, path = pa.table({"c": column}), tmp_path / f"a.{suffix}"
+    monkeypatch.setattr(containers, "FLOOR", 100 * len(LONG) // 2 if ratio == 1 else 1 << 28)
+    monkeypatch.setattr(containers, "RATIO", ratio)
+    if suffix == "parquet":
+        pq.write_table(table, path, row_group_size=30)
+    else:
+        with pa.ipc.new_file(str(path), table.schema) as writer:
+            writer.write_table(table, max_chunksize=30)
+    names, batches = (parquet_batches if suffix == "parquet" else arrow_batches)(path)
+    pool = pa.default_memory_pool()
+    del table
+    before, rows = pool.bytes_allocated(), []
+    for batch in batches:
+        assert pool.bytes_allocated() - before < 1 << 24
+        rows += batch.column("c").to_pylist()
+    assert names == ["c"]
+    assert rows == column.to_pylist()
+
+
+def test_what_pyarrow_cannot_read_and_a_disk_that_fails_are_not_called_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["a", "b"]}), path)
+
+    def failing(error: Exception) -> Any:
+        yield pa.record_batch({"text": ["a"]})
+        raise error
+
+    for error, words in (
+        (pa.ArrowNotImplementedError("no such type"), "has what pyarrow can't read: no such"),
+        (pa.ArrowInvalid("bad offset"), "is damaged here: bad offset"),
+        (OSError(5, "Input/output error"), r"a\.parquet can't be read: Input/output error"),
+    ):
+        opened = (["text"], failing(error))
+        monkeypatch.setattr(table_reader, "parquet_batches", lambda _, opened=opened: opened)
+        with pytest.raises(InputError, match=words):
+            read_examples([path])
+
+
 @pytest.mark.parametrize(
     ("array", "texts", "values"),
     [

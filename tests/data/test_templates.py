@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers.processors import ByteLevel, TemplateProcessing
 
-from hasten.data.chat_template import _dialogue_example, encode, encode_all
+from hasten.data.chat_template import THOUGHTS_LEFT_OUT, _dialogue_example, encode, encode_all
 from hasten.data.conversation import Conversation
 from hasten.data.prompt_formats import PROMPT_FORMATS, ensure_chat_template
 from hasten.data.readers import read_examples
@@ -100,7 +100,7 @@ def test_the_last_thought_stays_and_an_earlier_answer_is_trained_without_its_own
     assert "early" not in text
     assert text.endswith(f"<A><think>late</think>two{EOS}")
     assert trained == [f"one{EOS}", f"<think>late</think>two{EOS}"]
-    assert encode(tokenizer, chat(*turns), 100).thoughts == 1
+    assert encode(tokenizer, chat(*turns), 100).notes[THOUGHTS_LEFT_OUT] == 1
 
 
 def test_a_thought_that_the_prompt_opens_is_learned_from_where_the_model_begins(

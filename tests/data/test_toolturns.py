@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.data.chat_template import encode
+from hasten.data.chat_template import CALLS_IN_PYTHON, encode
 from hasten.data.conversation import ColumnNames, Conversation, columns_of
 from hasten.data.prompt_formats import PROMPT_FORMATS
 from hasten.data.readers import read_examples, read_sources
@@ -119,6 +119,62 @@ def test_the_text_is_the_one_transformers_renders_and_loss_is_on_calls_and_answe
         f"Sun, rain and fog.{EOS}",
         f"Welcome.{EOS}",
     ]
+
+
+# Walks over the arguments, as Qwen3-Coder's template does: other values than objects as Jinja
+# writes them.
+WALKS = HERMES.replace(
+    "{{ f.arguments | tojson }}",
+    "{%- for k, v in f.arguments | items %}{{- ' ' + k + '=' }}"
+    "{{- v | tojson if v is mapping else v | string }}{% endfor %}",
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "value", "is_noted"),
+    [
+        (WALKS, None, True),
+        (WALKS, True, True),
+        (WALKS, False, True),
+        (WALKS, ["a", None], True),
+        (WALKS, {"a": [1, None, True]}, False),
+        (WALKS, "None, True and False", False),
+        (WALKS, [1, 2.5], False),
+        (HERMES, {"a": None, "b": True}, False),
+        (PASTES, {"a": None, "b": True}, False),  # gets the text that the example has
+    ],
+)
+def test_values_of_calls_that_a_template_writes_in_python_are_trained_and_noted(
+    tokenizer: Any, tmp_path: Path, template: str, value: Any, is_noted: bool
+) -> None:
+    tokenizer.chat_template = template
+    function = {"name": "f", "arguments": {"none": value, "town": "Ulm"}}
+    turns = [
+        TURNS[1],
+        {"role": "assistant", "content": None, "tool_calls": [{"function": function}]},
+    ]
+    found = conversation(tmp_path, {"messages": turns})
+    text, (trained,) = runs(tokenizer, found)
+    if template == PASTES:
+        function["arguments"] = json.dumps(function["arguments"])
+    expected = tokenizer.apply_chat_template(turns, tokenize=False)
+    assert text == expected
+    assert trained in expected[expected.index("<im>assistant") :]
+    assert "Ulm" in trained
+    assert encode(tokenizer, found, 10_000).notes[CALLS_IN_PYTHON] == is_noted
+
+
+@pytest.mark.parametrize("value", [None, "Ulm"])
+def test_a_missing_text_that_a_template_writes_as_none_is_not_trained(
+    tokenizer: Any, tmp_path: Path, value: Any
+) -> None:
+    tokenizer.chat_template = WALKS.replace(
+        "'\\n' + m.content if m.content else ''", "'\\n' ~ (m.content or none)"
+    )
+    turns = [TURNS[1], {"role": "assistant", "content": None, "tool_calls": [
+        {"function": {"name": "f", "arguments": {"a": value}}}]}]  # fmt: skip
+    encoded = encode(tokenizer, conversation(tmp_path, {"messages": turns}), 10_000)
+    assert "writes None for the text of an answer that has only calls" in (encoded.reason or "")
 
 
 def test_v3_writes_calls_and_results_as_published(tokenizer: Any, tmp_path: Path) -> None:
@@ -315,7 +371,7 @@ def test_turns_of_tools_that_make_no_sense_are_rejected(
 
 
 SMALL = train_bpe(["a question ab ba <tool_call>"] * 3, 300)
-TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\ufeff"), max_size=9)
+TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=9)
 WORDS = st.text("abcxyz_", min_size=1, max_size=8)
 VALUES = st.recursive(TEXTS | st.integers(-9, 9) | st.none(), lambda v: st.lists(v, max_size=2))
 

@@ -42,6 +42,26 @@ def test_a_second_run_is_told_who_has_the_folder(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.parametrize("kind", ["hard link", "link"])
+def test_a_file_under_another_name_is_no_lock_and_keeps_its_content(
+    tmp_path: Path, kind: str
+) -> None:
+    target, lock = tmp_path / "thesis.txt", tmp_path / "run" / RUN_LOCK
+    target.write_text("years of work")
+    lock.parent.mkdir()
+    if kind == "link":
+        lock.symlink_to(target)
+    else:
+        lock.hardlink_to(target)
+    refused = pytest.raises(InputError, match=f"{RUN_LOCK} can't be locked: .*; remove it")
+    with refused, only_run_in(lock.parent):
+        pass
+    assert target.read_text() == "years of work"
+    lock.unlink()
+    with only_run_in(lock.parent):
+        assert lock.is_file()
+
+
 def test_of_many_that_begin_at_once_one_wins(tmp_path: Path) -> None:
     count, found, done = 6, list[str](), threading.Barrier(6)
 
@@ -232,6 +252,35 @@ def test_a_damaged_file_is_named_once_and_counts_as_none(
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith(f"{path} can't be read (")
     assert said.endswith("): it is made again")
+
+
+@pytest.mark.parametrize("whose", ["others may write", "folder", "another user", "link"])
+def test_a_result_that_others_may_have_written_is_named_and_made_again(
+    tmp_path: Path, whose: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "kept" / "result.json"
+    before = os.umask(0)
+    try:
+        cache.write(path, [1])
+    finally:
+        os.umask(before)
+    assert [p.stat().st_mode & 0o777 for p in (path.parent, path)] == [0o700, 0o600]
+    assert cache.read(path, list, "it is made again") == [1]
+    if whose == "others may write":
+        path.chmod(0o620)
+    elif whose == "folder":
+        path.parent.chmod(0o777)
+    elif whose == "link":
+        path.symlink_to(path.rename(tmp_path / "elsewhere.json"))
+    else:
+        other = os.geteuid() + 1
+        monkeypatch.setattr(os, "geteuid", lambda: other)
+    with caplog.at_level(logging.WARNING):
+        assert cache.read(path, list, "it is made again") is None
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(str(path))
+    assert whose == "link" or "belongs to another user or may be written by others" in said
+    assert said.endswith("it is made again")
 
 
 def test_where_nothing_can_be_written_nothing_is_kept(tmp_path: Path) -> None:

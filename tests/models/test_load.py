@@ -310,13 +310,6 @@ def test_a_name_that_is_nothing_is_answered_with_the_nearest_preset(tmp_path: Pa
     assert "is a file: give the folder" in refusal(tmp_path / "file")
 
 
-def test_an_unreachable_hub_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert "the config of some-owner/some-model can't be read" in refusal("some-owner/some-model")
-    with pytest.raises(InputError, match="the tokenizer of some-owner/some-model can't be loaded"):
-        load_tokenizer("some-owner/some-model")
-
-
 # Tokenizers and quiet
 
 

@@ -380,7 +380,7 @@ def test_what_is_fetched_from_a_hub_is_checked_as_a_folder_is(
 ) -> None:
     asked: list[str] = []
 
-    def fetch(source: str, allow_patterns: list[str]) -> str:
+    def fetch(source: str, allow_patterns: list[str], local_files_only: bool) -> str:
         asked.extend([source, *allow_patterns])
         return str(llama)
 

@@ -39,6 +39,26 @@ def test_a_running_run_has_rates_cost_and_eta(tmp_path: Path) -> None:
     assert found["step_spread"] == 0
 
 
+@pytest.mark.parametrize("name", ["report.html", "summary.json", "metrics.jsonl"])
+def test_a_link_that_leads_out_of_a_run_is_not_shown(tmp_path: Path, name: str) -> None:
+    folder, outside = write_run(tmp_path / "runs" / "r", 5), tmp_path / "outside"
+    shown = {"report.html": "a page", "summary.json": '{"stopped": "elsewhere"}'}
+    outside.write_text(shown.get(name, json.dumps(step_line(900)) + "\n"))
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(outside)
+    run = Run("r", folder)
+    standing = read(run)
+    assert run.report == b""
+    assert run.summary == {}
+    assert standing["step"] in (None, 5)
+    with serving([tmp_path / "runs"], live=False) as server:
+        assert get(server.port, "/report?run=r")[0] == 404
+    (folder / name).unlink()
+    (folder / "report.html").write_text("its own page")
+    read(run)
+    assert run.report == b"its own page"
+
+
 def test_the_band_is_that_of_the_recent_steps(tmp_path: Path) -> None:
     folder = write_run(tmp_path, 1)
     rates = [1.0] * 300 + list(range(1, 201))

@@ -119,6 +119,13 @@ ROOT = Path(__file__).parents[2]
         ("sample_packing", "Axolotl's sample_packing is packed"),
         ("num_processes", "accelerate's num_processes is nproc here"),
         ("use_galore", "isn't supported: there is no GaLore"),
+        (
+            "stage",
+            "for preference training use TRL's DPOTrainer or KTOTrainer with hasten.speed_up",
+        ),
+        ("dpo_beta", "preference training use TRL's DPOTrainer"),
+        ("reward_model", "use TRL's RewardTrainer with hasten.speed_up"),
+        ("num_generations", "use TRL's GRPOTrainer with hasten.speed_up"),
         ("lerning_rate", "did you mean 'learning_rate'"),
         ("entirely_unknown_key", "docs/reference/recipe.md lists all keys"),
     ],

@@ -109,8 +109,12 @@ def test_a_file_of_another_training_is_refused_by_its_key_and_nothing_is_written
     text = form if form is TRAINING_ARGUMENTS else form.format(model="m", folder="f", data="d")
     source, recipe = tmp_path / "config.yaml", tmp_path / "recipe.yaml"
     source.write_text(json.dumps({**yaml.safe_load(text), **asked}))
-    with pytest.raises(InputError, match=f"{list(asked)[-1]}: .* means .* nothing was written"):
+    expected = f"{list(asked)[-1]}: .* means .* nothing was written"
+    with pytest.raises(InputError, match=expected) as refused:
         import_(source, [], recipe)
+    words = str(refused.value)
+    trained = [t for t in ("preference", "of a reward model", "reinforcement") if t in words]
+    assert bool(trained) == ("Trainer with hasten.speed_up" in words)
     assert not recipe.exists()
 
 
@@ -315,6 +319,30 @@ def test_axolotl_s_second_fsdp_needs_no_words(tmp_path: Path) -> None:
     found = imported_fsdp(tmp_path, AXOLOTL_FSDP | {"fsdp_version": 2, "fsdp_config": block})
     assert {"fsdp2": {"reshard": False}} in found.values["plan"]
     assert "layout" not in found.values
+
+
+DS_CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "zero_optimization": {"stage": 2},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 5}},
+}
+
+
+@pytest.mark.parametrize("wrong", [7, "x", [1], True])
+@pytest.mark.parametrize("key", ["optimizer", "scheduler", "params", "zero_optimization", "fp16"])
+def test_a_deepspeed_section_that_is_no_object_is_refused_in_words(
+    tmp_path: Path, key: str, wrong: Any
+) -> None:
+    config = json.loads(json.dumps(DS_CONFIG))
+    if key == "params":
+        config["optimizer"][key] = config["scheduler"][key] = wrong
+    else:
+        config[key] = wrong
+    source = tmp_path / "ds_config.json"
+    source.write_text(json.dumps(config))
+    with pytest.raises(InputError, match=f"{key} is .*; it must be a JSON object"):
+        read(source).check("recipe.yaml")
 
 
 @pytest.mark.parametrize("clipping", [{}, {"gradient_clipping": "auto"}])

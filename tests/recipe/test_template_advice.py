@@ -120,6 +120,20 @@ def test_thoughts_that_are_left_out_are_counted_also_by_a_later_start(tmp_path: 
         assert said.startswith("4 answers are trained without their thoughts")
 
 
+def test_values_of_calls_in_pythons_notation_are_told_also_by_a_later_start(tmp_path: Path) -> None:
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% for k, v in "
+    calls += "c.function.arguments | items %} {{ k }}={{ v }}{% endfor %}{% endfor %}"
+    template = CHATML.replace("+ m.content +", "+ (m.content or '') }}" + calls + "{{", 1)
+    found = recipe(tmp_path, template, ("<|im_start|>", "<|im_end|>"))
+    function = {"name": "f", "arguments": {"a": None, "b": True}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+    turns = [{"role": "user", "content": "two?"}, answer]
+    (tmp_path / "data.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 3)
+    for _ in range(2):
+        (said,) = advice(found)
+        assert "tool calls of 3 examples are trained with values in Python's notation" in said
+
+
 def test_plain_text_needs_no_template(tmp_path: Path) -> None:
     found = recipe(tmp_path, NO_END)
     (tmp_path / "data.jsonl").write_text(json.dumps({"text": "a tale"}) + "\n")

@@ -214,6 +214,7 @@ def test_lm_eval_scores_a_local_task(full_run: Path, tmp_path: Path, adds_bos: b
         ({"doc_to_text": "{{ cycler.__init__.__globals__ }}"}, "isn't supported"),
         ({"doc_to_text": "{{ lipsum['_' ~ '_globals__'] }}"}, "isn't supported"),
         ({"doc_to_text": "{{ text.format(text) }}"}, "isn't supported"),
+        ({"doc_to_text": "{{text}} {{text"}, "isn't supported"),
         ({"doc_to_text": "{% for x in y %}{% endfor %}"}, "isn't supported"),
         ({"metric_list": [{"metric": "./mine.py"}]}, "isn't supported"),
         ({"class": "Task"}, "sets class"),
@@ -225,6 +226,16 @@ def test_a_task_that_downloads_or_runs_code_is_refused(
 ) -> None:
     with pytest.raises(InputError, match=message):
         read_task(task(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("end", ["", "text}}"])
+def test_each_character_of_a_template_is_looked_at_once(end: str) -> None:
+    template = "{{" * 50 + end
+    found = evaluation.expressions(template)
+    assert len(found) == 50
+    assert sum(map(len, found)) <= len(template)
+    assert not any(map(evaluation._EXPRESSION.fullmatch, found[:-1]))
+    assert evaluation.expressions("a {{b}} c {{ d }} e") == ["b", " d "]
 
 
 def test_a_function_tag_is_refused(tmp_path: Path) -> None:

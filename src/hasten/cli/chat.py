@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -63,6 +64,8 @@ def chat(
     torch.manual_seed(sampling_seed)
     conversation = _Conversation(models, system, Sampling(max_new_tokens, temperature, top_p))
     interactive = sys.stdin.isatty()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # refused by name later
     if interactive:
         say("/new starts a new conversation, /quit or Ctrl-D ends.", file=sys.stderr)
     for question in _questions(interactive):
@@ -101,7 +104,8 @@ class _Conversation:
         """Every model's answer; printed as it is generated if ``printed``.
 
         Raises:
-            InputError: the conversation is too long; the question is not part of it.
+            InputError: the conversation is too long, or a text isn't UTF-8; the question is not
+                part of it.
         """
         from hasten.data.turns import Message
         from hasten.release.trained_model import answer
@@ -120,10 +124,7 @@ class _Conversation:
 def _questions(interactive: bool) -> Iterator[str]:
     """Lines of the standard input without the empty ones, up to /quit in a terminal."""
     if not interactive:
-        try:
-            yield from (line.strip() for line in sys.stdin if line.strip())
-        except UnicodeDecodeError as error:
-            raise InputError(f"the standard input is not UTF-8 text: {error.reason}") from error
+        yield from (line.strip() for line in sys.stdin if line.strip())
         return
     while True:
         try:

@@ -46,7 +46,7 @@ def estimate(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="a recipe, a preset, a config.json or its folder; or a run that is over",
+            help="a recipe, a preset, a hub name, a config.json or its folder; or a finished run",
             metavar="MODEL",
         ),
     ] = None,

@@ -86,8 +86,8 @@ def show_table(
         table.add_column(name, overflow="fold", no_wrap=name in unbroken)
     for row in rows:
         table.add_row(*row)
-    console = Console(highlight=False, width=None if Console().is_terminal else 120)
-    console.print(table, markup=False)
+    width = None if Console().is_terminal else 120
+    Console(highlight=False, markup=False, emoji=False, width=width).print(table)
 
 
 def unwritable(reason: str) -> StoppedError:

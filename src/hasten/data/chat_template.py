@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -128,22 +128,27 @@ _NO_LAST = "the chat template drops or rewrites the last answer"
 _Render = Callable[..., str]  # of messages, with prompt=True up to where an answer begins
 
 
+# Counts of what a template does that a user should know of.
+THOUGHTS_LEFT_OUT = "thoughts"  # answers whose thoughts the text lacks
+UNOPENED = "unopened"  # last answers without the thought that a prompt opens
+CALLS_IN_PYTHON = "in_python"  # conversations with values of calls in Python's notation
+NOTES = (THOUGHTS_LEFT_OUT, UNOPENED, CALLS_IN_PYTHON)
+
+
 class Encoded(NamedTuple):
     """The examples of one conversation, or why there are none."""
 
     examples: tuple[TokenizedExample, ...]  # one for a dialogue, one per piece where it goes on
     reason: str | None
     long: bool = False  # the whole is longer than cutoff_len
-    thoughts: int = 0  # of answers, which the template leaves out of the text
-    unopened: int = 0  # last answers without the thought that a prompt opens
+    notes: Mapping[str, int] = {}  # counts by the names above
 
 
 class _Rendered(NamedTuple):
     text: str
     trained: list[tuple[int, int]] | None  # character spans, end exclusive; None: plain text
     reason: str = _NO_LAST  # where there are no spans
-    thoughts: int = 0
-    unopened: int = 0
+    notes: Mapping[str, int] = {}
 
 
 def encode(
@@ -215,7 +220,7 @@ def _fitted(
         pieces = [part for part in pieces if part.trained_tokens]
         if not pieces:
             return Encoded((), f"{_NONE_LEFT} within cutoff_len={cutoff_len}", long)
-    return Encoded(tuple(pieces), None, long, drawn.thoughts, drawn.unopened)
+    return Encoded(tuple(pieces), None, long, drawn.notes)
 
 
 def _pieces(example: TokenizedExample, cutoff_len: int) -> list[TokenizedExample]:
@@ -301,7 +306,9 @@ def _draw_dialogues(
     opened = written.opened if written else ""
     drawn = [_draw(template, _unbordered(each, written), ends, loss_on) for each in dialogues]
     return [
-        each._replace(unopened=1) if opened and _is_unopened(each, opened) else each
+        each._replace(notes={**each.notes, UNOPENED: 1})
+        if opened and _is_unopened(each, opened)
+        else each
         for each in drawn
     ]
 
@@ -405,8 +412,8 @@ def _draw_turns(
         return render_turns(template, messages, prompt, conversation.location, form)
 
     *before, last = messages = conversation.messages
-    if any(turn.role not in _PLAIN or turn.calls or turn.thoughts for turn in messages):
-        check_seen(messages, render(messages), render)
+    is_plain = all(t.role in _PLAIN and not t.calls and not t.thoughts for t in messages)
+    in_python = not is_plain and check_seen(messages, render(messages), render)
     text, begin = _whole(render, messages)
     if begin is None:
         return _Rendered("", [])
@@ -433,7 +440,8 @@ def _draw_turns(
         borders = [0, *(at for span in spans for at in span), len(text)]
         pairs = zip(borders[::2], borders[1::2], strict=True)
         spans = [(first, end) for first, end in pairs if first < end]
-    return _Rendered(text, spans, "its flags leave no answer to train", thoughts)
+    notes = {THOUGHTS_LEFT_OUT: thoughts, CALLS_IN_PYTHON: int(in_python)}
+    return _Rendered(text, spans, "its flags leave no answer to train", notes)
 
 
 def _whole(render: _Render, messages: Sequence[Message]) -> tuple[str, int | None]:

@@ -121,7 +121,7 @@ def too_large(path: Path, limit: int) -> InputError:
     """Returns the error for a file that grew beyond its limit."""
     return InputError(
         f"{path} becomes larger than {limit >> 20} MiB, {RATIO} times the file or more, when it is "
-        "unpacked; if that is meant, unpack it yourself"
+        "unpacked; if that is meant, write it as plain .jsonl"
     )
 
 

@@ -7,7 +7,7 @@ A damaged example affects only itself, so neither file is parsed whole by `json.
   (2) lines are split at newline bytes only (str.splitlines also splits at U+2028, legal
       in JSON). A list is read example by example with `raw_decode`.
   (3) values that JSON readers treat differently are faults: NaN, infinity, integers
-      beyond 64 bits, NUL, a byte order mark inside the file.
+      beyond 64 bits, NUL.
   (4) after a syntax error in a list, reading continues at the next object that looks
       like an example.
 """
@@ -124,8 +124,6 @@ def damage(raw: str) -> str | None:
         return f"a byte that isn't UTF-8 (0x{ord(bad.group()) - 0xDC00:02x})"
     if "\x00" in raw:
         return "a NUL byte"
-    if "\ufeff" in raw:
-        return "a byte order mark inside the file"
     return None
 
 
@@ -155,7 +153,9 @@ class Decoder:
             reason = "truncated JSON" if cut else "not JSON"
             line = text.rfind("\n", 0, error.pos)
             column = error.pos - line + (before if line < 0 else 0)
-            message = f"{reason}: {error.msg} (column {column})"
+            mark = text.startswith("\ufeff", error.pos)  # files that were joined have them
+            what = "a byte order mark outside of texts" if mark else error.msg
+            message = f"{reason}: {what} (column {column})"
             raise FaultError(message, error.pos, unterminated) from None
         except RecursionError:
             raise FaultError("nested too deeply") from None

@@ -36,6 +36,21 @@ CONTRASTS = ("positive_messages", "negative_messages")  # ms-swift's
 _ALONE = ("completions", "chat_template_kwargs")
 SOURCES = ("context", "passage", "article", "document")  # texts that a question is about
 OURS = "hasten trains on answers alone"
+# Trainings that hasten lacks, and TRL's trainers for them, which `speed_up` takes.
+TRAINERS = {
+    "preference training": "DPOTrainer or KTOTrainer",
+    "the training of a reward model": "RewardTrainer",
+    "reinforcement learning": "GRPOTrainer",
+}
+
+
+def elsewhere(training: str) -> str:
+    """The trainer for another training, as the end of a sentence; empty if none is known."""
+    name = next((name for name in TRAINERS if name in training), None)
+    return f"; for {name} use TRL's {TRAINERS[name]} with hasten.speed_up" if name else ""
+
+
+_PREFERENCES = elsewhere("preference training")
 
 
 def refuse_other_stage(example: Any, named: Iterable[str] = ()) -> None:
@@ -89,6 +104,7 @@ def _stage(example: Mapping[str, Any], filled: set[str], named: set[str]) -> str
             f"these are preference pairs ({', '.join(pair)}), material of DPO or of a reward "
             f"model; {OURS}, so take examples with one answer, or "
             + ("name the good one in columns" if good else f"leave {pair[0]} out")
+            + _PREFERENCES
         )
     if contrast := [key for key in CONTRASTS if key in filled]:
         return (
@@ -96,23 +112,27 @@ def _stage(example: Mapping[str, Any], filled: set[str], named: set[str]) -> str
             f"reranker; {OURS}, so take examples with one answer"
         )
     if "completions" in filled:
-        kind = (
-            "rated steps (completions, labels), material of a process reward model"
+        kind, instead = (
+            ("rated steps (completions, labels), material of a process reward model", "")
             if "labels" in filled
-            else "several answers of a prompt (completions), material of a reward model"
+            else (
+                "several answers of a prompt (completions), material of a reward model",
+                elsewhere("the training of a reward model"),
+            )
         )
-        return f"these are {kind}; {OURS}, so take examples with one answer"
+        return f"these are {kind}; {OURS}, so take examples with one answer{instead}"
     ranked = next((key for key in _LISTED if key in filled and _is_ranked(example[key])), None)
     if ranked:
         return (
             f"{ranked!r} lists {len(example[ranked])} answers, and such preferences are material "
             f"of DPO or of a reward model; {OURS}, so write the one to train as a text"
+            + _PREFERENCES
         )
     label = next((key for key in LABELS if key in filled and is_label(key, example[key])), None)
     if label and filled & {*ANSWERS}:
         return (
             f"{label!r} marks whether an answer is good, which is material of KTO: a false one is "
-            f"to be avoided; {OURS}, so leave the false ones and the column out"
+            f"to be avoided; {OURS}, so leave the false ones and the column out" + _PREFERENCES
         )
     media = next((key for key in MEDIA if key in filled), None)
     if media:
@@ -124,6 +144,7 @@ def _stage(example: Mapping[str, Any], filled: set[str], named: set[str]) -> str
         return (
             f"prompts without answers are material of reinforcement learning; {OURS}, so name the "
             "column of the answers (columns: {prompt: prompt, completion: ...}) or take others"
+            + elsewhere("reinforcement learning")
         )
     return None
 

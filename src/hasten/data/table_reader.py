@@ -13,6 +13,7 @@ import io
 import struct
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,9 @@ def parquet_batches(path: Path) -> tuple[list[str], Iterator[Any]]:
                     repeated.add(chunk.path_in_schema)
     if repeated:
         file = pq.ParquetFile(path, read_dictionary=sorted(repeated))
-    return file.schema_arrow.names, file.iter_batches(batch_size=rows)
+    # Group by group: pyarrow joins no dictionaries of nested columns across row groups.
+    batches = (file.iter_batches(rows, [number]) for number in range(len(groups)))
+    return file.schema_arrow.names, chain.from_iterable(batches)
 
 
 def arrow_batches(path: Path) -> tuple[list[str], Iterator[Any]]:
@@ -375,7 +378,8 @@ def scan_table(path: Path, container: Container) -> Iterator[JsonValue]:
             prefix = "" if str(path) in str(error) else f"{path}:{number}: "
             raise InputError(f"{prefix}{error}") from error
         except _FAULTS as error:
-            message = f"the {container.kind} file is damaged here: {_line(error)}"
+            what = "is damaged here" if _is_damage(error) else "has what pyarrow can't read"
+            message = f"the {container.kind} file {what}: {_line(error)}"
             yield JsonValue(number, None, message, lost=True)
             return
         yield from (
@@ -399,12 +403,18 @@ def _opened(path: Path, kind: str) -> Iterator[Any]:
     except InputError:
         raise
     except _FAULTS as error:
-        raise InputError(
-            f"{path} isn't a whole {kind} file: {_line(error)}; write or fetch it again"
-        ) from error
+        what = f"isn't a whole {kind} file" if _is_damage(error) else "has what pyarrow can't read"
+        raise InputError(f"{path} {what}: {_line(error)}; write or fetch it again") from error
     if twice := _twice(names):
         raise InputError(f"{path} has two columns {twice[0]!r}: give every column its own name")
     return batches
+
+
+def _is_damage(error: BaseException) -> bool:
+    """True for an error of the format; raises it if the disk or the system is at fault."""
+    if isinstance(error, OSError) and error.errno:
+        raise error
+    return isinstance(error, OSError | ValueError)
 
 
 def _values(batch: Any) -> list[Any]:

@@ -23,7 +23,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from hasten.data import arrow_file
-from hasten.data.chat_template import NOT_THE_RECORDS_FAULT, LossOn, TooLong
+from hasten.data.chat_template import NOT_THE_RECORDS_FAULT, NOTES, LossOn, TooLong
 from hasten.data.readers import Rejected, check_rejected
 from hasten.data.spool import IndexedConversations, packed
 from hasten.data.tokenize import prepare
@@ -36,7 +36,7 @@ from hasten.parts.data.collate import TokenizedExample
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_FORMAT = 6  # change it with anything that changes the tokens of a given input
+_FORMAT = 7  # change it with anything that changes the tokens of a given input
 
 
 class StoredExamples(Protocol):
@@ -63,9 +63,8 @@ class TokenStore:
         self.digest = arrow_file.digest_of(path)  # of all tokens and marks
         self.rejected = [Rejected(*row) for row in summary["rejected"]]
         self.long: int = summary.get("long", 0)  # conversations longer than cutoff_len
-        # Thoughts of answers, which the chat template leaves out.
-        self.thoughts: int = summary.get("thoughts", 0)
-        self.unopened: int = summary.get("unopened", 0)
+        # What the chat template does.
+        self.notes: dict[str, int] = {name: summary.get(name, 0) for name in NOTES}
         sizes = (len(batch.starts) - 1 for batch in self._batches)
         self._firsts = np.asarray([0, *accumulate(sizes)], np.int64)  # (batches + 1,)
         lengths = [np.diff(batch.starts) for batch in self._batches]

@@ -20,6 +20,7 @@ import pickle
 import shutil
 import signal
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import accumulate, chain, islice
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hasten.data import arrow_file
+from hasten.data.chat_template import THOUGHTS_LEFT_OUT, UNOPENED
 from hasten.data.prompt_formats import ensure_chat_template
 from hasten.data.renderer import end_words, start_child
 from hasten.data.renderer import stop as stop_renderer
@@ -246,6 +248,7 @@ def _task(conversations: IndexedConversations, span: _Span) -> TokenizeTask:
 
 def _summary(parts: list[Any]) -> dict[str, Any]:
     firsts = accumulate((part["examples"] for part in parts), initial=0)
+    notes = sum((Counter(part["notes"]) for part in parts), Counter[str]())
     return {
         "pieces": [
             (first + at, count)
@@ -253,7 +256,11 @@ def _summary(parts: list[Any]) -> dict[str, Any]:
             for at, count in part["pieces"]
         ],
         "rejected": [row for part in parts for row in part["rejected"]],
-        **{k: sum(part[k] for part in parts) for k in ("long", "thoughts", "unopened")},
+        "long": sum(part["long"] for part in parts),
+        # Written as zeros too: the file's digest is a part of its runs' identity.
+        THOUGHTS_LEFT_OUT: 0,
+        UNOPENED: 0,
+        **notes,
     }
 
 

@@ -21,6 +21,7 @@ class CallForm(NamedTuple):
     empty: str | None = None  # null in OpenAI's format, which V3's asks for; others write it
 
 
+PYTHON_WORDS = ("None", "True", "False")  # for JSON's null, true and false
 FORMS = (CallForm(), CallForm(True), CallForm(False, ""), CallForm(True, ""))
 TOOL_ADVICE = "choose another chat_template, or leave such examples out"
 
@@ -43,11 +44,13 @@ def template_turns(turns: Sequence[Message], form: CallForm = FORMS[0]) -> list[
 
 def check_seen(
     messages: Sequence[Message], text: str, render: Callable[[Sequence[Message]], str]
-) -> None:
+) -> bool:
     """Raise ToolsNotRenderedError unless all messages' tools, calls, results, thoughts are shown.
 
-    Thoughts may be written only while their answer is the last.
+    Thoughts may be written only while their answer is the last. Returns True if a value of a call
+    is written in Python's notation.
     """
+    in_python = False
     tools, turns = split_tools(messages)
     if tools:
         names = [tool["function"]["name"] for tool in tools]
@@ -62,17 +65,59 @@ def check_seen(
                 "write the thoughts into the content as <think>...</think>"
             )
         if turn.calls:
-            before, upto = render(messages[:at]), render(messages[: at + 1])
-            written = upto[shared_length(before, upto) :]
-            nulls = not turn.content and "None" in written and "None" not in str(turn.calls)
-            if nulls or not all(_shows(written, call) for call in turn.calls):
-                raise ToolsNotRenderedError(
-                    f"the chat template ignores the example's tool calls: {TOOL_ADVICE}"
-                )
+            written, plain = _written_calls(messages[: at + 1], render)
+            faults = [fault for call in turn.calls if (fault := _fault(written, call))]
+            if not turn.content and "None" in plain and "None" not in str(turn.calls):
+                faults.append("writes None for the text of an answer that has only calls")
+            if faults:
+                raise ToolsNotRenderedError(f"the chat template {faults[0]}: {TOOL_ADVICE}")
+            in_python |= any(written.count(word) > plain.count(word) for word in PYTHON_WORDS)
+            nodes = (n for call in turn.calls for n in _below(json.loads(call.arguments)))
+            in_python |= any(_is_in_python(written, node) for node in nodes)
         elif turn.role == "tool" and not any(form in text for form in _written(turn.content)):
             raise ToolsNotRenderedError(
                 f"the chat template drops the result of a tool: {TOOL_ADVICE}"
             )
+    return in_python
+
+
+def _written_calls(
+    messages: Sequence[Message], render: Callable[[Sequence[Message]], str]
+) -> tuple[str, str]:
+    """The text of the last turn, and the same with 0 for each null, true and false of its calls."""
+    *before, turn = messages
+    start, text = render(before), render(messages)
+    written = text[shared_length(start, text) :]
+    if not any(word in written for word in PYTHON_WORDS):
+        return written, written
+    plain_calls = (
+        call._replace(arguments=json.dumps(_numbered(json.loads(call.arguments))))
+        for call in turn.calls
+    )
+    plain = render([*before, turn._replace(calls=tuple(plain_calls))])
+    return written, plain[shared_length(start, plain) :]
+
+
+def _numbered(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _numbered(inner) for key, inner in node.items()}
+    if isinstance(node, list):
+        return [_numbered(inner) for inner in node]
+    return 0 if node is None or isinstance(node, bool) else node
+
+
+def _below(node: Any) -> Iterator[Any]:
+    """All values inside an object or array."""
+    for inner in node.values() if isinstance(node, dict) else node:
+        yield inner
+        if isinstance(inner, (dict, list)):
+            yield from _below(inner)
+
+
+def _is_in_python(written: str, node: Any) -> bool:
+    """Returns True if an array or object is written in a way that isn't JSON."""
+    is_nested = isinstance(node, (dict, list))
+    return is_nested and str(node) in written and str(node) != json.dumps(node)
 
 
 def _turn(turn: Message, form: CallForm) -> dict[str, Any]:
@@ -97,18 +142,16 @@ def _call(call: ToolCall, form: CallForm) -> dict[str, Any]:
     return {"type": "function", "function": function} | ({"id": call.id} if call.id else {})
 
 
-def _shows(written: str, call: ToolCall) -> bool:
-    """Returns True if a call is written with its name and every argument.
-
-    A call in Python's notation doesn't count.
-    """
+def _fault(written: str, call: ToolCall) -> str:
+    """Returns what a template does to a call; empty if its name and every argument are written."""
     arguments = json.loads(call.arguments)
-    if arguments and str(arguments) in written and str(arguments) != json.dumps(arguments):
-        return False  # an object put into a text as it is
+    if _is_in_python(written, arguments):
+        return "writes the arguments of tool calls in Python's notation, not as JSON"
     if (twice := json.dumps(call.arguments)[1:-1]) != call.arguments and twice in written:
-        return False  # a text written as JSON once more
+        return "writes the arguments of tool calls as JSON twice"
     leaves = [call.name, *_leaves(arguments)]
-    return all(any(form in written for form in _written(leaf)) for leaf in leaves)
+    shown = all(any(form in written for form in _written(leaf)) for leaf in leaves)
+    return "" if shown else "ignores the example's tool calls"
 
 
 def shared_length(left_text: str, right_text: str) -> int:

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hasten.data.stages import MEDIA, is_label, is_preference
+from hasten.data.stages import MEDIA, elsewhere, is_label, is_preference
 from hasten.errors import InputError
 from hasten.foreign_files import unique_keys
 
@@ -147,6 +147,7 @@ def _check_keys(turn: Mapping[str, Any], keys: set[str]) -> None:
             raise InputError(
                 f"a turn has {key!r}, which judges an answer (DPO, KTO), and hasten trains on "
                 "answers alone: leave bad answers and the key out"
+                + elsewhere("preference training")
             )
         if _ON_LOSS.search(key):
             raise InputError(
@@ -382,8 +383,8 @@ def sound(value: Any, key: str) -> str:
     """`value` if it is a text that survives UTF-8; escapes can hide what raw bytes can't."""
     if not isinstance(value, str):
         raise NoConversationError(f"{key!r} is {kind_of(value)}, not a text")
-    if "\x00" in value or "\ufeff" in value:
-        raise NoConversationError(f"{key!r} holds a NUL character or a byte order mark")
+    if "\x00" in value:
+        raise NoConversationError(f"{key!r} holds a NUL character")
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+from collections import Counter
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -50,15 +51,15 @@ def write_part(work: TokenizeWork, chunk: ExampleChunk) -> None:
 
     Its summary holds the rejected examples as (file, line, reason), and of each conversation with
     several examples the first and their number. It counts examples, conversations longer than
-    cutoff_len, thoughts that the chat template left out, and answers without the thought that a
-    prompt opens.
+    cutoff_len, and what `chat_template` notes.
     """
     rejected: list[tuple[str, int, str]] = []
     pieces: list[tuple[int, int]] = []
-    count = long = thoughts = unopened = 0
+    count = long = 0
+    notes: Counter[str] = Counter()
 
     def examples() -> Iterator[TokenizedExample]:
-        nonlocal count, long, thoughts, unopened
+        nonlocal count, long
         conversations = [unpack(data) for data in chunk.packed]
         encoded = encode_all(
             work.tokenizer, conversations, work.cutoff_len, work.too_long, work.loss_on
@@ -68,8 +69,7 @@ def write_part(work: TokenizeWork, chunk: ExampleChunk) -> None:
                 file, _, line = conversation.location.rpartition(":")
                 rejected.append((file, int(line) if line.isdecimal() else 0, item.reason))
             long += item.long
-            thoughts += item.thoughts
-            unopened += item.unopened
+            notes.update(item.notes)
             if len(item.examples) > 1:
                 pieces.append((count, len(item.examples)))
             count += len(item.examples)
@@ -81,8 +81,7 @@ def write_part(work: TokenizeWork, chunk: ExampleChunk) -> None:
             "pieces": pieces,
             "rejected": rejected,
             "long": long,
-            "thoughts": thoughts,
-            "unopened": unopened,
+            "notes": notes,
         }
 
     try:

@@ -2,8 +2,9 @@
 
 The key contains everything that decides a result.
 
-A file is read if it exists and is valid, and written if that is possible. Without a
-home, on a full disk or with a damaged file, a result is only computed again.
+A file is read if it exists, is valid, and only this user may write it and its folder. It
+is written if that is possible. Without a home, on a full disk, with a damaged file or with
+another user's, a result is only computed again.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
+import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hasten.foreign_files import open_regular
-from hasten.machine.files import write_atomic
+from hasten.machine.files import replacing
 
 HOME = Path("~/.cache/hasten")
 PACKAGE = Path(__file__).parents[1]
@@ -54,6 +57,13 @@ def path_of(folder: Path, parts: Mapping[str, Any], stem: str = "") -> Path:
     return at_home(folder) / f"{stem}{key_of(parts)}.json"
 
 
+def is_private(status: os.stat_result) -> bool:
+    """Returns True if a file or folder is this user's and only this user may write it."""
+    if os.name != "posix":
+        return True
+    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
 def read(path: Path, build: Callable[[Any], T], instead: str) -> T | None:
     """A result that was kept; None where there is none, or none that can be used.
 
@@ -62,8 +72,15 @@ def read(path: Path, build: Callable[[Any], T], instead: str) -> T | None:
         instead: what is done without the file, for the warning where it is damaged.
     """
     try:
-        with open_regular(path) as file:
-            return build(json.load(file))
+        with open_regular(path, follow_links=False) as file:
+            if all(map(is_private, (os.fstat(file.fileno()), path.parent.stat()))):
+                return build(json.load(file))
+        _LOG.warning(
+            "%s or its folder belongs to another user or may be written by others: %s",
+            path,
+            instead,
+        )
+        return None
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -74,5 +91,8 @@ def read(path: Path, build: Callable[[Any], T], instead: str) -> T | None:
 def write(path: Path, content: Any) -> None:
     """Keeps a result where that is possible; another process may do the same at the same time."""
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps(content, indent=1))
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with replacing(path) as file:
+            if os.name == "posix":
+                os.fchmod(file.fileno(), 0o600)
+            file.write(json.dumps(content, indent=1).encode())

@@ -56,6 +56,9 @@ class HeldLock:
         import filelock
 
         self._path = path
+        with suppress(FileNotFoundError):
+            if path.lstat().st_nlink > 1:  # its content isn't a lock's
+                raise OSError(errno.EMLINK, "it is another file's second name", str(path))
         lock = filelock.FileLock(path, thread_local=False, fallback_to_soft=False)
         try:
             lock.acquire(timeout=-1 if seconds is None else seconds, poll_interval=_POLL_SECONDS)

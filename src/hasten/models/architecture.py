@@ -136,10 +136,10 @@ class Architecture:
 
     @classmethod
     def from_config(cls, source: Mapping[str, Any] | str | Path) -> Architecture:
-        """From a config's fields, the path of a ``config.json`` or its folder, or a preset's name.
+        """From a config's fields, a ``config.json``, its folder, a preset's or a hub's name.
 
         Raises:
-            InputError: no such file or preset, or a field that the planner needs is missing.
+            InputError: no such file or name, or a field that the planner needs is missing.
         """
         if isinstance(source, Mapping):
             return _read(source, str(source.get("name") or source.get("_name_or_path") or "model"))
@@ -148,11 +148,16 @@ class Architecture:
             return _read(fields, known_preset.name)
         path = Path(source)
         path = path / "config.json" if path.is_dir() else path
+        name = path.parent.name or path.stem
         if not path.exists():
-            if isinstance(source, Path) or "/" in source or path.suffix == ".json":
+            if isinstance(source, Path) or path.suffix == ".json":
                 raise InputError(f"there is no config at {path}: name a config.json, or its folder")
-            preset(str(source))  # raises, with the nearest names
-        return _read(read_json_object(path, "model's config"), path.parent.name or path.stem)
+            if "/" not in source:
+                preset(source)  # raises, with the nearest names
+            from hasten.models.load import config_folder  # which loads torch
+
+            path, name = config_folder(source) / "config.json", source
+        return _read(read_json_object(path, "model's config"), name)
 
     @property
     def attention(self) -> str:

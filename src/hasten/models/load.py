@@ -24,6 +24,7 @@ import torch
 
 from hasten.errors import InputError, is_panic
 from hasten.foreign_files import read_json_object
+from hasten.formatting import one_line
 from hasten.models.presets import PRESETS, build_config, with_vocabulary
 from hasten.models.source_check import check_folder, check_native, check_source, check_tokenizer
 from hasten.models.weights import (
@@ -44,6 +45,11 @@ if TYPE_CHECKING:
     )
 
 _NAMES_SHOWN: Final = 3
+# Files of a tokenizer on the hub.
+_TOKENIZER: Final = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("*chat_template*", "config.json"),
+)
 _REASON_SHOWN: Final = 300  # characters; transformers explains at length
 
 
@@ -111,13 +117,55 @@ def load_model(
 
 
 def stop_tokens(source: str) -> list[int]:
-    """Returns the stop tokens of a local folder; empty if it defines none."""
-    for name in ("generation_config.json", "config.json"):
-        with suppress(InputError):
-            content = read_json_object(Path(source) / name, "model's config")
-            if stops := _listed(content.get("eos_token_id")):
-                return stops
+    """Returns the stop tokens of a local folder or cached hub name; empty if it defines none."""
+    with suppress(InputError):
+        folder = check_source(source) or hub_folder(source, "config.json", only_cached=True)
+        for name in ("generation_config.json", "config.json"):
+            with suppress(InputError):
+                content = read_json_object(folder / name, "model's config")
+                if stops := _listed(content.get("eos_token_id")):
+                    return stops
     return []
+
+
+def hub_folder(source: str, *files: str, only_cached: bool = False) -> Path:
+    """The folder of a name on the hub in the local cache, with the files of these patterns.
+
+    They are fetched if the hub can be reached. Raises InputError if the first of them is missing.
+    """
+    from huggingface_hub import constants, errors, snapshot_download
+
+    try:
+        with quiet():
+            folder = snapshot_download(
+                source, allow_patterns=[*files], local_files_only=only_cached
+            )
+    except errors.GatedRepoError as error:
+        raise InputError(
+            f"{source} is gated: accept its agreement on the model's page of the hub, and log in "
+            "with `hf auth login`"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise InputError(
+            f"{source} is no folder here, and the hub has no such model for you: check the name, "
+            "or log in with `hf auth login`"
+        ) from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub can't be reached"
+        raise InputError(
+            f"{source} is no folder here and not in the hub's local cache, and {why}: run `hf "
+            f"download {source}` with a network, or give the folder of a copy"
+        ) from error
+    except Exception as error:  # of its HTTP client
+        raise InputError(
+            f"{source} can't be fetched from the hub: {one_line(error, _REASON_SHOWN)}"
+        ) from error
+    if not (Path(folder) / files[0]).is_file():
+        raise InputError(
+            f"{source} on the hub, or its copy in the local cache, has no {files[0]}: run `hf "
+            f"download {source}` with a network, or choose another model"
+        )
+    return Path(folder)
 
 
 def _listed(ids: object) -> list[int]:
@@ -151,11 +199,17 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     from transformers import PreTrainedTokenizerFast
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-    check_tokenizer(source)
+    if source in PRESETS:
+        raise InputError(
+            f"the preset {source} has no tokenizer: give the folder of one, or train one"
+        )
+    folder = check_source(source) or hub_folder(source, *_TOKENIZER)
+    check_tokenizer(folder)
     with quiet(), _advice(f"the tokenizer of {source} can't be loaded"):
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(source)
-        if get_tokenizer_config(source).get("add_bos_token") is True:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        if get_tokenizer_config(folder).get("add_bos_token") is True:
             _begin_with_bos(tokenizer)
+    tokenizer.name_or_path = source
     return tokenizer
 
 
@@ -251,12 +305,14 @@ def read_config(
     folder = check_source(source)
     if folder is not None:
         check_folder(folder, needs_weights=needs_weights)
+    folder = folder or hub_folder(source, "config.json")
     with quiet(), _advice(f"the config of {source} can't be read"):
-        if folder is not None:  # read strictly: of two equal keys transformers takes the last
-            read_json_object(folder / "config.json", "model's config")
-        raw, _ = PreTrainedConfig.get_config_dict(source)
+        # Read strictly: of two equal keys transformers takes the last.
+        read_json_object(folder / "config.json", "model's config")
+        raw, _ = PreTrainedConfig.get_config_dict(folder)
         check_native(source, raw, needs_weights=needs_weights)
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config.name_or_path = source
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InputError(f"{source} is a {config.model_type} model, which predicts no next token")
     if (text := config.get_text_config()) is not config:
@@ -348,6 +404,11 @@ def check_weights(source: str, folder: Path, config: PreTrainedConfig) -> list[s
     return [*stored.notes(), *_invalid(_generation_config(folder))]
 
 
+def config_folder(source: str) -> Path:
+    """The folder of a source's config.json, which alone is fetched for a name on the hub."""
+    return check_source(source) or hub_folder(source, "config.json")
+
+
 def local_folder(source: str) -> Path:
     """The folder of a source, fetched from the hub once if it is a name there."""
     folder = check_source(source)
@@ -359,16 +420,13 @@ def stored_folder(source: str) -> Path | None:
     folder = check_source(source)
     if folder is None:
         with suppress(InputError):
-            folder = _snapshot(source, local_files_only=True)
+            folder = _snapshot(source, only_cached=True)
     return folder
 
 
-def _snapshot(source: str, **how: Any) -> Path:
-    from huggingface_hub import snapshot_download
-
-    wanted = ["config.json", "generation_config.json", ADAPTER, "model*.safetensors", INDEX]
-    with quiet(), _advice(f"the weights of {source} can't be fetched"):
-        fetched = Path(snapshot_download(source, allow_patterns=wanted, **how))
+def _snapshot(source: str, only_cached: bool = False) -> Path:
+    weights = ("generation_config.json", ADAPTER, "model*.safetensors", INDEX)
+    fetched = hub_folder(source, "config.json", *weights, only_cached=only_cached)
     check_folder(fetched, needs_weights=True)
     return fetched
 
@@ -399,7 +457,7 @@ def _invalid(generation: GenerationConfig) -> Iterator[str]:
         keys = ", ".join(key for key in generation.to_diff_dict() if f"`{key}`" in str(error))
         yield (
             "transformers calls the model's generation_config.json contradictory "
-            f"({keys or _one_line(error)}); it is saved as it is"
+            f"({keys or one_line(error, _REASON_SHOWN)}); it is saved as it is"
         )
 
 
@@ -511,11 +569,7 @@ def _advice(failed: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and not is_panic(error):
             raise
-        reason = _one_line(error)
+        reason = one_line(error, _REASON_SHOWN)
         if "automatic conversion of the weights" in reason:
             reason = "some experts' weights are missing or differ in shape from the others'"
         raise InputError(f"{failed}: {reason}") from error
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:_REASON_SHOWN]

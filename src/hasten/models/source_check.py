@@ -17,7 +17,7 @@ from typing import Any, Final
 from hasten.errors import InputError
 from hasten.foreign_files import read_json_object
 from hasten.machine import versions
-from hasten.models.presets import PRESETS, near_presets
+from hasten.models.presets import near_presets
 from hasten.models.weights import (
     ADAPTER,
     INDEX,
@@ -230,15 +230,8 @@ def _is_installed(name: Any) -> bool:
     return isinstance(name, str) and name in checks and bool(checks[name]())
 
 
-def check_tokenizer(source: str) -> None:
-    """InputError when the source is known, without loading it, to hold no usable tokenizer."""
-    if source in PRESETS:
-        raise InputError(
-            f"the preset {source} has no tokenizer: give the folder of one, or train one"
-        )
-    folder = check_source(source)
-    if folder is None:
-        return
+def check_tokenizer(folder: Path) -> None:
+    """InputError when the folder is known, without loading it, to hold no usable tokenizer."""
     if (folder / "tokenizer.json").is_file():
         _check_growth(folder / "tokenizer.json")
         return

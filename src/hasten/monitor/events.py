@@ -6,6 +6,7 @@ are cut, and code that shows them must not run them as code.
 
 from __future__ import annotations
 
+import errno
 import json
 from collections import deque
 from collections.abc import Mapping
@@ -139,15 +140,19 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """A file's bytes; none if it is missing or has more than ``most``.
+    """A file's bytes; none if it is missing, has more than ``most``, or is a link.
+
+    A link may lead out of the run's folder.
 
     Raises:
         OSError: the file is there and can't be read.
     """
     try:
-        with open_regular(path) as file:
+        with open_regular(path, follow_links=False) as file:
             content = file.read(most + 1)
-    except FileNotFoundError:
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ELOOP):
+            raise
         return b""
     return content if len(content) <= most else b""
 

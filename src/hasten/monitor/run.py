@@ -246,7 +246,7 @@ class FollowedFile:
             OSError: the file is there and can't be read, or its disk is gone.
         """
         try:
-            with open_regular(self.path) as file:
+            with open_regular(self.path, follow_links=False) as file:
                 return self._read(file)
         except FileNotFoundError:
             had = self._offset > 0

@@ -20,7 +20,13 @@ import xxhash
 from numpy.typing import NDArray
 
 from hasten.core.context import ExampleStats
-from hasten.data.chat_template import AnswerEnd, answer_end
+from hasten.data.chat_template import (
+    CALLS_IN_PYTHON,
+    THOUGHTS_LEFT_OUT,
+    UNOPENED,
+    AnswerEnd,
+    answer_end,
+)
 from hasten.data.conversation import Conversation
 from hasten.data.prompt_formats import choose_chat_template, missing_tokens
 from hasten.data.response_template import is_published, response_template
@@ -99,8 +105,7 @@ class PreparedDataIndex:
     rejected: list[list[Any]] = field(default_factory=list)
     containers: dict[str, str] = field(default_factory=dict)
     long: int = 0  # training examples that are longer than cutoff_len
-    thoughts: int = 0  # of answers, which the chat template leaves out
-    unopened: int = 0  # last answers without the thought that a prompt opens
+    notes: dict[str, int] = field(default_factory=dict)  # counts of what the chat template does
     end_text: str | None = None  # what the chat template writes after an answer; None: no dialogues
     stop_token: int | None = None  # the end token that it begins with
 
@@ -197,8 +202,7 @@ def _prepared(
         rejected=rejected,
         containers=source.containers,
         long=train.long,
-        thoughts=train.thoughts,
-        unopened=train.unopened,
+        notes=train.notes,
         end_text=end.text if end else None,
         stop_token=stop_token(tokenizer, end),
     )
@@ -408,14 +412,20 @@ def template_advice(recipe: Recipe, data: PreparedData) -> list[str]:
                 f"answers end with {token}, an end token at which the base model doesn't stop: "
                 f"export the merged model, or generate with eos_token_id={[*stops, stop]}"
             )
-    if data.note.thoughts:
+    if count := data.note.notes.get(THOUGHTS_LEFT_OUT):
         advice.append(
-            f"{data.note.thoughts:,} answers are trained without their thoughts, which the chat "
+            f"{count:,} answers are trained without their thoughts, which the chat "
             "template leaves out of the text"
         )
-    if data.note.unopened:
+    if count := data.note.notes.get(CALLS_IN_PYTHON):
         advice.append(
-            f"a prompt ends with <think> under this chat template, and {data.note.unopened:,} "
+            f"the tool calls of {count:,} examples are trained with values in Python's notation, "
+            "as the chat template writes them: None, True and False for null, true and false. If "
+            "your server reads calls as JSON, choose a chat_template that writes values with tojson"
+        )
+    if count := data.note.notes.get(UNOPENED):
+        advice.append(
+            f"a prompt ends with <think> under this chat template, and {count:,} "
             "answers have no thought: generation begins in a way that they don't. Write thoughts "
             "into the answers, or choose a chat_template such as deepseek-r1-thoughts, which gives "
             "them an empty one"

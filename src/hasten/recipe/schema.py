@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from hasten.core.health import SpikePolicy
+from hasten.data.stages import elsewhere
 from hasten.errors import InputError
 from hasten.foreign_files import unwritable_character
 from hasten.formatting import did_you_mean
@@ -486,6 +487,11 @@ def _foreign_table() -> Mapping[str, str]:
                 instead |= dict.fromkeys(keys, f"{verb}: {explanation}")
         for key, explanation in instead.items():
             sentences.setdefault(key, f"{tool} {key} {explanation}")
+    for what, keys in tables["refused"]["signs"].items():
+        for key in keys if elsewhere(what) else ():
+            sentences.setdefault(key, f"{key} is of {what}{elsewhere(what)}")
+    for key in ("stage", "rl", "rlhf_type"):
+        sentences[key] = f"{key} selects another training{elsewhere('preference training')}"
     return sentences
 
 

@@ -303,13 +303,22 @@ def read_task(file: Path) -> dict[str, Any]:
                 + ", ".join(sorted(_METRICS))
             )
     for text in _texts(task):
-        inside = re.findall(r"\{\{(.*?)\}\}", text, re.DOTALL)
+        inside = expressions(text)
         if "{%" in text or "{#" in text or not all(map(_EXPRESSION.fullmatch, inside)):
             raise InputError(
                 f"--tasks: the template {text[:80]!r} in {file} isn't supported: write columns as "
                 "{{name}}, with items, strip() and simple filters alone"
             )
     return {**task, "dataset_kwargs": {"data_files": _local_files(task, file)}}
+
+
+def expressions(template: str) -> list[str]:
+    """The texts between double braces; one without an end keeps its opening braces.
+
+    Each character is read once, for any number of braces.
+    """
+    parts = (part.partition("}}") for part in template.split("{{")[1:])
+    return [inside if end else f"{inside}{{{{" for inside, end, _ in parts]
 
 
 def _local_files(task: Mapping[str, Any], file: Path) -> dict[str, str]:

@@ -31,6 +31,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from hasten.machine.cache import is_private
 from hasten.machine.locks import HeldLock, LockedError
 from hasten.machine.processes import loaded_library
 from hasten.machine.processor import isa_limit, processor_flags
@@ -288,11 +289,6 @@ def _opened(folder: Path) -> Iterator[int]:
         yield folder_fd
     finally:
         os.close(folder_fd)
-
-
-def is_private(status: os.stat_result) -> bool:
-    """Returns True if a file or folder is this user's and only this user may write it."""
-    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 @functools.cache

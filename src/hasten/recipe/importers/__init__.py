@@ -303,8 +303,8 @@ def _deepspeed_defaults(draft: RecipeDraft, settings: Mapping[str, Any], name: s
 
 def _schedule_rows(draft: RecipeDraft, settings: Mapping[str, Any]) -> None:
     """Adds a row for each key of a DeepSpeed schedule that isn't followed."""
-    timing = (settings.get("scheduler") or {}).get("params") or {}
     for key, explanation in schedule_differences(settings):
+        timing = settings["scheduler"].get("params") or {}
         draft.row(key, timing.get(key.rpartition(".")[2], "left out"), "unmapped", explanation)
 
 
@@ -365,8 +365,11 @@ def _deepspeed(path: Path, source: dict[str, Any]) -> ImportedRecipe:
         else:
             explanation = f"DeepSpeed doesn't know this key{did_you_mean(key, TOP)}"
             draft.note(key, "unmapped", explanation)
-    _deepspeed_defaults(draft, recognised, "DeepSpeed")
-    _schedule_rows(draft, recognised)
+    try:
+        _deepspeed_defaults(draft, recognised, "DeepSpeed")
+        _schedule_rows(draft, recognised)
+    except ValueError as error:
+        raise InputError(f"{path}: {error}") from error
     if "optimizer" in recognised and not recognised.get("scheduler"):
         explanation = "DeepSpeed keeps the rate without a scheduler; here lr_schedule changes it"
         draft.row("scheduler", LEFT_OUT, "unmapped", explanation)

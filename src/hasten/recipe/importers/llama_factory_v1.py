@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hasten.data.stages import elsewhere
 from hasten.errors import InputError
 from hasten.recipe.importers import sharding
 from hasten.recipe.importers.draft import (
@@ -198,6 +199,7 @@ def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
             raise InputError(
                 f"{path}: {name} has pairs of preferences, which means preference training; "
                 "hasten imports supervised fine-tuning, so nothing was written"
+                + elsewhere("preference training")
             )
         location = str(fields.pop("path", name))
         source: dict[str, Any] = {"path": str(found_file(location, draft.folder) or location)}

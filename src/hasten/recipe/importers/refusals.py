@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hasten.data.stages import elsewhere
 from hasten.errors import InputError
 from hasten.recipe.importers.draft import ROWS, is_off
 from hasten.recipe.yaml_reader import one_line
@@ -40,7 +41,7 @@ def refuse_other_training(path: Path, source: Mapping[str, Any]) -> None:
         setting = one_line(f"{key}: {source[key]}")[:80]
         raise InputError(
             f"{path}: {setting} means {what}; hasten imports supervised fine-tuning and continued "
-            "pretraining, of all weights or LoRA, so nothing was written"
+            f"pretraining, of all weights or LoRA, so nothing was written{elsewhere(what)}"
         )
 
 
