@@ -170,14 +170,15 @@ def _weights(recipe: Recipe) -> tuple[str, list[str]]:
 
 def _built(recipe: Recipe, data: PreparedData) -> tuple[str, None]:
     """The model as `hasten train` makes it, but without memory for its weights."""
-    from hasten.models.adapters import lora_targets
-    from hasten.recipe.build import Building
+    from hasten.models.adapters import adapted_table
+    from hasten.recipe.build import Building, lora_of
 
     model: Any = Building(recipe, data).skeleton()
     text = f"{type(model).__name__}, attention: {model.config._attn_implementation}"
-    if recipe.finetuning_type == "lora":
-        targets = lora_targets(model, recipe.lora_targets)
-        text += f", LoRA on {len(targets)} modules"
+    if (lora := lora_of(recipe, Plan())) is not None:
+        rows = adapted_table(lora.adapt(model))
+        kinds = ", ".join(row.modules.rpartition("*.")[2] for row in rows)
+        text += f", LoRA on {sum(row.count for row in rows)} modules: {kinds}"
     return text, None
 
 
