@@ -205,9 +205,9 @@ def add_lora(
 
     Args:
         resolver: ``hasten`` reads ``targets`` by `lora_targets`. ``peft`` gives them to PEFT, as
-            TRL does. There ``auto`` is PEFT's own list for the architecture. ``linear_names`` does
-            so with the names of all linear layers in place of ``all-linear``, as LLaMA-Factory,
-            axolotl and ms-swift do.
+            TRL does. There ``auto`` is PEFT's own list for the architecture. ``linear_names`` is
+            the same, with the names of all linear layers in place of ``all-linear``. LLaMA-Factory,
+            axolotl and ms-swift do that.
 
     Raises:
         InputError: impossible numbers; a second adapter; DoRA on a quantised base; names that PEFT
