@@ -273,17 +273,17 @@ def _plan(recipe: Recipe, context: JobContext) -> tuple[str, Plan]:
 
 def _techniques(recipe: Recipe, context: JobContext, checks: _Checks) -> Plan | None:
     """Returns the plan that a run would use; None if a technique can't work."""
+    from hasten.recipe.build import skip_sentence
+
     plan: Plan | None = checks.run("plan", lambda: _plan(recipe, context))
     usable = plan
     for technique in plan or ():
         reasons = technique.unsupported_reasons(context)
-        skipped = bool(reasons) and recipe.on_obstacle == "skip"
+        skipped = skip_sentence(recipe, technique, context)
         idle = "" if reasons else _idle(technique, recipe)
-        description = "; ".join(reasons) or idle or f"{technique.slot.value}: no obstacle"
-        status: Status = "FAIL" if reasons and not skipped else "ok"
-        if skipped or idle:
-            status = "warn"
-        checks.note(technique.name(), description + (" (skipped)" if skipped else ""), status)
+        description = skipped or "; ".join(reasons) or idle
+        status: Status = "FAIL" if reasons and not skipped else "warn" if description else "ok"
+        checks.note(technique.name(), description or f"{technique.slot.value}: no obstacle", status)
         if reasons and usable is not None:
             usable = usable.without(technique) if skipped else None
     return usable

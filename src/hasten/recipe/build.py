@@ -255,6 +255,12 @@ def requested_plan(recipe: Recipe, more: Iterable[type[Technique]] = ()) -> Plan
     return plan
 
 
+def skip_sentence(recipe: Recipe, technique: Technique, context: JobContext) -> str:
+    """Says that a run leaves the technique out, and why; empty if it doesn't."""
+    reasons = technique.unsupported_reasons(context) if recipe.on_obstacle == "skip" else ()
+    return f"continuing without {technique}: {reasons[0]}" if reasons else ""
+
+
 def plan_of(
     recipe: Recipe,
     context: JobContext,
@@ -273,9 +279,8 @@ def plan_of(
     if context.world.size > 1 and Slot.LAYOUT not in plan:
         plan = plan.with_(DDP())
     for technique in plan:
-        reasons = technique.unsupported_reasons(context)
-        if reasons and recipe.on_obstacle == "skip":
-            tell(f"continuing without {technique}: {reasons[0]}")
+        if skipped := skip_sentence(recipe, technique, context):
+            tell(skipped)
             plan = plan.without(technique)
     conflicts = unsupported_reasons(plan, context)
     if conflicts:
