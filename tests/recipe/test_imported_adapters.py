@@ -23,6 +23,8 @@ from hasten.core.step import StepMetrics
 from hasten.errors import InputError
 from hasten.models.adapters import add_lora, merge, with_adapter
 from hasten.models.load import read_config
+from hasten.parts.distributed.expert_parallel import share_experts
+from hasten.planner.inputs import job_of
 from hasten.recipe.build import context_of, lora_of
 from hasten.recipe.importers import read
 from hasten.recipe.memory_check import needs_of, size_of
@@ -163,6 +165,20 @@ def test_expert_parallelism_refuses_adapted_experts_and_no_others() -> None:
             r for r in ExpertParallel(size=1).unsupported_reasons(context) if "adapted experts" in r
         ]
         assert len(found) == reasons
+
+
+def test_experts_that_are_adapted_already_are_not_shared_out() -> None:
+    group: Any = None
+    with pytest.raises(ValueError, match="adapted experts have one matrix together"):
+        share_experts(by_peft("deepseek_v3", "all-linear"), group)
+
+
+@pytest.mark.parametrize(("targets", "lines"), [("all-linear", 1), ("auto", 0)])
+def test_an_estimate_names_the_size_of_adapters_that_it_assumes(targets: str, lines: int) -> None:
+    values = {"model": "v3-tiny", "dataset": "d", "max_steps": 1, "finetuning_type": "lora"}
+    recipe = recipe_from({**values, "lora_targets": targets}, "r")
+    _, assumed = job_of(recipe, 1, None, None, None, None, ())
+    assert sum("on routed experts" in line for line in assumed) == lines
 
 
 def test_memory_counts_adapted_experts_as_they_are_kept_for_backward() -> None:

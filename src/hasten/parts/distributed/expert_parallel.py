@@ -246,13 +246,14 @@ def share_experts(model: nn.Module, group: Group) -> SharedExperts:
     Raises:
         ValueError: there are no experts, or a layer's can't be shared out evenly.
     """
-    layers, ranks = expert_layers(model), dist.get_world_size(group)
+    layers = expert_layers(model)
+    if any(name.endswith("base_layer") for name in layers):  # as PEFT wraps what it adapts
+        raise ValueError(ADAPTED)
+    ranks = dist.get_world_size(group)
     if not layers:
         raise ValueError(
             f"{type(model).__name__} has no layers of stacked experts to share out over ranks"
         )
-    if any(name.endswith("base_layer") for name in layers):  # as PEFT wraps what it adapts
-        raise ValueError(ADAPTED)
     for name, module in layers.items():
         if module.num_experts % ranks:
             raise ValueError(
