@@ -9,7 +9,7 @@ import pickle
 import shutil
 import subprocess
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from hasten.errors import InputError
 from hasten.models import pickled
@@ -70,6 +71,58 @@ def test_a_folder_of_pickles_loads_as_the_same_model(tmp_path: Path, shards: int
     names = {path.name for path in to.iterdir()}
     assert "tokenizer_config.json" in names
     assert not any(name.endswith((".py", ".bin")) or "bin.index" in name for name in names)
+
+
+def renamed(folder: Path, rename: Callable[[str], str | None]) -> Path:
+    """Its one pickle with other names; None leaves a tensor out."""
+    file = folder / "pytorch_model.bin"
+    names = {name: rename(name) for name in torch.load(file)}
+    torch.save({names[n]: t for n, t in torch.load(file).items() if names[n] is not None}, file)
+    return folder
+
+
+@pytest.mark.parametrize("architecture", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "rename",
+    [
+        lambda name: f"module.{name}",
+        lambda name: f"_orig_mod.module.{name}",
+        lambda name: name.replace("layers.1.", "layers.1._orig_mod."),
+    ],
+    ids=["parallel", "compiled", "a compiled layer"],
+)
+def test_transformers_opens_what_was_saved_inside_wrappers(
+    architecture: str, rename: Callable[[str], str], tmp_path: Path
+) -> None:
+    model = tiny_model(architecture)
+    source = renamed(saved(model, tmp_path / "old"), rename)
+    convert(source, tmp_path / "new")
+    assert same(model, AutoModelForCausalLM.from_pretrained(tmp_path / "new"))
+
+
+@pytest.mark.parametrize(
+    ("rename", "reason"),
+    [
+        (lambda name: f"base_model.model.{name}", "names of a wrapper.*base_model.model.lm_head"),
+        (lambda name: f"net.{name}", r"don't fit.*missing.*unknown \(net\.lm_head"),
+        (lambda name: None if "norm" in name else name, "don't fit its config.json, .* missing"),
+    ],
+    ids=["peft", "another program's", "missing"],
+)
+def test_names_that_are_not_the_models_are_refused_and_nothing_is_left(
+    rename: Callable[[str], str | None], reason: str, tmp_path: Path
+) -> None:
+    source = renamed(saved(tiny_model("llama"), tmp_path / "old"), rename)
+    with pytest.raises(InputError, match=reason):
+        convert(source, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_part_that_is_called_module_keeps_its_name(tmp_path: Path) -> None:
+    tensors = {"module.weight": torch.ones(2), "head.weight": torch.zeros(2)}
+    torch.save(tensors, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "new")
+    assert load_file(tmp_path / "new" / "model.safetensors").keys() == tensors.keys()
 
 
 def test_a_pickled_adapter_becomes_one_that_peft_loads(tmp_path: Path) -> None:

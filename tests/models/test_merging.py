@@ -139,7 +139,7 @@ def test_a_quantised_base_is_not_merged_into() -> None:
 def test_what_does_not_go_with_a_quantised_base_is_refused() -> None:
     with pytest.raises(InputError, match="DoRA measures the base weight"):
         add_lora(build("v3-tiny"), rank=2, alpha=2, dora=True, base="int8")
-    with pytest.raises(InputError, match="nor a quantised base"):
+    with pytest.raises(InputError, match=r"which int8 can.t keep in few bits"):
         add_lora(build("v3-tiny"), rank=2, alpha=2, targets="all-linear", base="int8")
 
 

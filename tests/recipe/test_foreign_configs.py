@@ -5,6 +5,7 @@ A case of ``foreign/*.yaml`` is the ``base`` with ``config`` over it; null takes
 - ``recipe``: values of the loaded recipe, or ``plan.TECHNIQUE[.SETTING]`` of its plan
 - ``absent``: keys that stand at hasten's default
 - ``named``: all keys that the import must report, besides ``told`` of the file
+- ``words``: by key, words of what is said of it
 - ``refused``: words in the sentence of a refusal
 """
 
@@ -80,6 +81,8 @@ def test_a_configuration_means_here_what_it_means_there(
     told = {row.key for row in found.rows if row.fate in ("unmapped", "contradicts")}
     expected = {*SETS[name].get("told", ()), *case.get("named", ())} - {*case.get("untold", ())}
     assert told == expected
+    for key, words in case.get("words", {}).items():
+        assert any(row.key == key and words in row.explanation for row in found.rows)
     found.values.update({"nproc": ranks} if ranks > 1 else {})
     found.check(str(path))
     output.write_text(found.to_yaml(path.name))

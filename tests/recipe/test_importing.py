@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreign_configs import ACCELERATE, AXOLOTL, LLAMA_FACTORY, TRAINING_ARGUMENTS
+from hasten.cli.check import check
 from hasten.cli.import_ import import_
+from hasten.core import context as facts
 from hasten.errors import InputError
+from hasten.machine import host
 from hasten.machine.gain import Gain
 from hasten.recipe.importers import FORMATS, ImportedRecipe, read
 from hasten.recipe.schema import load_recipe
@@ -184,6 +188,28 @@ def test_a_number_format_is_kept_and_told_where_it_gains_nothing(
     assert formats.get(asked, "bf16_master_weights") in written
     told = "hasten wouldn't choose it here: bf16 has 0.60× [0.50, 0.70]" in capsys.readouterr().out
     assert told == (low < 1 and asked != "fp16")
+
+
+@pytest.mark.parametrize("asked", ["bf16", "pure_bf16", "fp16"])
+def test_import_check_and_train_say_the_same_of_a_format_that_this_processor_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], asked: str
+) -> None:
+    plain = dataclasses.replace(host.hardware(), instruction_sets=("avx2",), accelerators=())
+    monkeypatch.setattr(facts, "hardware", lambda: plain)
+    data, output = dataset("alpaca_en_demo.json", tmp_path), tmp_path / "recipe.yaml"
+    (tmp_path / "config.yaml").write_text(
+        f"stage: sft\nfinetuning_type: full\nmodel_name_or_path: deepseek-llm-tiny\n{asked}: true\n"
+        f"dataset: {data}\ncutoff_len: 64\nmax_steps: 1\nmax_samples: 9\n"
+        f"output_dir: {tmp_path}/run\n"
+    )
+    import_(tmp_path / "config.yaml", ["from_scratch=true", "device=cpu"], output)
+    (found,) = (x for x in capsys.readouterr().out.splitlines() if "continuing without" in x)
+    sentence = found.partition(": ")[2]
+    check(output)
+    assert sentence in capsys.readouterr().out
+    lines: list[str] = []
+    train(load_recipe(output), tell=lines.append)
+    assert sentence in lines
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
@@ -89,7 +90,7 @@ def full_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run_on_base(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapter")
-    return trained(folder, model=str(base), finetuning_type="lora", lora_rank=4)
+    return trained(folder, model=str(base), finetuning_type="lora", lora_rank=4, lora_rslora=True)
 
 
 @pytest.fixture
@@ -229,6 +230,11 @@ def test_an_adapter_alone_is_exported_without_paths_of_the_machine(
     before = load_file(run_on_base / "adapter" / "adapter_model.safetensors")
     after = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert all(torch.equal(after[name], before[name]) for name in before)
+    # llama.cpp's converter reads lora_alpha alone, and its programs divide it by the rank.
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    layers = with_adapter(load_model(str(base)), tmp_path / "out").modules()
+    scaling = next(layer.scaling["default"] for layer in layers if isinstance(layer, LoraLayer))
+    assert f"{scaling * config['r'] / config['lora_alpha']:.3g} times too weak" in result.stdout
 
 
 @pytest.mark.parametrize("kind", [pytest.param("f16", marks=pytest.mark.long), "q8_0"])

@@ -142,6 +142,11 @@ CASES: dict[str, Case] = {
         FSDP2(), (ActivationCheckpointing(), WeightAverage()), dtype=torch.float32
     ),
     "adapters, own kernels": Case(FSDP2(), (LoRA(rank=4), FusedAdamW()), dtype=torch.float32),
+    "adapters of experts": Case(
+        FSDP2(),
+        (LoRA(rank=2, targets="all-linear", resolver="peft"),),
+        "deepseek_v3",
+    ),
     "half a format": Case(FSDP2(), (BF16MasterWeights(), EACH), dtype=torch.float32),
 }
 REFUSED: dict[str, tuple[Technique, ...]] = {

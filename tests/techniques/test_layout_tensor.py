@@ -83,6 +83,9 @@ EACH_CASE: dict[str, Case] = {
     "adapters": Case(TensorParallel(), (LINEAR, TWO)),
     "adapters, whole sequence": Case(WHOLE_SEQUENCE, (LINEAR,)),
     "adapters of latents": Case(TensorParallel(), (LoRA(rank=4), TWO, LABELS), "deepseek_v3"),
+    "adapters of experts": Case(
+        TensorParallel(), (LoRA(rank=2, targets="all-linear", resolver="peft"),), "deepseek_v3"
+    ),
     "adapters that drop": Case(
         TensorParallel(), (LoRA(rank=4, targets="all-linear", dropout=0.3),)
     ),

@@ -170,14 +170,15 @@ def _weights(recipe: Recipe) -> tuple[str, list[str]]:
 
 def _built(recipe: Recipe, data: PreparedData) -> tuple[str, None]:
     """The model as `hasten train` makes it, but without memory for its weights."""
-    from hasten.models.adapters import lora_targets
-    from hasten.recipe.build import Building
+    from hasten.models.adapters import adapted_table
+    from hasten.recipe.build import Building, lora_of
 
     model: Any = Building(recipe, data).skeleton()
     text = f"{type(model).__name__}, attention: {model.config._attn_implementation}"
-    if recipe.finetuning_type == "lora":
-        targets = lora_targets(model, recipe.lora_targets)
-        text += f", LoRA on {len(targets)} modules"
+    if (lora := lora_of(recipe, Plan())) is not None:
+        rows = adapted_table(lora.adapt(model))
+        kinds = ", ".join(row.modules.rpartition("*.")[2] for row in rows)
+        text += f", LoRA on {sum(row.count for row in rows)} modules: {kinds}"
     return text, None
 
 
@@ -272,17 +273,17 @@ def _plan(recipe: Recipe, context: JobContext) -> tuple[str, Plan]:
 
 def _techniques(recipe: Recipe, context: JobContext, checks: _Checks) -> Plan | None:
     """Returns the plan that a run would use; None if a technique can't work."""
+    from hasten.recipe.build import skip_sentence
+
     plan: Plan | None = checks.run("plan", lambda: _plan(recipe, context))
     usable = plan
     for technique in plan or ():
         reasons = technique.unsupported_reasons(context)
-        skipped = bool(reasons) and recipe.on_obstacle == "skip"
+        skipped = skip_sentence(recipe, technique, context)
         idle = "" if reasons else _idle(technique, recipe)
-        description = "; ".join(reasons) or idle or f"{technique.slot.value}: no obstacle"
-        status: Status = "FAIL" if reasons and not skipped else "ok"
-        if skipped or idle:
-            status = "warn"
-        checks.note(technique.name(), description + (" (skipped)" if skipped else ""), status)
+        description = skipped or "; ".join(reasons) or idle
+        status: Status = "FAIL" if reasons and not skipped else "warn" if description else "ok"
+        checks.note(technique.name(), description or f"{technique.slot.value}: no obstacle", status)
         if reasons and usable is not None:
             usable = usable.without(technique) if skipped else None
     return usable

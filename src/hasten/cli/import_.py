@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +16,7 @@ from hasten.machine.files import write_result
 
 if TYPE_CHECKING:
     from hasten.recipe.importers import ImportedRecipe
+    from hasten.recipe.schema import Recipe
 
 ORDER = {"contradicts": 0, "unmapped": 1, "mapped": 2, "needless": 3}
 TITLES = {
@@ -48,7 +49,7 @@ def import_(
         raise InputError(f"nproc={nproc}: give a number of processes from 1 on")
     imported = read(config, nproc)
     imported.values.update(changes)
-    imported.check(f"the recipe from {config}")
+    recipe = imported.check(f"the recipe from {config}")
     text = imported.to_yaml(config.name)
     show(imported, config)
     if output is not None:
@@ -56,7 +57,7 @@ def import_(
         say(f"saved: {output}")
     else:
         say(f"\n{text}", end="")
-    tell_format(imported.values)
+    tell_format(recipe)
     if imported.missing:
         say(f"to be filled in before it trains: {', '.join(imported.missing)}")
     say(faster(imported, output))
@@ -74,20 +75,24 @@ def faster(imported: ImportedRecipe, output: Path | None) -> str:
     return sentence + (" them, in place of this plan" if imported.values.get("plan") else " them")
 
 
-def tell_format(values: Mapping[str, Any]) -> None:
-    """Prints a line on bf16 if the file requires it and its gain here isn't certain."""
+def tell_format(recipe: Recipe) -> None:
+    """Prints a line on the recipe's 16-bit format if it is left out or may gain nothing here."""
     from hasten.core import context as facts
-    from hasten.techniques.precision import why_no_gain
+    from hasten.recipe.build import requested_plan, skip_sentence
+    from hasten.techniques.precision import Autocast, BF16MasterWeights, why_no_gain
 
-    entries = [
-        {entry: {}} if isinstance(entry, str) else entry for entry in values.get("plan") or []
-    ]
-    settings = {name: options or {} for entry in entries for name, options in entry.items()}
-    autocast = settings.get("autocast", {"dtype": "none"}).get("dtype", "bf16")
-    if "bf16_master_weights" not in settings and autocast != "bf16":
-        return
-    if reason := why_no_gain(facts.seen_at_start()):
-        say(f"bf16 is kept, since the file requests it; hasten wouldn't choose it here: {reason}")
+    context = facts.seen_at_start()
+    if recipe.device == "cpu":
+        context = replace(context, device="cpu")
+    for technique in requested_plan(recipe):
+        if not isinstance(technique, Autocast | BF16MasterWeights):
+            continue
+        is_bf16 = isinstance(technique, BF16MasterWeights) or technique.dtype == "bf16"
+        if skipped := skip_sentence(recipe, technique, context):
+            say(f"on this machine: {skipped}")
+        elif is_bf16 and (reason := why_no_gain(context)):
+            sentence = "bf16 is kept, since the file requests it; hasten wouldn't choose it here"
+            say(f"{sentence}: {reason}")
 
 
 def show(imported: ImportedRecipe, path: Path) -> None:

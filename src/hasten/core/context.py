@@ -32,6 +32,8 @@ class ModelFacts:
     # Why a loss may not call trunk and head by itself; empty: it may.
     head_reason: str = "the model's forward hasn't been looked at"
     router_loss: bool = False  # the model's own loss has a part for the balance of its routers
+    adapter_weights: int = 0  # of the job's own LoRA
+    merged_weights: int = 0  # of tensors to which it is added in each pass: routed experts
     attention: str = ""  # transformers' name of it, where the model is somebody's and built already
 
     def why_not_of(self, proven: Sequence[str], needs_experts: bool = False) -> tuple[str, ...]:

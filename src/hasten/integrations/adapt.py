@@ -36,6 +36,7 @@ from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.integrations.module_edits import ModuleEdits, configs_of
 from hasten.measure.quality.preserved import HOOKS, LIBRARIES, library_of
+from hasten.models.adapters import merged_weights
 from hasten.parts.data.collate import IGNORED, padded
 from hasten.parts.nn import rebind
 from hasten.parts.nn.attention import usual_of
@@ -534,6 +535,7 @@ def _model_facts(model: nn.Module) -> ModelFacts:
         key_value_heads=getattr(config, "num_key_value_heads", 0) or 0,
         attention=usual_of(config) if hasattr(config, "_attn_implementation") else "",
         head_reason=plain_head_reason(model) or "",
+        merged_weights=merged_weights(model),
     )
 
 

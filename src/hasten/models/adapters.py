@@ -14,6 +14,11 @@ Three kinds of modules are never adapted:
   transformers
 
 Routed experts (one fused tensor for all) are left out unless a target is ``experts``.
+
+Other trainers pass their names to PEFT, which means other weights by the same words. In a
+mixture of experts its ``all-linear`` and its ``gate_proj``, ``up_proj`` and ``down_proj`` are
+the routed experts, and not the dense and shared layers. Imported recipes therefore let PEFT
+resolve the names (``resolver``).
 """
 
 from __future__ import annotations
@@ -22,10 +27,10 @@ import math
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from torch import nn
 
@@ -51,9 +56,18 @@ ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 LARGEST_RANK: Final = 1 << 16
 ATTENTION: Final = "self_attn"
 EXPERTS: Final = "experts"
+ALL_LINEAR: Final = "all-linear"
+Resolver = Literal["hasten", "peft", "linear_names"]
+RESOLVERS: Final = get_args(Resolver)
+_BARE: Final = (
+    "LoRA on routed experts, routers or their dense layers has neither dropout nor DoRA: switch "
+    "both off, or list other targets"
+)
 # In a model with routed experts peft 0.21 takes a module called so, wherever it sits, for an expert
 # of an older transformers and adapts the experts in its stead; given as a tensor it stays itself.
 _MISTAKEN_FOR_EXPERTS: Final = frozenset({"gate_proj", "up_proj", "down_proj"})
+# PEFT warns that its own patterns for fused experts match no module; it does apply them.
+_PATTERNS: Final = r"The following (rank|alpha)_pattern keys"
 _ROUTERS: Final = frozenset({"gate", "router", "shared_expert_gate"})
 _INDEXER: Final = "indexer"
 _LAYER_NUMBER: Final = re.compile(r"\.\d+(?=\.|$)")
@@ -73,7 +87,8 @@ def _is_names(setting: object) -> bool:
 
 def _is_plain(setting: object) -> bool:
     """True for a name, also with the marks of a beginning and an end of an expression."""
-    return isinstance(setting, str) and re.fullmatch(r"\^?([\w.]|\\[.])+\$?", setting) is not None
+    plain = r"(\^|\.\*\\\.)?([\w.]|\\[.])+\$?"
+    return isinstance(setting, str) and re.fullmatch(plain, setting) is not None
 
 
 def _is_pattern(setting: object, is_right: Callable[[object], bool]) -> bool:
@@ -98,7 +113,7 @@ _ADAPTER_KEYS: Final[Mapping[str, tuple[str, Callable[[object], bool]]]] = {
     "alpha_pattern": ("names, each with a number above 0", lambda v: _is_pattern(v, _is_scale)),
     "lora_dropout": ("from 0 to 1", lambda v: _is_scale(v, 1.0)),
     # An expression of somebody else can compute for years.
-    "target_modules": ("a list of names", lambda v: _is_names(v) or v == "all-linear"),
+    "target_modules": ("a list of names", lambda v: _is_names(v) or v == ALL_LINEAR),
     "target_parameters": ("a list of names", _is_names),
     "exclude_modules": ("a list of names", _is_names),
     "modules_to_save": ("a list of names", _is_names),
@@ -147,7 +162,7 @@ def lora_targets(model: PreTrainedModel, targets: str | Sequence[str] = "auto") 
             "finetuning_type: full, or choose another model"
         )
     if isinstance(targets, str):
-        if targets == "all-linear":
+        if targets == ALL_LINEAR:
             return linears
         if targets not in ("auto", "attention"):
             return _matched(linears, _expert_tensors(model), targets)
@@ -171,6 +186,7 @@ def add_lora(
     rslora: bool = False,
     dora: bool = False,
     base: Kind | None = None,
+    resolver: Resolver = "hasten",
 ) -> PeftModel:
     """Freezes the model and adds low-rank updates to its targets (LoRA, arXiv 2106.09685).
 
@@ -181,29 +197,38 @@ def add_lora(
     (arXiv 2402.09353).
 
     If ``base`` is set, frozen linear layers, except head and router, are stored in int8 or
-    nf4 (QLoRA, arXiv 2305.14314).
+    nf4 (QLoRA, arXiv 2305.14314). On the meta device they stay as they are.
 
     A is drawn from ``seed`` and B is zero, so the adapted model starts as the same
     function. In a half-precision model the adapter is float32. The model is changed in
     place and returned wrapped.
 
+    Args:
+        resolver: ``hasten`` reads ``targets`` by `lora_targets`. ``peft`` gives them to PEFT, as
+            TRL does. There ``auto`` is PEFT's own list for the architecture. ``linear_names`` is
+            the same, with the names of all linear layers in place of ``all-linear``. LLaMA-Factory,
+            axolotl and ms-swift do that.
+
     Raises:
-        InputError: impossible numbers; a second adapter; DoRA on a quantised base. Also
-            dropout, DoRA or ``base`` if LoRA is on bare tensors: routed experts, and in a
-            model with routed experts the dense and shared projections too.
+        InputError: impossible numbers; a second adapter; DoRA on a quantised base; names that PEFT
+            refuses, or by which it adapts head or embedding. Also dropout or DoRA if LoRA is on
+            bare tensors: routed experts, routers, and dense and shared projections of the same
+            model. The last ones have no quantised base either.
     """
     from peft import LoraConfig, PeftModel, get_peft_model
 
     _check_numbers(rank, alpha, dropout)
     if isinstance(model, PeftModel):
         raise InputError("this model carries an adapter already: merge it before adding another")
-    names = lora_targets(model, targets)
-    modules, tensors = _as_peft_takes_them(names, _expert_tensors(model), _computing_apart(model))
-    if tensors and (dropout or dora or base):
-        raise InputError(
-            f"{tensors[0]} is adapted as a bare tensor, where LoRA has neither dropout nor DoRA "
-            "nor a quantised base: switch them off, or list targets without it"
+    names: list[str] = []
+    modules: str | list[str] | None
+    if resolver == "hasten":
+        names = lora_targets(model, targets)
+        modules, tensors = _as_peft_takes_them(
+            names, _expert_tensors(model), _computing_apart(model)
         )
+    else:
+        modules, tensors = _as_other_tools_give_them(model, targets, resolver), []
     if base and dora:
         raise InputError(
             f"DoRA measures the base weight in each pass, which {base} keeps in few bits: "
@@ -219,14 +244,33 @@ def add_lora(
         use_rslora=rslora,
         use_dora=dora,
     )
-    with quiet(), seeded(seed):
-        adapted: PeftModel = get_peft_model(model, config)
+    try:
+        with quiet(), seeded(seed), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", _PATTERNS)
+            adapted: PeftModel = get_peft_model(model, config)
+    except ValueError as error:
+        reason = _BARE if "ParamWrapper" in str(error) else " ".join(str(error).split())
+        raise InputError(f"PEFT can't adapt lora_targets {targets!r}: {reason}") from error
     _check_adapted(adapted, names)
     if base:
+        if linear := next((n for n, _, x in _bare_tensors(adapted) if is_plain_linear(x)), None):
+            raise InputError(
+                f"{linear} is adapted as a bare tensor, which {base} can't keep in few bits: "
+                "leave lora_base out, or list targets without it"
+            )
         plain = set(_adaptable_linears(adapted)) - _computing_apart(adapted)
         frozen = sorted(name for name in plain if ".lora_" not in name)
-        quantise_linears(adapted, frozen, base)
+        if model.device.type != "meta":
+            quantise_linears(adapted, frozen, base)
     return adapted
+
+
+def merged_weights(model: nn.Module) -> int:
+    """Weights of bare tensors that an adapter is added to in each pass: routed experts above all.
+
+    PEFT computes their sum for all experts of a layer, whichever tokens come.
+    """
+    return sum(tensor.numel() for _, tensor, _ in _bare_tensors(model))
 
 
 def merge(model: PeftModel) -> PreTrainedModel:
@@ -261,6 +305,7 @@ def with_adapter(model: PreTrainedModel, adapter: Path) -> PeftModel:
     config = _adapter_config(adapter)
     try:
         with quiet(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", _PATTERNS)
             warnings.filterwarnings("error", "Found missing adapter keys")  # peft only warns
             adapted: PeftModel = PeftModel.from_pretrained(model, str(adapter), config=config)
         with safe_open(adapter / ADAPTER_WEIGHTS, "pt") as saved:
@@ -454,12 +499,53 @@ def _as_peft_takes_them(
     return modules, tensors
 
 
+def _as_other_tools_give_them(
+    model: PreTrainedModel, targets: str | Sequence[str], resolver: Resolver
+) -> str | list[str] | None:
+    """PEFT's ``target_modules``; None is its own list for the architecture."""
+    if resolver == "peft" or not (targets == ALL_LINEAR or ALL_LINEAR in [*targets]):
+        return None if targets == "auto" else targets if isinstance(targets, str) else [*targets]
+    head = model.get_output_embeddings()
+    linears = (
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if "Linear" in type(module).__name__ and module is not head
+    )
+    listed = [] if isinstance(targets, str) else targets
+    return sorted({*linears, *listed} - {ALL_LINEAR})
+
+
+def _bare_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
+    """Tensors that PEFT adapts without their module's help: name, tensor, module.
+
+    By the class's name, so that a model of which PEFT made nothing doesn't import it.
+    """
+    for name, layer in model.named_modules():
+        if type(layer).__name__ == "ParamWrapper":
+            wrapper: Any = layer
+            yield _adapted_name(name, layer), wrapper.get_param(), wrapper.get_base_layer()
+
+
 def _check_adapted(model: PeftModel, names: list[str]) -> None:
-    """InputError if peft adapted anything but the names: it rewrites targets it takes for old."""
+    """InputError if peft adapted anything but the names: it rewrites targets it takes for old.
+
+    Without names, PEFT has chosen: then an adapter where it has no effect or doesn't fit is one.
+    """
     import peft
     from peft.tuners.lora import LoraLayer
 
     layers = [(name, x) for name, x in model.named_modules() if isinstance(x, LoraLayer)]
+    if not names:
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        own_forms = _computing_apart(model)
+        for name, layer in layers:
+            if layer in ends or f"{name}.base_layer" in own_forms:
+                raise InputError(
+                    f"lora_targets adapt {_adapted_name(name, layer)}, where LoRA can't be here: "
+                    "hasten's losses read head and embedding directly, and layers of an own form "
+                    "answer in another shape. List targets without it"
+                )
+        return
     wrong = {_adapted_name(name, layer) for name, layer in layers} ^ set(names)
     if wrong:
         raise InputError(

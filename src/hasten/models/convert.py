@@ -12,14 +12,16 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from safetensors import safe_open
 
 from hasten.errors import InputError
+from hasten.models.load import check_weights, read_config
 from hasten.models.pickled import REFUSED, SECONDS, SECONDS_PER_GB
 from hasten.models.save import appearing_at_once
+from hasten.models.weights import ADAPTER, own_name
 
 PACKAGES = Path(__file__).parents[2]  # where the reading process finds hasten
 PICKLED = ("*.bin", "*.pt", "*.pth")
@@ -54,7 +56,29 @@ def convert(source: Path, to: Path, tell: Callable[[str], None] = lambda text: N
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
             (folder / INDEXES[1]).write_text(json.dumps(index, indent=1))
         _copy_rest(source, folder)
+        if (folder / "config.json").is_file() and not (folder / ADAPTER).is_file():
+            _check_fit(source, folder, placed, tell)
     return len(placed)
+
+
+def _check_fit(
+    source: Path, folder: Path, names: Iterable[str], tell: Callable[[str], None]
+) -> None:
+    """InputError if the written weights aren't those of the config's model, by their own names.
+
+    Other programs fill what a name doesn't reach with noise.
+    """
+    try:
+        config = read_config(str(folder))
+    except InputError as error:
+        tell(f"the weights' names weren't compared with a model's: {error}")
+        return
+    check_weights(str(source), folder, config)
+    if foreign := [name for name in names if own_name(name) != name]:
+        raise InputError(
+            f"the weights of {source} have names of a wrapper around the model, as {foreign[0]}: "
+            "save the state of the model inside it"
+        )
 
 
 def pickled_files(source: Path) -> list[Path]:

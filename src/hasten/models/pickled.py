@@ -9,6 +9,7 @@ environment.
 
 from __future__ import annotations
 
+import re
 import sys
 import zipfile
 from collections.abc import Mapping
@@ -17,6 +18,10 @@ from typing import Any
 
 REFUSED = 3  # exit code; the reason is the last line of stderr
 AROUND = ("state_dict", "model", "module")  # names under which trainers keep the weights
+# What wrappers of torch put before names: torch.compile, FSDP and recomputation at any depth.
+# ``module.`` of data parallelism can be a model's own, so it goes only from in front of all names.
+INNER = re.compile(r"(?:^|(?<=\.))_(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
+OUTER = "module."
 LIBRARIES = 12 * 2**30  # of address space, which torch reserves before it does anything
 SECONDS, SECONDS_PER_GB = 120, 30
 
@@ -38,7 +43,7 @@ def main(file: Path, out: Path) -> int:
         except Exception as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise Refusal(f"{file} isn't weights alone, or is damaged: {lines[0][:200]}") from error
-        tensors = weights_of(content, file)
+        tensors = unwrapped(weights_of(content, file), file)
         # A copy of each: a pickle's tensors may be views of one another's memory.
         save_file({n: t.contiguous().clone() for n, t in tensors.items()}, out, {"format": "pt"})
     except Refusal as refusal:
@@ -92,6 +97,16 @@ def weights_of(content: Any, file: Path) -> Mapping[str, Any]:
             raise Refusal(f"{file} holds {', '.join(names[:5])}, and no weights by name")
         break
     raise Refusal(f"{file} holds a {type(content).__name__}, not weights by name")
+
+
+def unwrapped(tensors: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
+    """The tensors by their names in the model that torch's wrappers are around."""
+    names = [INNER.sub("", name) for name in tensors]
+    while all(name.startswith(OUTER) for name in names):
+        names = [name.removeprefix(OUTER) for name in names]
+    if len(set(names)) < len(names):
+        raise Refusal(f"{file} holds {max(names, key=names.count)} twice, with a wrapper's name")
+    return dict(zip(names, tensors.values(), strict=True))
 
 
 if __name__ == "__main__":

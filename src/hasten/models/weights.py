@@ -149,7 +149,7 @@ def read_weights(folder: Path, config: PreTrainedConfig) -> StoredWeights:
     """
     named: dict[str, StoredTensor] = {}
     for tensor in _stored(folder):
-        name = _own_name(tensor.name)
+        name = own_name(tensor.name)
         if _ADAPTED.search(name):
             raise InputError(
                 f"the weights of {folder} hold tensors of an adapter ({tensor.name}): merge it "
@@ -270,7 +270,7 @@ def _stored(folder: Path) -> Iterator[StoredTensor]:
             yield StoredTensor(file, name, tuple(part.get_shape()), part.get_dtype())
 
 
-def _own_name(name: str) -> str:
+def own_name(name: str) -> str:
     """The name without what wrappers put into it; transformers adds a missing ``model.``."""
     name = _WRAPPERS.sub("", name).removeprefix("base_model.model.")
     while name.startswith(("model.model.", "model.lm_head.")):

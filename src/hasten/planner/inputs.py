@@ -22,6 +22,7 @@ from hasten.planner.advice import count_of
 from hasten.planner.candidate import candidate, layout_text
 from hasten.planner.cluster import Cluster, own_machine
 from hasten.planner.layout import Layouts, PlannedJob, PlannedLayout
+from hasten.planner.memory import LORA_SHARE
 from hasten.planner.numbers import Calibration, calibrated
 from hasten.planner.own_runs import (
     OWN_STACK,
@@ -109,6 +110,9 @@ def job_of(
     halves = recipe and any(name in str(entry) for entry in recipe.plan for name in HALF)
     if recipe is not None and not formats and not halves:
         assumed.append("16-bit products (the recipe's plan names none, and would train in float32)")
+    targets = recipe.lora_targets if recipe is not None and adapts else "auto"
+    if targets not in ("auto", "attention"):
+        assumed.append(f"adapters of {LORA_SHARE:.1%} of the weights: on routed experts it is more")
     count = count_of(tokens, "--tokens") if tokens else 0.0
     if not count and recipe is not None:
         count = float(recipe.max_tokens or (recipe.max_steps or 0) * batch * sequence)

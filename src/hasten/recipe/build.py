@@ -41,6 +41,7 @@ from hasten.launch.supervisor import RankTimeouts, Supervision
 from hasten.machine import environment
 from hasten.machine.environment import World
 from hasten.machine.locks import only_run_in
+from hasten.models.adapters import merged_weights, parameter_counts
 from hasten.models.load import (
     check_rows,
     load_model,
@@ -223,9 +224,11 @@ def model_facts(recipe: Recipe, data: PreparedData | None) -> ModelFacts:
             f"model: the config of {recipe.model} requests a loss of its routers "
             f"(output_router_logits), which can't be added here: {reason}; set it to false"
         )
+    parameters, lora = parameter_counts(skeleton)[1], lora_of(recipe, Plan())
+    adapted = None if lora is None else lora.adapt(skeleton)
     return ModelFacts(
         architecture=config.model_type,
-        parameters=sum(p.numel() for p in skeleton.parameters()),
+        parameters=parameters,
         hidden_size=config.hidden_size,
         layers=config.num_hidden_layers,
         vocabulary=config.vocab_size,
@@ -236,6 +239,8 @@ def model_facts(recipe: Recipe, data: PreparedData | None) -> ModelFacts:
         key_value_heads=getattr(config, "num_key_value_heads", 0) or 0,
         head_reason=reason,
         router_loss=router_loss,
+        adapter_weights=parameter_counts(adapted)[0] if adapted else 0,
+        merged_weights=merged_weights(adapted) if adapted else 0,
     )
 
 
@@ -248,6 +253,12 @@ def requested_plan(recipe: Recipe, more: Iterable[type[Technique]] = ()) -> Plan
             "keep one of them"
         )
     return plan
+
+
+def skip_sentence(recipe: Recipe, technique: Technique, context: JobContext) -> str:
+    """Says that a run leaves the technique out, and why; empty if it doesn't."""
+    reasons = technique.unsupported_reasons(context) if recipe.on_obstacle == "skip" else ()
+    return f"continuing without {technique}: {reasons[0]}" if reasons else ""
 
 
 def plan_of(
@@ -268,9 +279,8 @@ def plan_of(
     if context.world.size > 1 and Slot.LAYOUT not in plan:
         plan = plan.with_(DDP())
     for technique in plan:
-        reasons = technique.unsupported_reasons(context)
-        if reasons and recipe.on_obstacle == "skip":
-            tell(f"continuing without {technique}: {reasons[0]}")
+        if skipped := skip_sentence(recipe, technique, context):
+            tell(skipped)
             plan = plan.without(technique)
     conflicts = unsupported_reasons(plan, context)
     if conflicts:
@@ -387,6 +397,7 @@ def lora_of(recipe: Recipe, plan: Plan) -> LoRA | None:
         targets=tuple(targets) if isinstance(targets, list) else targets,
         rslora=recipe.lora_rslora,
         dora=recipe.lora_dora,
+        resolver=recipe.lora_resolver,
         base=recipe.lora_base,
     )
 

@@ -203,6 +203,9 @@ def needs_of(
         activations += max(BLOCK_BACKWARD * block - logits, 0.0) - block
     if not context.on_gpu and 4.0 * positions * size.hidden < HEAP_BLOCK:
         activations *= HEAP_SPARE
+    # PEFT keeps tensors with their adapter added until backward, which has a gradient of one layer.
+    merged = number_bytes * context.model.merged_weights
+    activations += merged * (1 - recomputed) + 2 * merged / max(size.layers, 1)
     state = state_bytes(size.parameters, more, dealt)
     later = 0.0
     if not adapts:

@@ -118,6 +118,10 @@ class Recipe(BaseModel):
     lora_targets: str | list[str] = Field(
         "auto", description="auto, all-linear, module names, or a regular expression of full names"
     )
+    lora_resolver: Literal["hasten", "peft", "linear_names"] = Field(
+        "hasten",
+        description="what reads lora_targets: hasten, or PEFT as in other trainers; see below",
+    )
     lora_rslora: bool = Field(False, description="scale by lora_alpha / sqrt(lora_rank) instead")
     lora_dora: bool = Field(
         False, description="learn direction and length of a weight separately (DoRA)"

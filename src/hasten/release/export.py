@@ -216,6 +216,11 @@ def export(request: Export, tell: Tell = print) -> Exported:
         tell(sentence)
     tokens, source_of_tokens = _tokens(trained.data, skeleton.config.vocab_size)
     tell(f"comparing logits on {source_of_tokens}")
+    if request.form == "adapter" and trained.lora is not None and trained.lora.rslora:
+        tell(
+            "warning: llama.cpp's converter of adapters ignores use_rslora, which makes this one "
+            f"{trained.lora.rank**0.5:.3g} times too weak there; use --to gguf, which merges it"
+        )
     before = logits(model, tokens)
     comparisons = []
     if trained.lora is not None and trained.lora.base is not None:

@@ -14,6 +14,7 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Claim, EffectCheck, Fidelity, Forecast, Technique, knob, setting
 from hasten.models import adapters
+from hasten.models.memory import ADAMW_FLOAT32, routed_weights
 from hasten.parts.nn.quantised import KINDS, Kind
 
 
@@ -23,7 +24,9 @@ class LoRA(Technique):
 
     ``targets`` is ``auto`` (the attention's projections, found by architecture: MLA's too),
     ``all-linear`` (every linear layer but head and router), a list of module names, or a regular
-    expression that matches their full names.
+    expression that matches their full names. Routed experts need the name ``experts``.
+
+    With another ``resolver``, PEFT resolves ``targets``, as for other trainers.
     """
 
     slot = Slot.ADAPTER
@@ -36,6 +39,11 @@ class LoRA(Technique):
     targets: Any = setting("auto", "auto, all-linear, or a list of module names")
     rslora: bool = setting(False, "scale by alpha / sqrt(rank), which suits high ranks")
     dora: bool = setting(False, "learn direction and length of a weight separately (DoRA)")
+    resolver: adapters.Resolver = setting(
+        "hasten",
+        "what reads targets: hasten; peft; linear_names: peft, all-linear being a list of names",
+        only=adapters.RESOLVERS,
+    )
     base: Kind | None = setting(
         None, "frozen linear layers in int8 or nf4; None: as they are", only=(None, *KINDS)
     )
@@ -77,6 +85,7 @@ class LoRA(Technique):
             rslora=self.rslora,
             dora=self.dora,
             base=self.base,
+            resolver=self.resolver,
         )
         return adapted
 
@@ -86,11 +95,14 @@ class LoRA(Technique):
         return (f"needs a Hugging Face language model; this is a {context.model.architecture}",)
 
     def forecast(self, context: JobContext) -> Forecast:
-        # No weight gradients (a third of the products), no gradients and moments of the base.
-        weight_bytes = {None: 4.0, "int8": 1.0, "nf4": 0.5 + 4 / 64}[self.base]
-        return Forecast(
-            flops=2 / 3, resident_bytes=(weight_bytes - 16.0) * context.model.parameters
-        )
+        # No weight gradients (a third of the products), no gradients and moments of the base, of
+        # which routed experts are never in few bits.
+        model, few = context.model, {None: 4.0, "int8": 1.0, "nf4": 0.5 + 4 / 64}[self.base]
+        sizes = model.hidden_size, model.layers, model.vocabulary
+        experts = routed_weights(model.parameters, *sizes, model.tied_head) if model.experts else 0
+        base = few * (model.parameters - experts) + 4.0 * experts
+        learning = ADAMW_FLOAT32 * (model.adapter_weights - model.parameters)
+        return Forecast(flops=2 / 3, resident_bytes=base + learning)
 
     def check_effect(self, session: Session) -> EffectCheck:
         learn = sum(p.numel() for p in session.model.parameters() if p.requires_grad)

@@ -53,6 +53,10 @@ from hasten.machine.lazy_torch import not_compiled
 # one autograd node: two nodes could become ready in another order on a rank that got no token, and
 # messages would be mixed up.
 
+ADAPTED = (
+    "adapted experts have one matrix together, which ranks can't share: leave experts out of the "
+    "targets, or use ddp or fsdp2"
+)
 ELSEWHERE = -1  # the place of an expert that another rank holds
 
 
@@ -242,7 +246,10 @@ def share_experts(model: nn.Module, group: Group) -> SharedExperts:
     Raises:
         ValueError: there are no experts, or a layer's can't be shared out evenly.
     """
-    layers, ranks = expert_layers(model), dist.get_world_size(group)
+    layers = expert_layers(model)
+    if any(name.endswith("base_layer") for name in layers):  # as PEFT wraps what it adapts
+        raise ValueError(ADAPTED)
+    ranks = dist.get_world_size(group)
     if not layers:
         raise ValueError(
             f"{type(model).__name__} has no layers of stacked experts to share out over ranks"

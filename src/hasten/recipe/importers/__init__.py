@@ -43,7 +43,7 @@ from hasten.recipe.importers import (
 )
 from hasten.recipe.importers.draft import LEFT_OUT, ImportedKey, RecipeDraft, is_off
 from hasten.recipe.importers.refusals import refuse_other_training
-from hasten.recipe.schema import recipe_from
+from hasten.recipe.schema import Recipe, recipe_from
 from hasten.recipe.shorthands import meaning_of, settings_of
 from hasten.recipe.yaml_reader import (
     LARGEST_FILE,
@@ -86,14 +86,14 @@ class ImportedRecipe:
         ends = {"max_steps", "epochs", "max_tokens"} & set(self.values)
         return missing_keys if ends else [*missing_keys, "max_steps"]
 
-    def check(self, origin: str) -> None:
+    def check(self, origin: str) -> Recipe:
         """Load the recipe as its user will, with something in place of what is missing.
 
         Raises:
             InputError: its keys forbid each other, or a value doesn't fit.
         """
         filled = {"model": "m", "dataset": "d", "max_steps": 1}
-        recipe_from({**{k: filled[k] for k in self.missing}, **self.values}, origin)
+        return recipe_from({**{k: filled[k] for k in self.missing}, **self.values}, origin)
 
     def to_yaml(self, source: str) -> str:
         """The recipe, each line with the key that it came from.

@@ -80,11 +80,12 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
         long_texts(draft)
         if draft.values.get("finetuning_type") == "lora" and "lora_targets" not in draft.values:
             explanation = (
-                "left out, so PEFT chooses by architecture, as lora_targets: auto does here"
+                "left out, so PEFT takes its list for the architecture; lora_targets: auto here"
             )
             draft.row("lora_target_modules", None, "unmapped", explanation)
         draft.values.setdefault("finetuning_type", "full")
-        resolve_lora(draft, {}, "no adapter is asked for")
+        resolver = "peft" if is_off(source.get("lora_target_linear")) else "linear_names"
+        resolve_lora(draft, {}, "no adapter is asked for", resolver)
 
     return drafted(draft, KEYS, finish, defaults=TOOL_DEFAULTS)
 

@@ -17,6 +17,7 @@ from hasten.recipe.importers.draft import (
     Handler,
     RecipeDraft,
     drafted,
+    is_off,
     names_of,
     positive,
     switch,
@@ -113,6 +114,11 @@ def long_examples(draft: RecipeDraft) -> None:
     explanation = "of a longer example each question and answer is shortened there; here its end"
     if draft.source.get("stage") == "pt":
         explanation = CUT_TEXTS
+    elif not is_off(draft.source.get("mask_history")):
+        explanation = (
+            "of a longer dialogue the last turns are kept there (mask_history); here its end is "
+            "cut, and without its last answer it is left out"
+        )
     if draft.source.get("stage", "sft") == "sft" or not draft.row_tokens:
         draft.row("cutoff_len", draft.source.get("cutoff_len", LEFT_OUT), "unmapped", explanation)
 

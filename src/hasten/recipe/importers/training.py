@@ -210,18 +210,25 @@ def lora_targets(all_linear: str, separator: str | None = ",") -> Handler:
     """Names of modules; the word ``all_linear`` among them means all linear layers."""
 
     def handle(draft: RecipeDraft, key: str, value: Any) -> None:
-        if names := names_of(value, separator):
-            draft.say(key, "lora_targets", "all-linear" if all_linear in names else names)
+        names = ["all-linear" if n == all_linear else n for n in names_of(value, separator)]
+        if names:
+            draft.say(key, "lora_targets", names[0] if names == ["all-linear"] else names)
 
     return handle
 
 
-def resolve_lora(draft: RecipeDraft, defaults: Mapping[str, tuple[str, Any]], without: str) -> None:
+def resolve_lora(
+    draft: RecipeDraft,
+    defaults: Mapping[str, tuple[str, Any]],
+    without: str,
+    resolver: str = "linear_names",
+) -> None:
     """LoRA's settings that the file leaves out; all of them go if all weights are trained.
 
     Args:
         defaults: by the tool's key, the recipe's key and the tool's default.
         without: why no setting of LoRA is needed, if it isn't LoRA.
+        resolver: how the tool turns targets into weights.
     """
     if draft.values.get("finetuning_type") != "lora":
         for name in [name for name in draft.values if name.startswith("lora_")]:
@@ -231,6 +238,9 @@ def resolve_lora(draft: RecipeDraft, defaults: Mapping[str, tuple[str, Any]], wi
     for key, (name, value) in defaults.items():
         draft.say(key, name, value)
     draft.at_default = False
+    if "lora_targets" in draft.values:
+        draft.values["lora_resolver"] = resolver
+        draft.why["lora_resolver"] = f"as {draft.tool} reads lora_targets"
 
 
 def say_sources(draft: RecipeDraft, key: str, sources: list[Any]) -> None:

@@ -95,7 +95,7 @@ def lora(draft: RecipeDraft) -> None:
         "lora_alpha": ("lora_alpha", 32),
         "lora_dropout": ("lora_dropout", 0.05),
     }
-    resolve_lora(draft, defaults, "use_peft is off")
+    resolve_lora(draft, defaults, "use_peft is off", "peft")
     is_lora = draft.values.get("finetuning_type") == "lora"
     if is_lora and "lora_targets" not in draft.values:
         draft.values["lora_targets"] = "all-linear"

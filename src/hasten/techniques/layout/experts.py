@@ -23,6 +23,7 @@ from hasten.machine.environment import World
 from hasten.models.memory import ADAMW_FLOAT32, routed_weights
 from hasten.parts.distributed.ddp import leave_constants
 from hasten.parts.distributed.expert_parallel import (
+    ADAPTED,
     ExpertGradients,
     SharedExperts,
     expert_groups,
@@ -71,6 +72,8 @@ class ExpertParallel(Technique):
             model.why_not_of(ARCHITECTURES, needs_experts=True) or no_torch_distributed(context)
         ):
             return reasons
+        if model.merged_weights:
+            return (ADAPTED,)
         if world > 1 and world % ranks:
             return (
                 f"{world} ranks can't form groups of {ranks}; give a size that divides {world}",
