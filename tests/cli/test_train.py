@@ -68,8 +68,8 @@ def test_the_money_so_far_counts_all_time_and_not_that_of_the_steps_alone(
 ) -> None:
     price = {"currency": "EUR", "per_device_hour": 3.0}
     recipe = Recipe(model="m", dataset="d", max_steps=2, price=price)
-    shown: list[str] = []
-    display: Any = SimpleNamespace(begin=lambda: None, show=lambda text, share: shown.append(text))
+    shown: list[tuple[str, float, float]] = []
+    display: Any = SimpleNamespace(begin=lambda: None, show=lambda *state: shown.append(state))
     job = SimpleNamespace(schedule=SimpleNamespace(total_steps=2))
     known = SimpleNamespace(world=SimpleNamespace(size=2))
     session: Any = SimpleNamespace(setup=SimpleNamespace(job=job, context=known))
@@ -82,13 +82,16 @@ def test_the_money_so_far_counts_all_time_and_not_that_of_the_steps_alone(
         mfu=None,
         skipped=False,
         step_seconds=1.0,
+        eta_seconds=3360.0,
     )
     clock = iter([0.0, 10.0, 10.0 + 1800.0])
     monkeypatch.setattr(train, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     line = StepLine(display, recipe)
     line.start(session)
     line.step(step)  # a second, and half an hour of evaluation before it
-    assert "3.0000 EUR" in shown[0]  # two devices for half an hour
+    [(text, share, remaining)] = shown
+    assert "3.0000 EUR" in text  # two devices for half an hour
+    assert (share, remaining) == (0.5, 3360.0)
 
 
 @pytest.mark.parametrize("how", ["nproc=1", "nproc=2", "max_restarts=1"])

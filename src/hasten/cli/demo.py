@@ -120,7 +120,7 @@ class PhasedProgress:
     def begin(self) -> None:
         """Pieces of a phase have no bar of their own."""
 
-    def show(self, text: str, share: float) -> None:
+    def show(self, text: str, share: float, remaining: float | None = None) -> None:
         seconds = self._phases[self._name]
         done = max(share, (self._clock() - self._began) / seconds)
         width = seconds / sum(self._phases.values())

@@ -216,7 +216,7 @@ class StepLine:
             parts.append(f"{cost:.4f} {price.currency}")
         if m.skipped:
             parts.append("SKIPPED: not finite")
-        self._display.show("  ".join(parts), min(m.step / self._steps, 1.0))
+        self._display.show("  ".join(parts), min(m.step / self._steps, 1.0), m.eta_seconds)
 
 
 def as_ranks(
