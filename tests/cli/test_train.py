@@ -159,6 +159,25 @@ def test_what_may_change_is_told_in_the_line_of_the_resumption(
     assert "plan: checkpoints: interval was 2 and is 1 now" in out + err
 
 
+def test_time_and_speed_after_a_resume_are_shown_with_the_steps_that_they_are_of(
+    half_done: Path, tmp_path: Path, hasten: Hasten
+) -> None:
+    shutil.copytree(half_done.parent / "run", output := tmp_path / "run")
+    code, out, err = hasten("train", half_done, f"output={output}", "max_steps=3", "resume=auto")
+    assert code == 0, err
+    files = (half_done.parent / "run" / "metrics.jsonl", output / "metrics.jsonl")
+    lines = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    rate = f"{lines[2]['tokens'] / lines[2]['step_seconds']:,.0f} tokens/s"
+    since = f"{rate} since the resume at step 2 (1 steps, {lines[2]['tokens']:,} tokens)"
+    assert re.search(rf"done: 3 steps, {sum(x['tokens'] for x in lines):,} tokens; \d+ s, ", out)
+    assert since in out
+    assert since in hasten("report", output)[1]
+    assert since in (output / "model" / "README.md").read_text()
+    assert "checkpoints: effective (resumed from step-00000002; 0 checkpoint(s) written" in out
+    assert "checkpoints was requested and had no effect" not in err
+
+
 def test_what_a_checkpoint_notes_of_its_job_is_documented_key_by_key(half_done: Path) -> None:
     (saved,) = checkpoints(half_done.parent / "run" / "checkpoints")
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "resume.md").read_text()

@@ -130,6 +130,8 @@ def test_rates_are_of_this_process_alone_after_a_resume() -> None:
         second.progress.examples - first.progress.examples
     )
     assert outcome.tokens(second) == new
+    assert summary["resumed_step"] == 28
+    assert summary["tokens"] - summary["resumed_tokens"] == new
 
 
 def test_a_run_without_a_step_left_has_a_summary_that_json_can_say() -> None:

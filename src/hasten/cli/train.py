@@ -278,14 +278,16 @@ def train_as_ranks(recipe: Recipe, stack: ExitStack) -> int:
 
 
 def _conclude(summary: dict[str, Any]) -> None:
-    rate = summary["tokens_per_second"]  # None: no step of its own, as after a resume at the end
+    from hasten.report.card import time_and_speed
+
+    peak = summary["peak_memory_bytes"]  # 0 without a step of its own
     say(
-        f"{summary['stopped']}: {summary['steps']} steps, {summary['tokens']:,} tokens in "
-        f"{duration(summary['seconds'])}"
-        + (f", {rate:,.0f} tokens/s" if rate else "")
-        + f", peak {size(summary['peak_memory_bytes'])}"
+        f"{summary['stopped']}: {summary['steps']} steps, {summary['tokens']:,} tokens"
+        + ("; " if summary["resumed_step"] else " in ")
+        + time_and_speed(summary)
+        + (f", peak {size(peak)}" if peak else "")
     )
-    if summary["data_stall_share"] is not None and rate:
+    if summary["data_stall_share"] is not None and summary["tokens_per_second"]:
         times = summary["stability"]
         say(
             f"data stall {summary['data_stall_share']:.2%}; steps: median {times['p50']:.3f} s, "
@@ -303,7 +305,8 @@ def _conclude(summary: dict[str, Any]) -> None:
     for sample in summary["samples"]:
         say(f"--- prompt\n{sample['prompt']}\n--- answer\n{sample['answer']}\n---")
     if summary["cost"]:
-        say(f"cost {summary['cost']['total']:.4f} {summary['cost']['currency']}")
+        since = " since the resume" if summary["resumed_step"] else ""
+        say(f"cost {summary['cost']['total']:.4f} {summary['cost']['currency']}{since}")
     if summary["energy"]["kwh"] is not None:
         say(f"energy {summary['energy']['kwh']:.4g} kWh, {summary['energy']['source']}")
     if summary["saved"] is None:

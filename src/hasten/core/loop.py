@@ -399,7 +399,9 @@ class Outcome:
         return {
             "stopped": self.stopped,
             "steps": progress.step,
+            "resumed_step": self.before.step,
             "tokens": progress.tokens,
+            "resumed_tokens": self.before.tokens,
             "trained_tokens": progress.trained_tokens,
             "examples": progress.examples,
             "seconds": self.seconds,

@@ -146,9 +146,12 @@ def _is_gone(start: Mapping[str, Any]) -> bool:
 
 
 def _cost(run: Run, finished: bool) -> dict[str, Any]:
-    """Returns the cost of the steps so far; for a finished run, the cost in its summary."""
+    """Returns the cost of the steps so far; for a finished run, the cost in its summary.
+
+    After a resume the summary has the cost of the last process alone.
+    """
     summary_cost = run.summary.get("cost")
-    if finished and isinstance(summary_cost, dict):
+    if finished and isinstance(summary_cost, dict) and not run.summary.get("resumed_step"):
         return {
             "cost": number(summary_cost.get("total")),
             "currency": short(summary_cost.get("currency") or ""),
