@@ -20,7 +20,7 @@ from hasten.core.plan import name_of
 from hasten.core.slot import Slot
 from hasten.errors import FAILED, INTERRUPTED, LEFT, UNSAVED, InputError
 from hasten.foreign_files import read_json_object
-from hasten.formatting import duration, size, span
+from hasten.formatting import duration, flow, size, span
 from hasten.machine.environment import World
 from hasten.machine.signals import interrupt_behind
 
@@ -124,17 +124,14 @@ def _train(
 
 
 def show_choice(choice: Choice) -> None:
-    """Every candidate with its reason, and the plan as lines of a recipe."""
-    import yaml
-
+    """Every candidate with its reason, and the plan as a line of a recipe."""
     columns = ("change of the first plan, or technique", "speed [95 %]", "", "why")
     rows = [
         (row.name, "" if row.ratio is None else span(row.ratio, "times"), row.decision, row.why)
         for row in choice.rows
     ]
     show_table(columns, rows)
-    plan = yaml.safe_dump({"plan": choice.entries}, sort_keys=False, width=100)
-    say(f"\n{choice.sentence}\n\n{plan}", end="")
+    say(f"\n{choice.sentence}\n\nplan: {flow(choice.entries)}")
 
 
 def measured_to_hurt(recipe: Recipe) -> list[str]:

@@ -176,6 +176,14 @@ def _check_type(setting: str, value: Any, default: Any) -> None:
         )
 
 
+def entry_of(technique: Technique) -> Any:
+    """A technique as people write it: its name, and what differs from its defaults."""
+    fields = dataclasses.fields(technique)  # type: ignore[arg-type]  # every technique is one
+    plain = technique.settings()
+    changed = {f.name: plain[f.name] for f in fields if getattr(technique, f.name) != f.default}
+    return {technique.name(): changed} if changed else technique.name()
+
+
 def name_of(entry: Any) -> str:
     """The technique's name of an entry of a plan, in any of its forms."""
     if isinstance(entry, Mapping):
