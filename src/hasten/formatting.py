@@ -182,11 +182,11 @@ def outline(value: Any, indent: str = "") -> str:
     return "\n".join(lines)
 
 
-def flow(value: Any) -> str:
+def flow(plain: Any) -> str:
     """A JSON value as YAML on one line."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_scalar(key)}: {flow(item)}" for key, item in value.items()) + "}"
-    return f"[{', '.join(map(flow, value))}]" if isinstance(value, list) else _scalar(value)
+    if isinstance(plain, dict):
+        return "{" + ", ".join(f"{_scalar(k)}: {flow(v)}" for k, v in plain.items()) + "}"
+    return f"[{', '.join(map(flow, plain))}]" if isinstance(plain, list) else _scalar(plain)
 
 
 def _scalar(value: Any) -> str:

@@ -20,8 +20,9 @@ DRAWN_EVERY_SECONDS = 0.1
 class Audience(Protocol):
     """Receives the progress of an experiment; `Display` is one.
 
-    ``tell``: a line that stays; ``begin``: a new piece of work; ``show``: its state, the share
-    (0 to 1) of it that is done, and the remaining seconds, if they don't follow from the share.
+    ``tell`` receives a line that stays. ``begin`` starts a new piece of work. ``show`` receives its
+    state and the share (0 to 1) of it that is done. ``remaining`` are seconds, if they don't
+    follow from the share.
     """
 
     def tell(self, text: str) -> None: ...

@@ -20,7 +20,7 @@ from hasten.core.plan import name_of
 from hasten.core.slot import Slot
 from hasten.errors import FAILED, INTERRUPTED, LEFT, UNSAVED, InputError
 from hasten.foreign_files import read_json_object
-from hasten.formatting import duration, flow, size, span
+from hasten.formatting import flow, size, span
 from hasten.machine.environment import World
 from hasten.machine.signals import interrupt_behind
 

@@ -448,16 +448,13 @@ def fit(session: Session, watch: EvaluationSchedule | None = None) -> Outcome:
         step, is_over = session.progress.step, False
         if watch.is_due(step) and all(e.step != step for e in watch.earlier):
             # An earlier process ended between this step's checkpoint and its evaluation.
-            is_over = _evaluate(session, watch, outcome)
-            remaining.evaluated()
+            is_over = _evaluate(session, watch, outcome, remaining)
         for metrics in () if is_over else training(session):
             outcome.add(metrics)
             watch.on_step(replace(metrics, eta_seconds=remaining.after_step(metrics.step)))
-            if watch.is_due(metrics.step):
-                is_over = _evaluate(session, watch, outcome)
-                remaining.evaluated()
-                if is_over:
-                    break
+            if watch.is_due(metrics.step) and _evaluate(session, watch, outcome, remaining):
+                is_over = True
+                break
         if is_over:
             outcome.stopped = "early stop"
         session.is_trained = True
@@ -473,15 +470,17 @@ def fit(session: Session, watch: EvaluationSchedule | None = None) -> Outcome:
         precision = session.setup.precision
         for _ in average.versions(precision.parameters()):
             precision.update_model_weights()
-            _evaluate(session, watch, outcome)
+            _evaluate(session, watch, outcome, remaining)
         precision.update_model_weights()
     elif not evaluations or evaluations[-1].step != session.progress.step:
-        _evaluate(session, watch, outcome)
+        _evaluate(session, watch, outcome, remaining)
     outcome.seconds = time.perf_counter() - began
     return outcome
 
 
-def _evaluate(session: Session, watch: EvaluationSchedule, outcome: Outcome) -> bool:
+def _evaluate(
+    session: Session, watch: EvaluationSchedule, outcome: Outcome, remaining: RemainingTime
+) -> bool:
     """Evaluates; returns True if so many evaluations were no better that training stops."""
     evaluation = evaluate(session)
     outcome.evaluations.append(evaluation)
@@ -489,6 +488,7 @@ def _evaluate(session: Session, watch: EvaluationSchedule, outcome: Outcome) -> 
     if evaluation is best:
         watch.on_best(evaluation)  # first: an attempt after this one believes what was told
     watch.on_evaluation(evaluation)
+    remaining.evaluated()
     # An interrupt evaluates between two evaluations of the schedule.
     since = evaluations[evaluations.index(best) + 1 :] if best is not None else []
     return 0 < watch.patience <= sum(watch.is_due(e.step) for e in since)

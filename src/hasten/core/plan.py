@@ -149,7 +149,7 @@ def _find_kind(name: str, kinds: Mapping[str, type[Technique]]) -> type[Techniqu
     if technique_class is None:
         raise InputError(
             f"plan: no technique is called {name!r}{did_you_mean(name, kinds)}; "
-            f"there are {', '.join(sorted(kinds))}"
+            "`hasten keys` lists them all"
         )
     return technique_class
 

@@ -120,8 +120,8 @@ def choose(
     if taken < plain:
         return DeltaChoice(
             kind,
-            f"compression {kind}: {number_text(ratio, 'amount')} times smaller, {plain / taken:.2f} times "
-            f"faster to a place that takes {speed}",
+            f"compression {kind}: {number_text(ratio, 'amount')} times smaller, "
+            f"{plain / taken:.2f} times faster to a place that takes {speed}",
         )
     return DeltaChoice(
         PLAIN,
