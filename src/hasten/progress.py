@@ -20,8 +20,8 @@ DRAWN_EVERY_SECONDS = 0.1
 class Audience(Protocol):
     """Receives the progress of an experiment; `Display` is one.
 
-    ``tell`` receives a line that stays. ``begin`` starts a new piece of work. ``show`` receives its
-    state and the share (0 to 1) of it that is done. ``remaining`` are seconds, if they don't
+    A line that stays goes to ``tell``. A new piece of work starts with ``begin``. Its state goes to
+    ``show``, with the share (0 to 1) that is done. The seconds ``remaining`` are given if they don't
     follow from the share.
     """
 
