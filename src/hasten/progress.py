@@ -21,8 +21,8 @@ class Audience(Protocol):
     """Receives the progress of an experiment; `Display` is one.
 
     A line that stays goes to ``tell``. A new piece of work starts with ``begin``. Its state goes to
-    ``show``, with the share (0 to 1) that is done. The seconds ``remaining`` are given if they don't
-    follow from the share.
+    ``show``, with the share (0 to 1) that is done. The seconds ``remaining`` are given if they
+    don't follow from the share.
     """
 
     def tell(self, text: str) -> None: ...
