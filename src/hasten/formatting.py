@@ -25,6 +25,11 @@ def size(count: float) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
 
 
+def count_text(count: float) -> str:
+    """A number of weights as ``3.4 M``, or as it is below a million."""
+    return f"{count / 1e6:,.1f} M" if count >= 1e6 else f"{count:,.0f}"
+
+
 def number(value: Any) -> float | None:
     """The value if it is a finite number, else None; true and false are none."""
     if not isinstance(value, int | float) or isinstance(value, bool):
@@ -175,6 +180,13 @@ def outline(value: Any, indent: str = "") -> str:
         else:
             lines.append(f"{head} {_scalar(item)}")
     return "\n".join(lines)
+
+
+def flow(plain: Any) -> str:
+    """A JSON value as YAML on one line."""
+    if isinstance(plain, dict):
+        return "{" + ", ".join(f"{_scalar(k)}: {flow(v)}" for k, v in plain.items()) + "}"
+    return f"[{', '.join(map(flow, plain))}]" if isinstance(plain, list) else _scalar(plain)
 
 
 def _scalar(value: Any) -> str:

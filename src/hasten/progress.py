@@ -20,13 +20,14 @@ DRAWN_EVERY_SECONDS = 0.1
 class Audience(Protocol):
     """Receives the progress of an experiment; `Display` is one.
 
-    ``tell``: a line that stays; ``begin``: a new piece of work; ``show``: its state, and
-    the share (0 to 1) of it that is done.
+    A line that stays goes to ``tell``. A new piece of work starts with ``begin``. Its state goes to
+    ``show``, with the share (0 to 1) that is done. The seconds ``remaining`` are given if they
+    don't follow from the share.
     """
 
     def tell(self, text: str) -> None: ...
     def begin(self) -> None: ...
-    def show(self, text: str, share: float) -> None: ...
+    def show(self, text: str, share: float, remaining: float | None = None) -> None: ...
 
 
 class SilentProgress:
@@ -39,7 +40,7 @@ class SilentProgress:
         self._tell(text)
 
     def begin(self) -> None: ...
-    def show(self, text: str, share: float) -> None: ...
+    def show(self, text: str, share: float, remaining: float | None = None) -> None: ...
 
 
 class _Console(Console):
@@ -100,9 +101,11 @@ class Display:
             self._bar.remove_task(self._task)
         self._task = None
 
-    def show(self, text: str, share: float) -> None:
+    def show(self, text: str, share: float, remaining: float | None = None) -> None:
         """The state of a work of which ``share`` (0 to 1) is done."""
-        eta = self._eta(share)
+        if remaining is None and share > 0:
+            remaining = (time.monotonic() - self._began) * (1 - share) / share
+        eta = "" if remaining is None else f"ETA {duration(remaining)}"
         if self._bar is not None:
             if self._task is None:
                 self._task = self._bar.add_task(text, total=1.0, eta=eta)
@@ -113,8 +116,3 @@ class Display:
         elif share >= 1 or time.monotonic() - self._printed >= PLAIN_EVERY_SECONDS:
             self._printed = time.monotonic()
             self.tell(f"{share:4.0%}  {text}  {eta}")
-
-    def _eta(self, share: float) -> str:
-        if share <= 0:
-            return ""
-        return "ETA " + duration((time.monotonic() - self._began) * (1 - share) / share)

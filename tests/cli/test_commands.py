@@ -54,12 +54,13 @@ def test_train_report_and_check_work_on_one_recipe(tmp_path: Path, hasten: Haste
     assert "[[" in out
     assert "no obstacle" in out
     assert not (tmp_path / "run" / "summary.json").exists()
-    count = re.search(r"([\d.,]+) M parameters", out)
+    count = re.search(r"([\d.,]+(?: M)?) parameters", out)
     code, out, err = hasten("train", path, "max_steps=4")
     assert code == 0, err
     # The tokenizer that is trained on the data decides how many rows the embedding has.
     assert count is not None
-    assert f"{count[1]} M parameters of which" in err
+    assert f"{count[1]} parameters of which {count[1]} learn" in err
+    assert "; plan: [packed, " in err  # as a recipe has it
     assert "done: 4 steps" in out
     assert "labelled_token_loss: effective (" in out
     assert "warning: packed was requested and had no effect: 0 of" in err  # all have one length

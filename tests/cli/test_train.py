@@ -68,8 +68,8 @@ def test_the_money_so_far_counts_all_time_and_not_that_of_the_steps_alone(
 ) -> None:
     price = {"currency": "EUR", "per_device_hour": 3.0}
     recipe = Recipe(model="m", dataset="d", max_steps=2, price=price)
-    shown: list[str] = []
-    display: Any = SimpleNamespace(begin=lambda: None, show=lambda text, share: shown.append(text))
+    shown: list[tuple[str, float, float]] = []
+    display: Any = SimpleNamespace(begin=lambda: None, show=lambda *state: shown.append(state))
     job = SimpleNamespace(schedule=SimpleNamespace(total_steps=2))
     known = SimpleNamespace(world=SimpleNamespace(size=2))
     session: Any = SimpleNamespace(setup=SimpleNamespace(job=job, context=known))
@@ -82,13 +82,16 @@ def test_the_money_so_far_counts_all_time_and_not_that_of_the_steps_alone(
         mfu=None,
         skipped=False,
         step_seconds=1.0,
+        eta_seconds=3360.0,
     )
     clock = iter([0.0, 10.0, 10.0 + 1800.0])
     monkeypatch.setattr(train, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     line = StepLine(display, recipe)
     line.start(session)
     line.step(step)  # a second, and half an hour of evaluation before it
-    assert "3.0000 EUR" in shown[0]  # two devices for half an hour
+    [(text, share, remaining)] = shown
+    assert "3.0000 EUR" in text  # two devices for half an hour
+    assert (share, remaining) == (0.5, 3360.0)
 
 
 @pytest.mark.parametrize("how", ["nproc=1", "nproc=2", "max_restarts=1"])
@@ -154,6 +157,25 @@ def test_what_may_change_is_told_in_the_line_of_the_resumption(
     assert re.search(r"resuming from \S+, step 2; .*max_steps was 2 and is 3 now", out + err)
     assert "plan: packed was off and is on (as usual) now" in out + err
     assert "plan: checkpoints: interval was 2 and is 1 now" in out + err
+
+
+def test_time_and_speed_after_a_resume_are_shown_with_the_steps_that_they_are_of(
+    half_done: Path, tmp_path: Path, hasten: Hasten
+) -> None:
+    shutil.copytree(half_done.parent / "run", output := tmp_path / "run")
+    code, out, err = hasten("train", half_done, f"output={output}", "max_steps=3", "resume=auto")
+    assert code == 0, err
+    files = (half_done.parent / "run" / "metrics.jsonl", output / "metrics.jsonl")
+    lines = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    rate = f"{lines[2]['tokens'] / lines[2]['step_seconds']:,.0f} tokens/s"
+    since = f"{rate} since the resume at step 2 (1 steps, {lines[2]['tokens']:,} tokens)"
+    assert re.search(rf"done: 3 steps, {sum(x['tokens'] for x in lines):,} tokens; \d+ s, ", out)
+    assert since in out
+    assert since in hasten("report", output)[1]
+    assert since in (output / "model" / "README.md").read_text()
+    assert "checkpoints: effective (resumed from step-00000002; 0 checkpoint(s) written" in out
+    assert "checkpoints was requested and had no effect" not in err
 
 
 def test_what_a_checkpoint_notes_of_its_job_is_documented_key_by_key(half_done: Path) -> None:

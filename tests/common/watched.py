@@ -35,6 +35,7 @@ def step_line(step: int, **changes: Any) -> dict[str, Any]:
         "skipped": False,
         "expert_load_ratio": 1.25,
         "data_seconds": 0.05,
+        "eta_seconds": 3360.0,
         **changes,
     }
 

@@ -105,6 +105,7 @@ def test_entries_are_names_or_settings_in_several_spellings() -> None:
     ("entry", "words"),
     [
         ("smal", "did you mean 'small'"),
+        ("zzz", "no technique is called .zzz.; `hasten keys` lists them all$"),
         ({"small": {"shar": 0.1}}, "did you mean 'share'"),
         ({"small": {"share": "much"}}, "must be a float"),
         ({"small": {"share": True}}, "must be a float"),

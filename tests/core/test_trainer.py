@@ -15,8 +15,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hasten.core.job import GlobalBatch, Stop
-from hasten.core.loop import Evaluation, EvaluationSchedule, Outcome, evaluate, fit, request_stop
+from hasten.core.job import GlobalBatch, Schedule, Stop
+from hasten.core.loop import (
+    Evaluation,
+    EvaluationSchedule,
+    Outcome,
+    RemainingTime,
+    evaluate,
+    fit,
+    request_stop,
+)
 from hasten.core.state import restore, state_of
 from hasten.core.step import training
 from hasten.errors import InputError
@@ -122,6 +130,8 @@ def test_rates_are_of_this_process_alone_after_a_resume() -> None:
         second.progress.examples - first.progress.examples
     )
     assert outcome.tokens(second) == new
+    assert summary["resumed_step"] == 28
+    assert summary["tokens"] - summary["resumed_tokens"] == new
 
 
 def test_a_run_without_a_step_left_has_a_summary_that_json_can_say() -> None:
@@ -159,6 +169,36 @@ def test_an_interrupt_ends_the_run_between_two_steps() -> None:
     assert session.progress.step == 3
     assert outcome.evaluations[-1].step == 3
     assert signal.getsignal(signal.SIGINT) is handler
+
+
+@pytest.mark.parametrize(("total", "every", "first"), [(40, 8, 1), (45, 8, 1), (45, 8, 24)])
+def test_the_remaining_time_has_all_evaluations_and_checkpoints_of_the_rest(
+    total: int, every: int, first: int
+) -> None:
+    """Against the times of a whole run, written down before: a step of 1 s, the first of 60 s, a
+    checkpoint of 3 s after each fourth step, an evaluation of 20 s."""
+    now = 0.0
+    remaining = RemainingTime(total, every, clock=lambda: now)
+    predicted: dict[int, tuple[float, float]] = {}
+    for step in range(first, total + 1):
+        now += (60 if step == first else 1) + 3 * (step % 4 == 0)
+        eta = remaining.after_step(step)
+        assert eta is not None
+        predicted[step] = now, eta
+        if step % every == 0 or step == total:
+            now += 20
+            remaining.evaluated()
+    for at, eta in [times for step, times in predicted.items() if step > first + 2 * every]:
+        assert eta == pytest.approx(now - at, abs=5)
+    assert predicted[total][1] == pytest.approx(20)
+
+
+def test_a_step_line_has_the_remaining_time_and_one_behind_the_last_step_has_none() -> None:
+    found: list[float | None] = []
+    watch = EvaluationSchedule(1, on_step=lambda m: found.append(m.to_dict()["eta_seconds"]))
+    fit(session_of(replace(language_job(steps=3), schedule=Schedule(total_steps=3))), watch)
+    assert all(isinstance(eta, float) and eta > 0 for eta in found[1:])
+    assert RemainingTime(3, 1).after_step(4) is None
 
 
 def test_the_summary_says_what_was_done() -> None:

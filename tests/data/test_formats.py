@@ -242,6 +242,8 @@ def test_a_missing_file_is_answered_with_near_names(tmp_path: Path) -> None:
         (b"[]", "empty"),
         (b"\xff\xfe{\x00}\x00\n\x00", "UTF-8"),
         (b'{"a": 1}', "none of the known shapes: its first example has the keys 'a'"),
+        (b'{"a": "x", "b c": "y"}', r"columns: .instruction: a, output: \"b c\"."),
+        (b'{"a": "x", "b": 1}', r"columns: .text: a."),
         (b"{}", r"the keys \(none\)"),
         (b'{"columns": [{"a": 1}], "data": [[1]]}', "none of the known shapes"),
         (

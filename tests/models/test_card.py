@@ -22,7 +22,9 @@ RECIPE = {
 SUMMARY: dict[str, Any] = {
     "steps": 1200,
     "stopped": "done",
+    "resumed_step": 0,
     "tokens": 2_626_000,
+    "resumed_tokens": 0,
     "trained_tokens": 999_000,
     "seconds": 302.4,
     "tokens_per_second": 8684.2,
@@ -77,8 +79,10 @@ def test_it_has_the_comparison_of_exported_files() -> None:
 
 
 def test_a_run_that_was_resumed_behind_its_last_step_has_a_card_too() -> None:
-    text = card_text(RECIPE, {**SUMMARY, "tokens_per_second": None}, None, "transformers")
-    assert "| time | 302 s |" in re.sub(" +", " ", text)
+    resumed = {"resumed_step": 1200, "resumed_tokens": 2_626_000, "tokens_per_second": None}
+    text = card_text(RECIPE, {**SUMMARY, **resumed}, None, "transformers")
+    since = "5 min 02 s since the resume at step 1,200 (0 steps, 0 tokens)"
+    assert f"| time | {since} |" in re.sub(" +", " ", text)
 
 
 @pytest.mark.parametrize(

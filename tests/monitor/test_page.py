@@ -219,6 +219,28 @@ def test_a_tile_is_there_only_if_the_run_has_its_value(chromium: Browser, tmp_pa
     assert chromium.complaints == []
 
 
+def test_a_chart_appears_with_its_second_point_and_marks_whole_steps(
+    chromium: Browser, tmp_path: Path
+) -> None:
+    drawn = "CHARTS.filter((c) => !c.figure.hidden).map((c) => c.id)"
+    texts = "CanvasRenderingContext2D.prototype"
+    with serving([write_run(tmp_path, 1)]) as server:
+        opened(chromium, server, 1)
+        chromium.until("runs.get(chosen).series.evaluations !== undefined")
+        chromium.value(DRAWN)
+        assert chromium.value(drawn) == []
+        chromium.value(
+            f"window.marks = [], {texts}.plain = {texts}.fillText, {texts}.fillText ="
+            " function (text, x, y) { if (this.textAlign === 'center') marks.push(text);"
+            " this.plain(text, x, y); }, 0"
+        )
+        append(tmp_path / "metrics.jsonl", step_line(2, loss=1.0))
+        chromium.until("marks.length > 0")
+        assert "loss" in chromium.value(drawn)
+        assert set(chromium.value("marks")) == {"1", "2"}
+    assert chromium.complaints == []
+
+
 def test_a_curve_without_change_is_a_line_of_text(chromium: Browser, tmp_path: Path) -> None:
     with serving([write_run(tmp_path, 20)]) as server:
         shown(chromium, server, 20)

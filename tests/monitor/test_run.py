@@ -33,7 +33,7 @@ def test_a_running_run_has_rates_cost_and_eta(tmp_path: Path) -> None:
     assert (found["step"], found["total_steps"], found["tokens"]) == (20, 40, 20_000)
     assert found["loss"] == pytest.approx(5 / 1.4)
     assert found["eval_loss"] == 4.5
-    assert found["eta_seconds"] == pytest.approx(20 * 0.5)
+    assert found["eta_seconds"] == 3360  # as the run itself predicted: its terminal has it, too
     assert found["cost"] == pytest.approx(3.6 * 20 * 0.5 / 3600)
     assert found["data_stall_share"] == pytest.approx(0.1)
     assert found["step_spread"] == 0
@@ -346,6 +346,25 @@ def test_a_hostile_run_has_finite_numbers_and_takes_no_other_run_along(
     runs = json.loads(data.removeprefix(b"data: "), parse_constant=pytest.fail)["runs"]
     assert {run["name"]: run["standing"]["step"] for run in runs}["good"] == 20
     assert len(runs) == 2
+
+
+def test_the_states_of_all_runs_arrive_before_any_curve(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write_run(tmp_path / name, 2_000)
+    with serving([tmp_path], live=False) as server:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        connection.request("GET", "/events", headers={"Authorization": f"Bearer {TOKEN}"})
+        answer = connection.getresponse()
+        lines = [answer.readline() for _ in range(6)]
+        connection.close()
+    states, *curves = [json.loads(line.removeprefix(b"data: "))["runs"] for line in lines[::2]]
+    assert {run["name"]: run["standing"]["step"] for run in states} == {"one": 2000, "two": 2000}
+    assert not any("steps" in run for run in states)
+    assert len(lines[0]) < 10_000 < len(lines[2])
+    assert [(run["name"], len(run["steps"]["x"])) for [run] in curves] == [
+        ("one", 2000),
+        ("two", 2000),
+    ]
 
 
 def test_a_run_whose_numbers_raise_is_unreadable_and_the_others_are_shown(

@@ -59,6 +59,27 @@ def test_the_full_example_shows_every_section() -> None:
         assert words in said, words
 
 
+def test_a_p_value_that_the_verdict_has_is_not_shown_twice() -> None:
+    report = full_report()
+    variant = next(v for v in report["variants"] if v.get("p_value") is not None)
+    variant |= {"p_value": 0.0623, "corrected": True}
+    variant["verdict"] = "undecided: not certain among several (p = 0.0623, at most 0.05 wanted)"
+    said = page(report).words()
+    assert "(p = 0.0623, at most 0.05 wanted)" in said
+    assert "p 0.062" not in said.replace("\xa0", " ")
+
+
+def test_a_curve_has_two_points_and_an_unknown_bound_is_a_dash() -> None:
+    report = full_report()
+    assert "Eval loss against tokens" in page(report).words()
+    for variant in report["variants"]:
+        variant["eval_curve"] = (variant.get("eval_curve") or [])[-1:]
+    said = page(report).words()
+    assert "Eval loss against tokens" not in said
+    assert "Training loss against tokens" in said
+    assert "against float64 not measured – not tested" in said
+
+
 def test_a_ratio_that_the_text_tells_is_not_told_twice() -> None:
     report = full_report()
     for key in ("noise", "interaction"):

@@ -1,5 +1,6 @@
 """What the report says of several variants together, and how the page lays it out."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +101,12 @@ def test_the_headline_is_the_fastest_plan_of_equal_quality(
     assert lead_of(read_report(judged(cumulative)))["name"] == "+ b"
     text = page(cumulative, tmp_path)
     assert '<span class="big">3.00×</span>' in text
-    assert "The whole plan, <strong>+ c</strong>: 2.70× [2.69, 2.71]." in text
-    assert "<pre>plan:\n  - a\n  - b</pre>" in text
+    assert "fastest plan of equal quality, without last techniques that have no likely gain" in text
+    assert "<pre>plan: [a, b]</pre>" in text
+    # One figure for the gain: nothing above the first section can be divided into another one.
+    head = text[text.index("<header") : text.index('id="variants"')]
+    assert re.findall(r"[\d.]+×", head) == ["3.00×", "2.99×", "3.01×"]
+    assert head.count("→") == 2, "of memory and eval loss"
     assert "fastest at equal quality: + b, 3.00× [2.99, 3.01]: `plan: [a, b]`" in render_markdown(
         judged(cumulative)
     )

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from hasten.errors import InputError
-from hasten.formatting import number_text, outline, size, span
+from hasten.formatting import count_text, flow, number_text, outline, size, span
 from hasten.report.page import write_report
 from hasten.report.schema import read_report
 
@@ -142,3 +143,26 @@ def test_the_outline_is_yaml_that_means_the_same() -> None:
         "text": "梯度",
     }
     assert yaml.safe_load(outline(recipe)) == recipe
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        [
+            "packed",
+            {"checkpoints": {"interval": 10, "compression": True}},
+            {"topk": {"ratio": 1e-05}},
+        ],
+        [{"a": {"b": [], "c": None, "d": "on", "e": "x: y", "f": {}, "g h": ["1", 2.5]}}],
+    ],
+)
+def test_a_plan_on_one_line_is_read_back_as_it_was(plan: list[Any]) -> None:
+    text = f"plan: {flow(plan)}"
+    assert "\n" not in text
+    assert yaml.safe_load(text) == {"plan": plan}
+
+
+def test_few_weights_are_counted_and_not_rounded_to_nothing() -> None:
+    assert [count_text(n) for n in (12_288, 3_400_000, 6_910_365_696)] == [
+        *("12,288", "3.4 M", "6,910.4 M")
+    ]

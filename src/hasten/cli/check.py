@@ -15,6 +15,7 @@ from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.errors import InputError
+from hasten.formatting import count_text
 from hasten.machine.environment import World
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ def _model(recipe: Recipe, data: PreparedData | None) -> tuple[str, JobContext]:
     model = context.model
     text = (
         f"{recipe.model}: {model.architecture}, {model.layers} layers, "
-        f"{model.parameters / 1e6:,.1f} M parameters, on {context.device}"
+        f"{count_text(model.parameters)} parameters, on {context.device}"
     )
     return text, context
 

@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from hasten.cli.arguments import STARTED, output_option
 from hasten.cli.output import say
-from hasten.core.plan import Plan, name_of
+from hasten.core.plan import Plan, entry_of, name_of
 from hasten.core.technique import Technique
 from hasten.errors import InputError
-from hasten.formatting import duration, span
+from hasten.formatting import count_text, duration, span
 from hasten.measure.ablation import Design, plans_of
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class PhasedProgress:
     def begin(self) -> None:
         """Pieces of a phase have no bar of their own."""
 
-    def show(self, text: str, share: float) -> None:
+    def show(self, text: str, share: float, remaining: float | None = None) -> None:
         seconds = self._phases[self._name]
         done = max(share, (self._clock() - self._began) / seconds)
         width = seconds / sum(self._phases.values())
@@ -273,7 +273,6 @@ def with_usable_techniques(
     """The subject with as many techniques as the demo has rows for, each of which can work here."""
     from hasten.recipe.candidates import supported_here
     from hasten.recipe.shorthands import catalogue
-    from hasten.recipe.suggest import entry_of
 
     kinds = {kind.name(): kind for kind in catalogue()}
     usable: dict[str, Technique] = {}
@@ -417,13 +416,13 @@ def _why_nothing(measured: Measured | None) -> str:
 
 def _verified(subject: ExperimentSubject, progress: PhasedProgress) -> Rows:
     """Runs the checks that each technique requires, if time allows."""
+    from hasten.measure.quality.requirements import verification_row
     from hasten.measure.quality.verification import VerificationDesign, verified
 
     remaining_seconds = VERIFIED_BY - _spent_seconds()
     if remaining_seconds < LEAST_VERIFICATION:
-        nothing = dict.fromkeys(("fidelity", "test", "measured", "allowed", "seeds"))
-        nothing |= {"verdict": "not tested", "text": "there was no time"}
-        rows = [{"technique": t.name(), **nothing} for t in subject.plan]
+        why = "not tested", "there was no time"
+        rows = [verification_row(t, "", *why) for t in subject.plan]
         return {"verification": rows, "invariance": []}
     progress.show("each technique against a reference, on this job", 0.0)
     design = VerificationDesign(budget_seconds=remaining_seconds)
@@ -540,7 +539,7 @@ def _writer(summary: Mapping[str, Any], subject: ExperimentSubject) -> str:
     parameters = subject.context.model.parameters
     usual = TOKENS_PER_PARAMETER * parameters
     return (
-        f"{parameters / 1e6:,.1f} M parameters after {summary['tokens']:,} tokens from random "
+        f"{count_text(parameters)} parameters after {summary['tokens']:,} tokens from random "
         f"weights, where {usual / 1e6:,.0f} M are usual: its text shows at best how Python looks"
     )
 

@@ -12,7 +12,7 @@ import typer
 from hasten.cli.arguments import AsJson
 from hasten.cli.output import say
 from hasten.errors import InputError
-from hasten.formatting import duration, size
+from hasten.formatting import size
 
 
 def report(
@@ -90,12 +90,13 @@ def _recipe(path: Path) -> dict[str, Any] | None:
 
 
 def _summary(summary: dict[str, Any]) -> None:
+    from hasten.report.card import time_and_speed
+
     try:
         rows = [
             ("steps", f"{summary['steps']:,} ({summary['stopped']})"),
             ("tokens", f"{summary['tokens']:,}, of them trained {summary['trained_tokens']:,}"),
-            ("time", duration(summary["seconds"])),
-            ("tokens/s", _number(summary["tokens_per_second"], "{:,.0f}")),
+            ("time", time_and_speed(summary)),
             ("MFU", _number(summary.get("mfu"), "{:.1%}")),
             ("median step", f"{summary['step_seconds_median']:.3f} s"),
             ("peak memory", size(summary["peak_memory_bytes"])),

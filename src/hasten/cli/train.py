@@ -20,7 +20,7 @@ from hasten.core.plan import name_of
 from hasten.core.slot import Slot
 from hasten.errors import FAILED, INTERRUPTED, LEFT, UNSAVED, InputError
 from hasten.foreign_files import read_json_object
-from hasten.formatting import duration, size, span
+from hasten.formatting import flow, size, span
 from hasten.machine.environment import World
 from hasten.machine.signals import interrupt_behind
 
@@ -124,17 +124,14 @@ def _train(
 
 
 def show_choice(choice: Choice) -> None:
-    """Every candidate with its reason, and the plan as lines of a recipe."""
-    import yaml
-
+    """Every candidate with its reason, and the plan as a line of a recipe."""
     columns = ("change of the first plan, or technique", "speed [95 %]", "", "why")
     rows = [
         (row.name, "" if row.ratio is None else span(row.ratio, "times"), row.decision, row.why)
         for row in choice.rows
     ]
     show_table(columns, rows)
-    plan = yaml.safe_dump({"plan": choice.entries}, sort_keys=False, width=100)
-    say(f"\n{choice.sentence}\n\n{plan}", end="")
+    say(f"\n{choice.sentence}\n\nplan: {flow(choice.entries)}")
 
 
 def measured_to_hurt(recipe: Recipe) -> list[str]:
@@ -216,7 +213,7 @@ class StepLine:
             parts.append(f"{cost:.4f} {price.currency}")
         if m.skipped:
             parts.append("SKIPPED: not finite")
-        self._display.show("  ".join(parts), min(m.step / self._steps, 1.0))
+        self._display.show("  ".join(parts), min(m.step / self._steps, 1.0), m.eta_seconds)
 
 
 def as_ranks(
@@ -278,14 +275,16 @@ def train_as_ranks(recipe: Recipe, stack: ExitStack) -> int:
 
 
 def _conclude(summary: dict[str, Any]) -> None:
-    rate = summary["tokens_per_second"]  # None: no step of its own, as after a resume at the end
+    from hasten.report.card import time_and_speed
+
+    peak = summary["peak_memory_bytes"]  # 0 without a step of its own
     say(
-        f"{summary['stopped']}: {summary['steps']} steps, {summary['tokens']:,} tokens in "
-        f"{duration(summary['seconds'])}"
-        + (f", {rate:,.0f} tokens/s" if rate else "")
-        + f", peak {size(summary['peak_memory_bytes'])}"
+        f"{summary['stopped']}: {summary['steps']} steps, {summary['tokens']:,} tokens"
+        + ("; " if summary["resumed_step"] else " in ")
+        + time_and_speed(summary)
+        + (f", peak {size(peak)}" if peak else "")
     )
-    if summary["data_stall_share"] is not None and rate:
+    if summary["data_stall_share"] is not None and summary["tokens_per_second"]:
         times = summary["stability"]
         say(
             f"data stall {summary['data_stall_share']:.2%}; steps: median {times['p50']:.3f} s, "
@@ -303,7 +302,8 @@ def _conclude(summary: dict[str, Any]) -> None:
     for sample in summary["samples"]:
         say(f"--- prompt\n{sample['prompt']}\n--- answer\n{sample['answer']}\n---")
     if summary["cost"]:
-        say(f"cost {summary['cost']['total']:.4f} {summary['cost']['currency']}")
+        since = " since the resume" if summary["resumed_step"] else ""
+        say(f"cost {summary['cost']['total']:.4f} {summary['cost']['currency']}{since}")
     if summary["energy"]["kwh"] is not None:
         say(f"energy {summary['energy']['kwh']:.4g} kWh, {summary['energy']['source']}")
     if summary["saved"] is None:

@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
@@ -301,6 +302,52 @@ class EvaluationSchedule:
         return step > 0 < self.every_steps and step % self.every_steps == 0
 
 
+RECENT_STEPS = 200  # that the remaining time is predicted from
+
+
+class RemainingTime:
+    """Predicts the time until a run's last evaluation, from its steps and evaluations so far.
+
+    A step lasts until the next one: checkpoints and notes count. An evaluation includes what
+    follows from it, such as samples and saved weights. Until the first one ended, evaluations
+    are unknown and count nothing.
+
+    Args:
+        total_steps: number of steps of the run.
+        every_steps: an evaluation follows so many steps; 0: one at the end.
+        clock: returns the time in seconds.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        every_steps: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._total, self._every, self._clock = total_steps, every_steps or total_steps, clock
+        self._steps: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._evaluations: list[float] = []
+        self._last = clock()
+
+    def _lap(self) -> float:
+        before, self._last = self._last, self._clock()
+        return self._last - before
+
+    def evaluated(self) -> None:
+        """Notes that an evaluation has just ended."""
+        self._evaluations.append(self._lap())
+
+    def after_step(self, step: int) -> float | None:
+        """Returns the remaining seconds after this step; None if the run should be over."""
+        self._steps.append(self._lap())
+        if step > self._total:
+            return None
+        times = [*self._steps][1:] or self._steps  # the oldest may have compiled
+        evaluations = math.ceil(self._total / self._every) - (step - 1) // self._every
+        mean = statistics.fmean(self._evaluations or [0.0])
+        return (self._total - step) * statistics.fmean(times) + evaluations * mean
+
+
 @dataclass
 class Outcome:
     """Results of a run, from its first step to its last.
@@ -352,7 +399,9 @@ class Outcome:
         return {
             "stopped": self.stopped,
             "steps": progress.step,
+            "resumed_step": self.before.step,
             "tokens": progress.tokens,
+            "resumed_tokens": self.before.tokens,
             "trained_tokens": progress.trained_tokens,
             "examples": progress.examples,
             "seconds": self.seconds,
@@ -394,15 +443,16 @@ def fit(session: Session, watch: EvaluationSchedule | None = None) -> Outcome:
         lower_is_better=watch.lower_is_better,
     )
     began = time.perf_counter()
+    remaining = RemainingTime(session.setup.job.schedule.total_steps, watch.every_steps)
     with interruptible(session):
         step, is_over = session.progress.step, False
         if watch.is_due(step) and all(e.step != step for e in watch.earlier):
             # An earlier process ended between this step's checkpoint and its evaluation.
-            is_over = _evaluate(session, watch, outcome)
+            is_over = _evaluate(session, watch, outcome, remaining)
         for metrics in () if is_over else training(session):
             outcome.add(metrics)
-            watch.on_step(metrics)
-            if watch.is_due(metrics.step) and _evaluate(session, watch, outcome):
+            watch.on_step(replace(metrics, eta_seconds=remaining.after_step(metrics.step)))
+            if watch.is_due(metrics.step) and _evaluate(session, watch, outcome, remaining):
                 is_over = True
                 break
         if is_over:
@@ -420,15 +470,17 @@ def fit(session: Session, watch: EvaluationSchedule | None = None) -> Outcome:
         precision = session.setup.precision
         for _ in average.versions(precision.parameters()):
             precision.update_model_weights()
-            _evaluate(session, watch, outcome)
+            _evaluate(session, watch, outcome, remaining)
         precision.update_model_weights()
     elif not evaluations or evaluations[-1].step != session.progress.step:
-        _evaluate(session, watch, outcome)
+        _evaluate(session, watch, outcome, remaining)
     outcome.seconds = time.perf_counter() - began
     return outcome
 
 
-def _evaluate(session: Session, watch: EvaluationSchedule, outcome: Outcome) -> bool:
+def _evaluate(
+    session: Session, watch: EvaluationSchedule, outcome: Outcome, remaining: RemainingTime
+) -> bool:
     """Evaluates; returns True if so many evaluations were no better that training stops."""
     evaluation = evaluate(session)
     outcome.evaluations.append(evaluation)
@@ -436,6 +488,7 @@ def _evaluate(session: Session, watch: EvaluationSchedule, outcome: Outcome) -> 
     if evaluation is best:
         watch.on_best(evaluation)  # first: an attempt after this one believes what was told
     watch.on_evaluation(evaluation)
+    remaining.evaluated()
     # An interrupt evaluates between two evaluations of the schedule.
     since = evaluations[evaluations.index(best) + 1 :] if best is not None else []
     return 0 < watch.patience <= sum(watch.is_due(e.step) for e in since)

@@ -149,7 +149,7 @@ def _find_kind(name: str, kinds: Mapping[str, type[Technique]]) -> type[Techniqu
     if technique_class is None:
         raise InputError(
             f"plan: no technique is called {name!r}{did_you_mean(name, kinds)}; "
-            f"there are {', '.join(sorted(kinds))}"
+            "`hasten keys` lists them all"
         )
     return technique_class
 
@@ -174,6 +174,14 @@ def _check_type(setting: str, value: Any, default: Any) -> None:
         raise InputError(
             f"plan: {setting} is {value!r}; it must be a {type(default).__name__}, like {default!r}"
         )
+
+
+def entry_of(technique: Technique) -> Any:
+    """A technique as people write it: its name, and what differs from its defaults."""
+    fields = dataclasses.fields(technique)  # type: ignore[arg-type]  # every technique is one
+    plain = technique.settings()
+    changed = {f.name: plain[f.name] for f in fields if getattr(technique, f.name) != f.default}
+    return {technique.name(): changed} if changed else technique.name()
 
 
 def name_of(entry: Any) -> str:

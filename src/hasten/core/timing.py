@@ -305,7 +305,8 @@ class StepMetrics:
     ``model_flops`` and ``mfu`` are None if the session's meter has no value for them. The
     seconds of the step's parts are this rank's. They are None if its clock measures
     nothing. The time and bytes of communication are this rank's too, None if unknown. On
-    one rank nothing is sent.
+    one rank nothing is sent. ``eta_seconds`` predicts the time until the run's last evaluation.
+    It is None if the number of steps is unknown.
     """
 
     step: int
@@ -332,6 +333,7 @@ class StepMetrics:
     exposed_comm_seconds: float | None = None
     hidden_communication_seconds: float | None = None
     comm_bytes: int | None = None
+    eta_seconds: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns a JSON-ready dict; a number that isn't finite becomes None."""

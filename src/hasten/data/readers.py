@@ -320,8 +320,4 @@ def _detect(path: Path, head: Sequence[JsonValue], columns: ColumnNames) -> str:
             f"{path} has not what columns ask for ({mapping}, for the shape "
             f"{' or '.join(possible)}): {keys}"
         )
-    expected = "; ".join(" + ".join(SHAPES[name].needs) for name in possible)
-    raise InputError(
-        f"{path} has none of the known shapes: {keys}; "
-        + (advice(objects[0]) or f"name them in columns as those of one of {expected}")
-    )
+    raise InputError(f"{path} has none of the known shapes: {keys}; {advice(objects[0])}")

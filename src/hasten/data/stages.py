@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from hasten.errors import InputError
+from hasten.formatting import flow
 
 MEDIA = ("image", "images", "image_url", "audio", "audios", "video", "videos")
 # What others replace by a picture, a sound or a film (LLaVA, LLaMA-Factory, ms-swift; Qwen).
@@ -242,9 +243,7 @@ _ELSEWHERE = {
 
 
 def advice(example: Mapping[str, Any]) -> str:
-    """The way out for an example of no known shape, as the end of a sentence; empty if none
-    fits.
-    """
+    """The way out for an example of no known shape, as the end of a sentence."""
     hint = next((hint for key, hint in _ELSEWHERE.items() if example.get(key)), None)
     if hint and not isinstance(example.get("chat"), list):
         return hint
@@ -268,9 +267,13 @@ def advice(example: Mapping[str, Any]) -> str:
             else f"question: {question}, answer: {answer}"
         )
         return f"if that is what they mean, write columns: {{{shape}}}"
-    if text := column_of(_TEXTS):
-        return f"if that is what to train, write columns: {{text: {text}}}"
-    return ""
+    texts = [key for key, value in example.items() if isinstance(value, str)]
+    if text := column_of(_TEXTS) or (texts[0] if len(texts) == 1 else None):
+        return f"if that is what to train, write columns: {flow({'text': text})}"
+    if texts:
+        roles = flow(dict(zip(("instruction", "output"), texts, strict=False)))
+        return f"write which is which, for example columns: {roles}"
+    return "hasten trains texts or turns: no column is a text or a list of turns"
 
 
 def _holds_objects(turns: Any) -> bool:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.core.context import JobContext
-from hasten.core.plan import Plan
+from hasten.core.plan import Plan, entry_of
 from hasten.core.setup import prepare
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
@@ -60,7 +60,6 @@ from hasten.recipe.candidates import (
 )
 from hasten.recipe.memory_check import largest_micro_batch, size_of
 from hasten.recipe.schema import AutoPlan, Recipe
-from hasten.recipe.suggest import entry_of
 from hasten.techniques.layout.ddp import DDP
 
 LONGEST_SECONDS, SHARE = 180.0, 0.05  # a search takes at most so long, and this share of a training

@@ -56,11 +56,8 @@ def run_numbers(run: Run, now: float) -> dict[str, Any]:
     spread = statistics.median(abs(s - middle) for s in seconds) / middle if middle else None
     sign = run.last_sign
     status, description = _status(run, now, sign, middle)
-    step, total = number(last.get("step")), number(start.get("total_steps"))
     finished = status in FINISHED
     goes_on = status in ("running", "silent", "reading")
-    remaining_steps = max(total - step, 0) if total and step is not None and goes_on else None
-    mean = _mean_of(run.recent, "step_seconds")
     slowest = _slowest(run.ranks)
     slow = None
     if status in ("running", "silent"):
@@ -68,11 +65,11 @@ def run_numbers(run: Run, now: float) -> dict[str, Any]:
     return {
         "status": status,
         "words": description,
-        "step": step,
-        "total_steps": total,
+        "step": number(last.get("step")),
+        "total_steps": number(start.get("total_steps")),
         "tokens": number(summary.get("tokens")) if finished else run.tokens,
         "seconds": run.seconds,
-        "eta_seconds": remaining_steps * mean if remaining_steps is not None and mean else None,
+        "eta_seconds": number(last.get("eta_seconds")) if goes_on else None,
         "last_sign": sign,
         "loss": number(last.get("loss")),
         "eval_loss": run.eval_data,
@@ -149,9 +146,12 @@ def _is_gone(start: Mapping[str, Any]) -> bool:
 
 
 def _cost(run: Run, finished: bool) -> dict[str, Any]:
-    """Returns the cost of the steps so far; for a finished run, the cost in its summary."""
+    """Returns the cost of the steps so far; for a finished run, the cost in its summary.
+
+    After a resume the summary has the cost of the last process alone.
+    """
     summary_cost = run.summary.get("cost")
-    if finished and isinstance(summary_cost, dict):
+    if finished and isinstance(summary_cost, dict) and not run.summary.get("resumed_step"):
         return {
             "cost": number(summary_cost.get("total")),
             "currency": short(summary_cost.get("currency") or ""),

@@ -388,37 +388,40 @@ def application(
 
 
 async def stream(watching: RunsReader, is_over: Callable[[], bool]) -> AsyncIterator[str]:
-    """Yields the changes, as server-sent events; the first event contains everything."""
+    """Yields the changes, as server-sent events: new runs' states together, then run by run.
+
+    The states are small: on a slow link a page shows them before the first curve has arrived.
+    """
     cursors: dict[str, Cursor] = {}
     sent: dict[str, tuple[int, str]] = {}
     quiet = 0.0
     while not is_over():
-        runs = []
+        before, changed = dict(sent), []
         for run in watching.runs:
-            cursor = cursors.setdefault(run.name, {})
             with run.lock:
-                now = (run.version, run.standing()["words"])
-            if sent.get(run.name) == now:
-                continue
-            sent[run.name] = now
-            runs.append(_update_text(run, cursor))
-            await asyncio.sleep(0)  # others may be answered between two runs
-        if runs:
+                sent[run.name] = (run.version, run.standing()["words"])
+            if before.get(run.name) != sent[run.name]:
+                changed.append(run)
+        if new := [_update_text(run, None) for run in changed if run.name not in before]:
+            yield f'data: {{"runs":[{",".join(new)}]}}\n\n'
+        for run in changed:
             quiet = 0.0
-            yield f'data: {{"runs":[{",".join(runs)}]}}\n\n'
-        elif quiet >= ALIVE_SECONDS:
+            yield f'data: {{"runs":[{_update_text(run, cursors.setdefault(run.name, {}))}]}}\n\n'
+            await asyncio.sleep(0)  # others may be answered between two runs
+        if quiet >= ALIVE_SECONDS:
             quiet = 0.0
             yield ": still here\n\n"
         await asyncio.sleep(EVERY_SECONDS)
         quiet += EVERY_SECONDS
 
 
-def _update_text(run: Run, cursor: Cursor) -> str:
+def _update_text(run: Run, cursor: Cursor | None) -> str:
     """The parts of a run that a page lacks, as JSON; an error in one takes no other along."""
     try:
         return json.dumps(page_update(run, cursor), allow_nan=False, separators=(",", ":"))
     except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
-        cursor.clear()
+        if cursor:
+            cursor.clear()
         return json.dumps(page_update(run.unreadable_copy(error), {}), separators=(",", ":"))
 
 

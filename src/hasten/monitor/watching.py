@@ -182,11 +182,16 @@ class RunsReader:
                 self._over.wait(EVERY_SECONDS)
 
 
-def page_update(run: Run, cursor: Cursor) -> dict[str, Any]:
-    """Returns the data that a page lacks of a run, and moves its cursor on: JSON-ready."""
+def page_update(run: Run, cursor: Cursor | None) -> dict[str, Any]:
+    """Returns the data that a page lacks of a run, and moves its cursor on: JSON-ready.
+
+    Without a cursor it is the state alone.
+    """
     with run.lock:
         update: dict[str, Any] = {"name": run.name, "standing": run.standing(time.time())}
         update["events"] = run.events.newest(MOST_EVENTS)
+        if cursor is None:
+            return update
         for name in ("steps", "evaluations", "machine"):
             series = getattr(run, name)
             update[name] = series.since(*cursor.get(name, (0, 0)))

@@ -16,11 +16,12 @@ import torch
 
 from hasten.core.context import JobContext
 from hasten.core.loop import Evaluation
-from hasten.core.plan import Plan
+from hasten.core.plan import Plan, entry_of
 from hasten.core.session import Session
 from hasten.data.token_store import inspect
 from hasten.errors import InputError, pip_install
 from hasten.foreign_files import LARGEST_LOG, read_bounded
+from hasten.formatting import count_text, flow
 from hasten.models.adapters import adapted_table, parameter_counts
 from hasten.models.load import (
     check_weights,
@@ -79,8 +80,9 @@ def tell_what_trains(session: Session, data: PreparedData, tell: Callable[[str],
     learns, total = parameter_counts(session.model)
     setup = session.setup
     tell(
-        f"{setup.context.model.architecture}, {total / 1e6:.1f} M parameters of which "
-        f"{learns / 1e6:.1f} M learn, on {setup.context.hardware.short}; plan: {setup.plan}"
+        f"{setup.context.model.architecture}, {count_text(total)} parameters of which "
+        f"{count_text(learns)} learn, on {setup.context.hardware.short}; "
+        f"plan: {flow([entry_of(t) for t in setup.plan])}"
     )
     for row in adapted_table(session.model):
         tell(f"  adapted {row.modules} x {row.count}, rank {row.rank}, {row.parameters:,} weights")

@@ -283,7 +283,7 @@ class Recipe(BaseModel):
         try:
             return [DataSource(**item) if isinstance(item, dict) else item for item in value]
         except ValidationError as error:
-            raise ValueError(f"a source's {first_complaint(error)}") from error
+            raise ValueError(f"a source: {first_complaint(error)}") from error
         except TypeError as error:
             raise ValueError("a source's keys must be texts") from error
 

@@ -8,7 +8,6 @@ weights from the memory. Techniques are selected when the training starts
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
 import textwrap
 from dataclasses import dataclass
@@ -20,8 +19,8 @@ import yaml
 from numpy.typing import NDArray
 
 from hasten.core.context import JobContext
-from hasten.core.plan import Plan
-from hasten.core.technique import Technique
+from hasten.core.plan import Plan, entry_of
+from hasten.formatting import count_text
 from hasten.models.presets import PRESETS
 from hasten.parts.kernels.registry import kept_figures
 from hasten.recipe.build import context_of
@@ -84,7 +83,7 @@ def suggest(model: str, dataset: str, output: str, tell: Tell = lambda text: Non
         first = "\n#   ".join(textwrap.wrap(one_line(first_plan_sentence(look, context)), 100))
     head = (
         f"# {one_line(context.model.architecture)}, "
-        f"{context.model.parameters / 1e6:,.1f} M parameters, on {context.hardware.short}.\n"
+        f"{count_text(context.model.parameters)} parameters, on {context.hardware.short}.\n"
         f"# Seen: {one_line(_sample_text(data))}.\n"
         f"# {first}.\n"
         "# Check it with `hasten check`, measure it with `hasten speedup`.\n"
@@ -159,11 +158,3 @@ def recipe_text(recipe: Recipe, plan: Plan, comment: str) -> str:
     head = "".join(f"# {line}\n" for line in textwrap.wrap(one_line(comment), 97))
     entries = [entry_of(t) for t in plan]
     return head + yaml.safe_dump({**values, "plan": entries}, sort_keys=False, width=100)
-
-
-def entry_of(technique: Technique) -> Any:
-    """A technique as people write it: its name, and what differs from its defaults."""
-    fields = dataclasses.fields(technique)  # type: ignore[arg-type]  # every technique is one
-    plain = technique.settings()
-    changed = {f.name: plain[f.name] for f in fields if getattr(technique, f.name) != f.default}
-    return {technique.name(): changed} if changed else technique.name()

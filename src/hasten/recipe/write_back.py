@@ -12,11 +12,10 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import YAMLError
 
-from hasten.core.plan import Plan, name_of
+from hasten.core.plan import Plan, entry_of, name_of
 from hasten.errors import InputError
 from hasten.machine.files import write_atomic
 from hasten.recipe.shorthands import catalogue
-from hasten.recipe.suggest import entry_of
 
 
 def write_back(path: Path, changes: Mapping[str, Any], target: Path | None = None) -> str:

@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,18 +127,51 @@ def check_keys(text: str, keys: Sequence[str]) -> str:
     return text
 
 
+# The first word of pydantic's kind of a complaint about a type, and the type in plain words.
+_TYPES = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "a text",
+    "list": "a list",
+    "tuple": "a list",
+    **dict.fromkeys(("dict", "model", "dataclass"), "lines of `key: value`"),
+}
+
+_NO_TYPE = "(?!(str|int|float|bool|list|dict)$)[a-z_]+"
+
+
 def first_complaint(error: ValidationError) -> str:
-    """The first of pydantic's complaints as `key: what is wrong`."""
-    complaint = error.errors()[0]
-    key = ".".join(str(part) for part in complaint["loc"] if isinstance(part, str))
+    """The first of pydantic's complaints as `key is VALUE; what it must be`, or in its own words.
+
+    A key of several possible types has their names behind it, which no user wrote.
+    """
+    complaint, *others = error.errors()
+    key, value = _key_of(complaint), repr(complaint.get("input"))[:200]
     text = complaint["msg"].removeprefix("Value error, ")
     if complaint["type"] == "missing":
-        return f"the key {key!r} is missing"
-    value = repr(complaint.get("input"))
-    input_text = (
-        "" if not complaint["loc"] else f" (it is {value if len(value) < 200 else value[:200]})"
-    )
-    return f"{key}: {text}{input_text}" if key else text
+        lacks_a_key = isinstance(complaint["loc"][-1], str)
+        return f"the key {key!r} is missing" if lacks_a_key else f"{key} is {value}: too few values"
+    if complaint["type"] == "extra_forbidden":
+        return f"unknown key {key!r}"
+    if not key or complaint["type"] == "value_error":
+        return f"{key}: {text} (it is {value})" if key else text
+    wanted = [_wanted(each) for each in (complaint, *others) if _key_of(each) == key]
+    return f"{key} is {value}; it must {' or '.join(dict.fromkeys(wanted))}"
+
+
+def _key_of(complaint: Mapping[str, Any]) -> str:
+    names = [part for part in complaint["loc"] if isinstance(part, str)]
+    return ".".join([*names[:1], *(n for n in names[1:] if re.fullmatch(_NO_TYPE, n))])
+
+
+def _wanted(complaint: Mapping[str, Any]) -> str:
+    kind, _, reason = complaint["type"].partition("_")
+    if kind in _TYPES and not reason.startswith("too_"):
+        return f"be {_TYPES[kind]}"
+    text = re.sub(r"^\w+ should ", "", complaint["msg"])
+    text = text.replace("greater than or equal to", "at least")
+    return text.replace("less than or equal to", "at most")
 
 
 def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from hasten.formatting import duration
 from hasten.machine.files import write_atomic
 from hasten.models.presets import PRESETS
 from hasten.report.markup import cell, code, markdown_table
@@ -127,9 +128,7 @@ def _training(recipe: JobContext, summary: JobContext) -> Iterable[tuple[str, st
     where = f"{len(gpus)} x {gpus[0]['name']}" if gpus else hardware["cpu"]
     yield "steps", f"{summary['steps']:,} ({summary['stopped']})"
     yield "tokens", f"{summary['tokens']:,}, of which {summary['trained_tokens']:,} carry loss"
-    rate = summary["tokens_per_second"]  # None: the run was resumed behind its last step
-    rate_text = "" if rate is None else f", {rate:,.0f} tokens/s"
-    yield "time", f"{summary['seconds']:,.0f} s{rate_text}"
+    yield "time", time_and_speed(summary)
     yield "processes", f"{summary['world_size']} on {where}"
     yield "peak memory of one", f"{summary['peak_memory_bytes'] / 1e9:,.2f} GB"
     loss = summary["eval_loss"]
@@ -141,6 +140,16 @@ def _training(recipe: JobContext, summary: JobContext) -> Iterable[tuple[str, st
     if summary.get("corpus_sha256"):
         yield "data (SHA-256)", code(summary["corpus_sha256"])
     yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def time_and_speed(summary: JobContext) -> str:
+    """Returns seconds and tokens/s of the last process, with the steps that they are of."""
+    rate = summary["tokens_per_second"]  # None: the run was resumed behind its last step
+    text = duration(summary["seconds"]) + ("" if rate is None else f", {rate:,.0f} tokens/s")
+    if not (before := summary["resumed_step"]):
+        return text
+    steps, tokens = summary["steps"] - before, summary["tokens"] - summary["resumed_tokens"]
+    return f"{text} since the resume at step {before:,} ({steps:,} steps, {tokens:,} tokens)"
 
 
 def _techniques(summary: JobContext) -> str:

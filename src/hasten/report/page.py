@@ -23,12 +23,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from hasten.core.plan import name_of
 from hasten.errors import InputError
-from hasten.formatting import duration, measure, number, number_text, outline, span
+from hasten.formatting import duration, flow, measure, number, number_text, outline, span
 from hasten.machine.files import write_result
 from hasten.measure.quality.requirements import FAILED
 from hasten.recipe.write_back import plain_entry
@@ -46,7 +45,7 @@ from hasten.report.conclusions import (
     variants_that_hurt,
 )
 from hasten.report.judgement import Row, cumulative_of, verdict_word
-from hasten.report.markup import LONGEST, cell, markdown_table
+from hasten.report.markup import cell, markdown_table
 from hasten.report.schema import SCHEMA, as_json, read_report
 from hasten.report.svg import drawings, thin
 
@@ -104,7 +103,7 @@ def _rendered(plain: Mapping[str, Any], read: dict[str, Any], limits: PageLimits
         table=table_of(read),
         hurt=variants_that_hurt(variants),
         lead=lead,
-        lead_plan=outline({"plan": plan}) if plan else None,
+        lead_plan=f"plan: {flow(plan)}" if plan else None,
         lead_word=on_the_whole(lead, read),
         proofs=proofs(variants),
         steady=steadiness(variants),
@@ -447,8 +446,7 @@ def _notes(read: Mapping[str, Any]) -> Iterator[str]:  # noqa: C901  # a clause 
     if (lead := lead_of(read)) is not result_of(variants):
         plan = f"({cell(', '.join(lead['techniques']))})"
         if entries := _plain_plan(lead, read):
-            flow = yaml.safe_dump({"plan": entries}, default_flow_style=True, width=LONGEST)
-            plan = f"`{' '.join(flow.strip()[1:-1].split())}`"
+            plan = f"`plan: {flow(entries)}`"
         ratio = span(lead["ratio"], "times")
         yield f"fastest at equal quality: {cell(lead['name'])}, {ratio}: {plan}"
     if (busy := load_of_others(variants)) is not None:

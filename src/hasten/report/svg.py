@@ -397,10 +397,10 @@ def drawings(report: Mapping[str, Any]) -> Drawings:
     shown = [variant for variant in variants if variant["kind"] != "again"]
     shown.sort(key=lambda a: (a is not variants[0], a is not result_of(variants)))
     for name, title, key in (
-        ("eval_data", "Held-out loss", "eval_curve"),
+        ("eval_data", "Eval loss", "eval_curve"),
         ("training", "Training loss", "loss_curve"),
     ):
-        if any(variant[key] for variant in variants):
+        if any(len(variant[key]) > 1 for variant in variants):
             curves = [Curve(a["name"], a[key], _tone(a, variants)) for a in shown]
             charts[name] = [line_chart(title, curves, _CURVES, UNITS["tokens"])]
     return charts

@@ -64,11 +64,13 @@ class Checkpoints(Technique):
             return EffectCheck(False, "0 checkpoint(s) written")
         keeper = checkpoints.keeper
         evidence = [
+            *([f"resumed from {checkpoints.resumed}"] if checkpoints.resumed else []),
             f"{checkpoints.saved} checkpoint(s) written",
             keeper.compression,
             *keeper.alarms[-1:],
         ]
-        return EffectCheck(checkpoints.saved > 0, "; ".join(evidence))
+        effective = checkpoints.saved > 0 or bool(checkpoints.resumed)
+        return EffectCheck(effective, "; ".join(evidence))
 
 
 class SessionCheckpoints:
@@ -77,6 +79,7 @@ class SessionCheckpoints:
     def __init__(self, chosen: Checkpoints, setup: Setup) -> None:
         self._chosen, self._setup = chosen, setup
         self.saved = 0  # saves begun; those that failed are among the alarms
+        self.resumed = ""  # name of the checkpoint that this process resumed from
 
     @cached_property
     def keeper(self) -> SmartCheckpointer:
@@ -116,6 +119,7 @@ class SessionCheckpoints:
         except InputError:
             self.keeper.close()  # who catches it may begin again in this folder
             raise
+        self.resumed = folder.name
         return folder
 
     def wait_for_writer(self) -> None:

@@ -410,7 +410,7 @@ class _FinalProgress:
 
     def begin(self) -> None: ...
 
-    def show(self, text: str, share: float) -> None:
+    def show(self, text: str, share: float, remaining: float | None = None) -> None:
         self._audience.show(f"final_comparison: {text}", 0.99)
 
 

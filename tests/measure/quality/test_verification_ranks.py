@@ -25,12 +25,14 @@ from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
 from hasten.techniques.communication.compress import Half
 from hasten.techniques.communication.local import LocalSteps
+from hasten.techniques.feed import Prefetched
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.layout.pipeline import Pipeline
 from hasten.techniques.layout.tensor import TensorParallel
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import FusedAdamW
+from hasten.techniques.precision import BF16MasterWeights
 from hasten.techniques.threads import Threads
 from measure.quality.verify_plants import Louder, Unscaled, bench
 from ranks import on_ranks
@@ -85,6 +87,30 @@ def test_one_process_makes_what_needs_no_ranks_and_all_make_the_rest() -> None:
     shared = [order for order in perform.orders if not order.alone]
     assert {order.do for order in shared} == {"gradient", "leak"}
     assert sum(sends(order) for order in shared if order.do == "gradient") == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_techniques_require_is_proven_before_the_invariances(ranks: int) -> None:
+    """The orders that are answered until the budget ends are those that every technique needs."""
+    plan = Plan([Packed(), LabelledTokenLoss(), BF16MasterWeights(), FusedAdamW(), Prefetched()])
+
+    def verdicts(count: float) -> tuple[set[str], list[CheckRequest]]:
+        perform = Ranks(lambda o: {} if perform.orders.index(o) < count else {"failed": "no time"})
+        found = verification_report(plan, perform, VerificationDesign(), ranks=ranks)
+        return {row["verdict"] for row in found["verification"]}, perform.orders
+
+    _, orders = verdicts(math.inf)
+    enough = next(count for count in range(len(orders)) if verdicts(count)[0] == {"equal"})
+    rest = [order.do if order.do == "leak" else order.details["cut"] for order in orders[enough:]]
+    assert rest == ["whole", "single", "whole", "leak", "leak", "leak"]  # the second is padded
+
+
+def test_each_example_in_a_micro_batch_is_checked_on_several_ranks_too() -> None:
+    perform = Ranks(lambda o: off(0.5) if o.details.get("cut") == "single" else {})
+    found = verification_report(PLAN, perform, VerificationDesign(), ranks=2)["invariance"]
+    verdicts = {row["what"]: row["verdict"] for row in found}
+    assert verdicts.pop("each example in a micro-batch") == "differs"
+    assert set(verdicts.values()) == {"equal"}
 
 
 def test_on_one_rank_every_order_may_share_a_process() -> None:

@@ -67,23 +67,24 @@ class Gradients:
     def make(self, others: Sequence[CheckRequest] = ()) -> list[Reply]:
         """Runs all checks of the plan, then those that find the cause of a failure.
 
-        ``others`` run with the first checks, because a process takes seconds to start. The
-        result is their answers.
+        Those that the techniques require come first, and ``others`` with them: a budget may end
+        before the invariances. The result is the answers to ``others``.
         """
-        orders = self._orders()
-        answers = self._perform([*orders.values(), *others])
-        self.replies |= zip(orders, answers, strict=False)
+        required, invariances = self._required(), self._invariances()
+        answers = self._perform([*required.values(), *others, *invariances.values()])
+        self.replies |= zip(required, answers, strict=False)
+        self.replies |= zip(invariances, answers[len(required) + len(others) :], strict=True)
         self.bound = bound_of(False, self.replies["bare"])
         self.half_bound = bound_of(True, self.replies.get("half bare"))
         self._blame()
-        return answers[len(orders) :]
+        return answers[len(required) : len(required) + len(others)]
 
-    def _orders(self) -> dict[str, CheckRequest]:
+    def _required(self) -> dict[str, CheckRequest]:
         orders = {"reference": self._order("reference", self.base, alone=True)}
         orders["bare"] = self._gradient(self.base, "whole", alone=True)
-        orders |= {name: self._gradient(self.close, name) for name in self.layouts}
+        orders["planned"] = self._gradient(self.close, "planned")
         if self.ranks > 1:
-            orders["single"] = self._gradient(self.single, "planned", alone=True)
+            orders["one process"] = self._gradient(self.single, "planned", alone=True)
         if self.ranks > 1 and self.communication is not None:
             orders["communication"] = self._gradient(
                 self.close.with_(self.communication), "planned", step=LATER
@@ -92,14 +93,19 @@ class Gradients:
             bare = self.base.with_(self.precision)
             orders["half bare"] = self._gradient(bare, "whole", alone=True)
             orders["half"] = self._gradient(self.close.with_(self.precision), "planned")
+        if self.optimizer is not None:
+            with_it, without = self.single.with_(self.optimizer), self.single.to_list()
+            orders["update"] = self._order("update", with_it, alone=True, without=without)
+        return orders
+
+    def _invariances(self) -> dict[str, CheckRequest]:
+        names = (name for name in self.layouts if name != "planned")
+        orders = {name: self._gradient(self.close, name) for name in names}
         orders["leak"] = self._order("leak", self.without_precision)
         if Slot.PRECISION in self.plan:
             alone = self.base.with_(*(t for t in self.plan if t.slot is Slot.PRECISION))
             orders["half leak"] = self._order("leak", self.plan)
             orders["half leak bare"] = self._order("leak", alone)  # rows apart: rounding alone
-        if self.optimizer is not None:
-            with_it, without = self.single.with_(self.optimizer), self.single.to_list()
-            orders["update"] = self._order("update", with_it, alone=True, without=without)
         return orders
 
     def _order(self, do: str, plan: Plan, alone: bool = False, **details: Any) -> CheckRequest:

@@ -334,14 +334,14 @@ def _test(margin: float, names: Sequence[str] = ("eval loss",)) -> str:
 # but beside them.
 
 ONE_PROCESS = "needs several ranks, and one process ran; nproc: 2 in the recipe runs two"
-Replies = Mapping[str, Reply]  # of `planned`, `communication` on all ranks, `single` on one
+Replies = Mapping[str, Reply]  # of `planned`, `communication` on all ranks, `one process`
 
 
 def split_row(ranks: int, replies: Replies, bound: Bound) -> Row:
     """The row for splitting a step's examples over ranks: both runs must match float64."""
     if ranks == 1:
         return invariance_row("split over ranks", "not tested", ONE_PROCESS)
-    what, planned, alone = f"split over {ranks} ranks", replies["planned"], replies["single"]
+    what, planned, alone = f"split over {ranks} ranks", replies["planned"], replies["one process"]
     failed = _failed(ranks, planned, alone)
     if failed:
         return invariance_row(what, "not tested", failed)

@@ -21,6 +21,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from hasten.formatting import number_text
 from hasten.parts.checkpoint.format import DTYPES, NAMES, bytes_of
 
 PLAIN, SHUFFLE, DIFFERENCE = "plain", "shuffle", "difference"
@@ -119,12 +120,12 @@ def choose(
     if taken < plain:
         return DeltaChoice(
             kind,
-            f"compression {kind}: {ratio:.2f} times smaller, {plain / taken:.2f} times "
-            f"faster to a place that takes {speed}",
+            f"compression {kind}: {number_text(ratio, 'amount')} times smaller, "
+            f"{plain / taken:.2f} times faster to a place that takes {speed}",
         )
     return DeltaChoice(
         PLAIN,
-        f"compression off: {kind} is {ratio:.2f} times smaller but takes "
+        f"compression off: {kind} is {number_text(ratio, 'amount')} times smaller but takes "
         f"{taken / plain:.2f} times as long to a place that takes {speed}",
     )
 
