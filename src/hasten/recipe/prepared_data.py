@@ -184,7 +184,9 @@ def _prepared(
     eval_data = store(source.eval_data) if source.eval_data else None
     if recipe.chat_template != "auto" or not is_published(tokenizer.response_template):
         kind = read_config(recipe.model).model_type
-        opens_thoughts = train.notes.get(UNOPENED, 0) <= int(train.conversations[-1])  # of one answer at least
+        opens_thoughts = train.notes.get(UNOPENED, 0) <= int(
+            train.conversations[-1]
+        )  # of one answer at least
         fitting = response_template(tokenizer, written, kind, opens_thoughts)
         tokenizer.response_template = fitting
     tokenizer.save_pretrained(folder / "tokenizer")
