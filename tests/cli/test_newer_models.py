@@ -57,6 +57,7 @@ def test_check_fails_where_train_would(
     def refuses(self: Any, kind: str) -> None:
         raise ValueError(f"no {kind} here")
 
+    path = recipe(tmp_path, "deepseek_v32", **lora | {"lora_targets": "auto"})
     monkeypatch.setattr(transformers.PreTrainedModel, "set_attn_implementation", refuses)
     for command in ("check", "train"):
         code, out, err = hasten(command, path)

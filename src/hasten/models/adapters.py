@@ -247,7 +247,9 @@ def add_lora(
     try:
         with quiet(), seeded(seed), warnings.catch_warnings():
             warnings.filterwarnings("ignore", _PATTERNS)
-            adapted: PeftModel = get_peft_model(model, config)
+            # Left to itself, PEFT draws the weights of a meta model in memory, and drops them.
+            on_meta = model.device.type == "meta"
+            adapted: PeftModel = get_peft_model(model, config, low_cpu_mem_usage=on_meta)
     except ValueError as error:
         reason = _BARE if "ParamWrapper" in str(error) else " ".join(str(error).split())
         raise InputError(f"PEFT can't adapt lora_targets {targets!r}: {reason}") from error
@@ -260,7 +262,7 @@ def add_lora(
             )
         plain = set(_adaptable_linears(adapted)) - _computing_apart(adapted)
         frozen = sorted(name for name in plain if ".lora_" not in name)
-        if model.device.type != "meta":
+        if not on_meta:
             quantise_linears(adapted, frozen, base)
     return adapted
 
