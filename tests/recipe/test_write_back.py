@@ -150,7 +150,8 @@ def test_the_cut_holds_nearly_all_records() -> None:
     cut, reason = module._cutoff(np.array([100] * 99 + [5000], np.int32))
     assert cut % 64 == 0
     assert 100 <= cut < 200
-    assert "1.0%" in reason
+    assert reason == "holds all but 1.00% of the examples whole"
+    assert module._cutoff(np.array([33] * 60, np.int32)) == (64, "holds all examples whole")
 
 
 @pytest.mark.parametrize(("parameters", "lora"), [(10**8, False), (10**12, True)])

@@ -132,7 +132,7 @@ def _cutoff(lengths: NDArray[np.int32]) -> tuple[int, str]:
     """The 99th percentile, rounded up to 64 tokens."""
     cut = -(-int(np.percentile(lengths, 99)) // 64) * 64
     longer = float((lengths > cut).mean())
-    return cut, f"holds all but {longer:.1%} of the examples whole"
+    return cut, f"holds {f'all but {longer:.2%} of the' if longer else 'all'} examples whole"
 
 
 def _lora(context: JobContext, fresh: bool) -> tuple[bool, str]:
