@@ -229,6 +229,8 @@ def a_run(folder: Path, *accelerators: str, world: int = 8, seconds: float = 2.0
     chips = [{"name": name, "memory_bytes": 80e9, "capability": "9.0"} for name in accelerators]
     summary: dict[str, Any] = {
         "steps": 20,
+        "resumed_step": 0,
+        "resumed_tokens": 0,
         "stopped": "done",
         "tokens": 1,
         "trained_tokens": 1,

@@ -383,7 +383,9 @@ class Lab:
             )
         answer = _first_line(watchdog)
         if not answer.get("ready"):
-            log_text = (folder / "keeper.log").read_text() if folder.exists() else ""
+            log_text = ""
+            with contextlib.suppress(FileNotFoundError):  # its keeper removes the folder at its end
+                log_text = (folder / "keeper.log").read_text()
             watchdog.terminate()
             watchdog.wait()
             shutil.rmtree(folder, ignore_errors=True)
