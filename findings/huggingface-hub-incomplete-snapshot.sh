@@ -1,4 +1,4 @@
-#!/bin/bash
+#!/usr/bin/env bash
 # huggingface_hub 2.4.0: offline, snapshot_download returns a folder without the files asked for.
 #
 # Guess: it raises LocalEntryNotFoundError if a file of allow_patterns isn't in the cache, as

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# PEFT 0.21.2: in a mixture-of-experts model of transformers 5, a regular expression that names one
-# layer (target_modules="model\.layers\.0\.self_attn\.o_proj") adapts that projection in all layers,
-# without a message. In a dense model the same expression adapts the one layer.
+# peft: an expression for one layer adapts all layers of a mixture of experts.
+#
+# target_modules="model\.layers\.0\.self_attn\.o_proj" adapts that projection in every layer of a
+# mixture-of-experts model of transformers 5, without a message; in a dense model in the one layer.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# PEFT 0.21.2 turns gate_proj, up_proj and down_proj of a mixture of experts into the fused experts
-# and gives gate_up_proj twice the rank by a rank_pattern of its own. Then it warns that this pattern
-# matched nothing and was ignored. It wasn't: the adapter has twice the rank.
+# peft: it warns that its own rank_pattern was ignored, and applies it.
+#
+# gate_proj, up_proj and down_proj of a mixture of experts become the fused experts, and gate_up_proj
+# gets twice the rank by a rank_pattern of PEFT's own. A warning states that this pattern matched
+# nothing and was ignored. It wasn't: the adapter has twice the rank.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,4 +1,4 @@
-#!/bin/bash
+#!/usr/bin/env bash
 # pyarrow 26.0.1: a nested Parquet column read with read_dictionary can't cross a row group.
 #
 # Guess: iter_batches reads a list of texts over all row groups, as it does a plain text column.

@@ -267,7 +267,8 @@ def advice(example: Mapping[str, Any]) -> str:
             else f"question: {question}, answer: {answer}"
         )
         return f"if that is what they mean, write columns: {{{shape}}}"
-    texts = [key for key, value in example.items() if isinstance(value, str)]
+    is_short = {key: len(key) <= 40 for key in example}
+    texts = [key for key, value in example.items() if isinstance(value, str) and is_short[key]]
     if text := column_of(_TEXTS) or (texts[0] if len(texts) == 1 else None):
         return f"if that is what to train, write columns: {flow({'text': text})}"
     if texts:

@@ -11,7 +11,6 @@ where the model is called.
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import itertools
 import logging
@@ -68,6 +67,7 @@ from hasten.measure.quality.replay import (
     OwnPass,
     Recorder,
     ReplayPasses,
+    detached,
     recorded_gradient,
 )
 from hasten.parts.nn.causal_lm import called_modules
@@ -476,7 +476,7 @@ class TrainerTechniques(TrainerCallback):
                 self._fit()
                 self._is_fitted = True
             if self.proof is not None:
-                self._first_pass = copy.copy(inputs), kwargs.get("num_items_in_batch")
+                self._first_pass = detached(inputs), kwargs.get("num_items_in_batch")
                 if isinstance(self._passes, ReplayPasses):
                     self._window.enter_context(self._recorder.active())
             elif not self._plain_until:
@@ -596,7 +596,7 @@ class TrainerTechniques(TrainerCallback):
         if self.proof is not None and not self.proof.awaits_loss:
             if self.proof.batches and self._techniques:
                 self._report(f"{self.proof}; {self._count()} joined")
-            elif self._techniques:
+            elif self._techniques and not self.proof.is_settled:
                 self._report(
                     "this trainer's steps don't call compute_loss; techniques of the "
                     "model and its batches are left out"

@@ -554,10 +554,7 @@ class FirstStepProof:
                 outputs = Outputs([outputs], [None], {"the loss": (number, abs(number))})
             if not outputs.tensors:  # nothing was trained by these calls
                 return _Pass({"the loss": (math.nan, math.nan)}, {})
-            # A tensor of the batch that was computed from weights has a graph of its own.
-            tensors = inputs.values() if isinstance(inputs, Mapping) else ()
-            has_graph = any(isinstance(t, Tensor) and t.grad_fn is not None for t in tensors)
-            gradients = _gradients(outputs, list(named.values()), has_graph)
+            gradients = _gradients(outputs, list(named.values()))
         return _Pass(outputs.sums, dict(zip(named, gradients, strict=True)))
 
 
@@ -574,15 +571,11 @@ def _number(value: float) -> float:
     return value if math.isfinite(value) else math.inf
 
 
-def _gradients(outputs: Outputs, parameters: list[nn.Parameter], keep: bool) -> list[Tensor | None]:
-    """Gradients without touching ``.grad``, unless reentrant checkpoints leave no other way.
-
-    Args:
-        keep: further passes go through the graph of the outputs.
-    """
+def _gradients(outputs: Outputs, parameters: list[nn.Parameter]) -> list[Tensor | None]:
+    """Gradients without touching ``.grad``, unless reentrant checkpoints leave no other way."""
     tensors, start = outputs.tensors, outputs.gradients
     try:
-        return list(torch.autograd.grad(tensors, parameters, start, keep, allow_unused=True))
+        return list(torch.autograd.grad(tensors, parameters, start, allow_unused=True))
     except RuntimeError as error:
         if "use_reentrant" not in str(error) or any(
             getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters
@@ -592,7 +585,7 @@ def _gradients(outputs: Outputs, parameters: list[nn.Parameter], keep: bool) -> 
     try:
         for parameter in parameters:
             parameter.grad = None
-        torch.autograd.backward(tensors, start, retain_graph=keep)
+        torch.autograd.backward(tensors, start)
         return [p.grad for p in parameters]
     finally:
         for parameter, gradient in zip(parameters, before, strict=True):

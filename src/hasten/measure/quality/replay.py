@@ -19,7 +19,7 @@ import contextlib
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -441,7 +441,7 @@ class ReplayPasses:
             try:
                 for module, mode in zip(modules, call.modes, strict=True):
                     module.training = mode
-                arguments, named = _detached(call.arguments), _detached(call.named)
+                arguments, named = detached(call.arguments), detached(call.named)
                 return call.module(*arguments, **named)
             finally:
                 for module, mode in zip(modules, before, strict=True):
@@ -452,16 +452,15 @@ def _sum_name(name: str, number: int) -> str:
     return f"{name or 'the output'} of the model's call {number + 1}"
 
 
-def _detached(argument: Any) -> Any:
+def detached(argument: Any) -> Any:
     """Inputs without the graph of the user's code, which its backward pass has freed."""
     if isinstance(argument, Tensor):
-        return (
-            argument.detach().requires_grad_(argument.requires_grad)
-            if argument.requires_grad
-            else argument
-        )
+        return argument.detach().requires_grad_(argument.requires_grad)
     if type(argument) in (list, tuple):
-        return type(argument)(map(_detached, argument))
-    if type(argument) is dict:
-        return {key: _detached(part) for key, part in argument.items()}
+        return type(argument)(map(detached, argument))
+    if isinstance(argument, MutableMapping):
+        changed = copy.copy(argument)
+        for key, part in argument.items():
+            changed[key] = detached(part)
+        return changed
     return argument

@@ -108,7 +108,14 @@ def moments_to_come(optimizer: Optimizer) -> int:
 
 
 def kind_of(stateful: Any) -> str:
-    """The class of an object; of torch's, hasten's and a script's own without the package."""
+    """The class of an object; of torch's, hasten's and a script's own without the package.
+
+    Of an optimizer that another one wraps, as accelerate's does, it is the one inside.
+    """
+    while isinstance(stateful, Optimizer) and isinstance(
+        inner := getattr(stateful, "optimizer", None), Optimizer
+    ):
+        stateful = inner
     kind = type(stateful)
     package = kind.__module__.partition(".")[0]
     plain = package in ("torch", "hasten", "__main__")
