@@ -25,6 +25,7 @@ from hasten.release.evaluation import (
     TaskMetric,
     compare,
     eval_examples,
+    harness_metrics,
     read_task,
     score,
     score_tasks,
@@ -174,6 +175,19 @@ def task(folder: Path, **changes: Any) -> Path:
     return folder / "task.yaml"
 
 
+def test_metrics_that_are_no_means_of_examples_are_named_not_dropped() -> None:
+    """Perplexity of all texts isn't the mean of theirs; lm-eval gives pairs of numbers there."""
+    rows: list[dict[str, Any]]
+    rows = [{"doc_id": n, "metrics": ["acc"], "acc": n % 2} for n in range(4)]
+    (metric,) = harness_metrics({"apples": rows})
+    assert (metric.name, metric.values) == ("acc", {0: 0.0, 1: 1.0, 2: 0.0, 3: 1.0})
+    for name, value in (("bits_per_byte", (-3.0, 4)), ("perplexity", -3.0)):
+        rows.append({"doc_id": 4, "metrics": ["acc", name], "acc": 1, name: value})
+        with pytest.raises(InputError, match=f"texts has {name}, and hasten eval compares means"):
+            harness_metrics({"texts": rows})
+        del rows[4]
+
+
 @pytest.mark.parametrize("adds_bos", [False, True])
 def test_lm_eval_scores_a_local_task(full_run: Path, tmp_path: Path, adds_bos: bool) -> None:
     """With the tokens of the template alone, also if the tokenizer begins texts by itself."""
@@ -217,6 +231,7 @@ def test_lm_eval_scores_a_local_task(full_run: Path, tmp_path: Path, adds_bos: b
         ({"doc_to_text": "{{text}} {{text"}, "isn't supported"),
         ({"doc_to_text": "{% for x in y %}{% endfor %}"}, "isn't supported"),
         ({"metric_list": [{"metric": "./mine.py"}]}, "isn't supported"),
+        ({"metric_list": [{"metric": "perplexity"}]}, "isn't supported: write one of acc, "),
         ({"class": "Task"}, "sets class"),
     ],
     ids=str,

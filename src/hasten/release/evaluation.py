@@ -44,9 +44,6 @@ from hasten.release.trained_model import (
 LOSS, EXACT = "eval loss", "exact match"
 UNSETTLED = 8  # characters at the end of an incomplete answer
 MORE = 8  # tokens that an answer may have in addition, as spaces at its beginning or end
-LOWER_IS_BETTER = (
-    *(LOSS, "word_perplexity", "byte_perplexity", "bits_per_byte", "ter", "brier_score"),
-)
 
 
 @dataclass(frozen=True)
@@ -250,7 +247,7 @@ def _with_verdict(row: MetricChange, p_value: float | None) -> MetricChange:
     word = "undecided"
     if p_value <= DOUBT and (row.low > 0 or row.high < 0):
         fell = row.high < 0
-        word = "better" if fell == (row.metric.partition(",")[0] in LOWER_IS_BETTER) else "worse"
+        word = "better" if fell == (row.metric == LOSS) else "worse"
     return replace(row, p_value=p_value, verdict=word)
 
 
@@ -266,13 +263,9 @@ _TASK_KEYS = frozenset(
         *("fewshot_delimiter", "generation_kwargs", "filter_list"),
     )
 )
-# lm-eval would look for another name as a script, and run it.
-_METRICS = frozenset(
-    (
-        *("acc", "acc_norm", "acc_mutual_info", "exact_match", "perplexity", "word_perplexity"),
-        *("byte_perplexity", "bits_per_byte", "f1", "mcc", "bleu", "chrf", "ter", "brier_score"),
-    )
-)
+# Means of single examples, which are compared before and after training. lm-eval would look for
+# an unknown name as a script, and run it.
+_METRICS = ("acc", "acc_mutual_info", "acc_norm", "exact_match")
 # lm-eval renders templates without a sandbox, so only columns, their items, and these methods and
 # filters may stand in them: nothing that such an expression reaches is called.
 _COLUMN = r"[A-Za-z]\w*"
@@ -300,7 +293,7 @@ def read_task(file: Path) -> dict[str, Any]:
         if name not in _METRICS or (isinstance(metric, dict) and metric.get("hf_evaluate")):
             raise InputError(
                 f"--tasks: the metric {name!r} in {file} isn't supported: write one of "
-                + ", ".join(sorted(_METRICS))
+                + ", ".join(_METRICS)
             )
     for text in _texts(task):
         inside = expressions(text)
@@ -394,15 +387,25 @@ def score_tasks(
             )
         except Exception as error:  # of the library, for whatever a task's file holds
             raise InputError(f"--tasks: lm-eval refuses a task: {one_line(error, 300)}") from error
+    return harness_metrics(results["samples"])
+
+
+def harness_metrics(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[TaskMetric]:
+    """The metrics in lm-eval's rows of each task, which are means of its examples.
+
+    Raises:
+        InputError: another one, such as perplexity or bleu, which belongs to all its texts.
+    """
     metrics = []
-    for name, rows in results["samples"].items():
-        numbers = {k for row in rows for k, v in row.items() if k in row.get("metrics", ())}
-        for metric in sorted(numbers):
-            values = {
-                int(row["doc_id"]): float(row[metric])
-                for row in rows
-                if isinstance(row.get(metric), int | float)
-            }
-            if values:
-                metrics.append(TaskMetric(name, metric, values, dict.fromkeys(values, 1.0)))
+    for task, rows in samples.items():
+        names = sorted({name for row in rows for name in row.get("metrics", ())})
+        others = [name for name in names if name.partition(",")[0] not in _METRICS]
+        if others or not names:
+            raise InputError(
+                f"--tasks: {task} has {', '.join(others) or 'no metric'}, and hasten eval compares "
+                f"means of examples: write a metric_list of {', '.join(_METRICS)}"
+            )
+        for name in names:
+            values = {int(row["doc_id"]): float(row[name]) for row in rows if name in row}
+            metrics.append(TaskMetric(task, name, values, dict.fromkeys(values, 1.0)))
     return metrics
