@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from packaging.version import Version
 from peft import (
     AdaLoraConfig,
     IA3Config,
@@ -135,6 +136,8 @@ def test_a_head_with_an_adapter_is_scaled_too(name: str) -> None:
 
 @pytest.mark.parametrize("name", ROUTED)
 def test_the_loss_that_routers_ask_for_is_part_of_both_losses(name: str) -> None:
+    if name == "granitemoe" and Version(hf.__version__) < Version("5.18"):
+        pytest.skip("the model of transformers 5.17 ends in an AttributeError of its own")
     model = built(ROUTED[name]())
     form = head_form(model)
     assert (form.router_weight, form.router_top_k) == (0.5, 2)
