@@ -23,7 +23,8 @@ from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Technique, setting
 from hasten.integrations.transformers import TrainerTechniques
-from hasten.measure.quality.first_step import FirstStepProof, GradientRecord, uneven_documents
+from hasten.measure.quality.first_step import FirstStepProof, GradientRecord
+from hasten.measure.quality.probe_batches import uneven_documents
 from hasten.parts.nn.causal_lm import causal_lm, trunk
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed

@@ -32,7 +32,7 @@ import re
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -44,15 +44,20 @@ from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.machine import environment, memory
 from hasten.measure.quality.preserved import nothing_else_changes, seed_all, without_dropout
+from hasten.measure.quality.probe_batches import (
+    SEED,
+    cut,
+    document_calls,
+    token_count,
+    uneven_documents,
+)
 from hasten.measure.quality.replay import (
-    Call,
     CannotReplayError,
     Outputs,
     ReplayPasses,
     TrainedPass,
 )
 from hasten.parts.comm.groups import gathered_objects
-from hasten.parts.data.collate import IGNORED
 
 LOSS_BOUND = 2e-5  # relative; sums of float32 in another order differ by some 1e-7
 GRADIENT_BOUND = 1e-3  # of a parameter's norm
@@ -64,9 +69,7 @@ NOISE_FACTOR = 4.0  # two draws of a host's noise may differ more than the two t
 ROUNDING = 2.0**-8  # of a number in bf16
 ROUNDINGS = 2  # other roundings of the host's inputs that are measured
 SKETCH = 64  # numbers kept of a gradient where memory is short: its norm is then right to 18 %
-PROBE_TOKENS = 256  # of the two documents that are added
 SHORT_ROWS, SHORT_TOKENS = 2, 128  # of a batch that is cut because memory is short
-SEED = 20_260_101
 _LOG = logging.getLogger(__name__)
 
 
@@ -327,16 +330,16 @@ class FirstStepProof:
         is_recorded = isinstance(self.passes, ReplayPasses)
         if is_long and is_recorded:  # the gradients of its outputs belong to this batch
             raise _ShortOfMemoryError
-        batches = [_cut(host_batch, SHORT_ROWS, SHORT_TOKENS) if is_long else host_batch]
+        batches = [cut(host_batch, SHORT_ROWS, SHORT_TOKENS) if is_long else host_batch]
         if not self._has_probed:
             self._has_probed = True
-            documents = _document_calls if is_recorded else uneven_documents
+            documents = document_calls if is_recorded else uneven_documents
             batches.append(documents(host_batch, self._pad_id))
         return [batch for batch in batches if batch is not None]
 
     def _fits(self, batch: Any, copies: int) -> bool:
         """True if a pass and so many float32 copies of the gradients fit into the free memory."""
-        model, tokens = self.passes.model, _tokens(batch)
+        model, tokens = self.passes.model, token_count(batch)
         config = getattr(model, "config", None)
         sizes = [getattr(config, name, 0) or 0 for name in ("vocab_size", "hidden_size")]
         layers = getattr(config, "num_hidden_layers", 0) or 0
@@ -679,132 +682,3 @@ def _device(model: nn.Module) -> torch.device:
 
 def _trained_bytes(model: nn.Module) -> int:
     return sum(4 * p.numel() for p in model.parameters() if p.requires_grad)
-
-
-# Batches of the proof.
-
-
-def _get(batch: Any, key: str) -> Any:
-    return batch.get(key) if isinstance(batch, Mapping) else None
-
-
-def _tokens(batch: Any) -> int:
-    """Positions of a batch, or of recorded calls; 0 if it isn't known."""
-    if isinstance(batch, list):
-        return sum(call.tokens for call in batch)
-    ids = _get(batch, "input_ids")
-    return ids.numel() if isinstance(ids, Tensor) and ids.dim() == 2 else 0
-
-
-def _cut(batch: Any, rows: int, tokens: int) -> dict[str, Any]:
-    return {
-        key: value[:rows, :tokens] if isinstance(value, Tensor) and value.dim() == 2 else value
-        for key, value in batch.items()
-    }
-
-
-FLATTENED = {
-    *("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-}
-
-
-def uneven_documents(batch: Any, pad_id: int = 0) -> dict[str, Any] | None:
-    """Two short documents of different length in the form of ``batch``, or None.
-
-    The first has masked labels; the shorter one is padded like the host's. The result is
-    None if they aren't needed or aren't possible. They aren't needed if the batch has
-    padding and rows with unlike numbers of labels, or several documents in a row. They
-    aren't possible if the batch has keys other than tokens, labels, a mask and document
-    boundaries.
-    """
-    ids, labels = _get(batch, "input_ids"), _get(batch, "labels")
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or not isinstance(labels, Tensor):
-        return None
-    keys = {str(k) for k, v in batch.items() if v is not None}
-    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
-    padded = isinstance(mask, Tensor) and mask.shape == ids.shape and bool((mask == 0).any())
-    several = isinstance(positions, Tensor) and int((positions == 0).sum()) > ids.shape[0]
-    supported_keys = {"input_ids", "labels", "attention_mask", *FLATTENED}
-    unlike = len(set((labels[..., 1:] != IGNORED).sum(-1).tolist())) > 1  # else a mean of means
-    if (padded and unlike) or several or keys - supported_keys:
-        return None
-    row = ids[0][mask[0].bool()] if padded else ids[0]
-    row = row[:PROBE_TOKENS]
-    if len(row) < 6:
-        return None
-    at = len(row) // 3
-    documents = row[:at], row[at:]
-    wanted = [document.clone() for document in documents]
-    wanted[1][: len(wanted[1]) // 2] = IGNORED
-    if keys & FLATTENED:
-        return _flattened(keys, documents, wanted)
-    is_left = padded and not bool(mask[:, 0].all())
-    if is_left:  # its filler would predict this label
-        wanted[0][0] = IGNORED
-    longest = len(documents[1])
-
-    def filled(tensor: Tensor, value: int) -> Tensor:
-        filler = tensor.new_full((longest - len(tensor),), value)
-        return torch.cat((filler, tensor) if is_left else (tensor, filler))
-
-    marks = [torch.ones_like(document) for document in documents]
-    made = {
-        "input_ids": torch.stack([filled(document, pad_id) for document in documents]),
-        "labels": torch.stack([filled(label, IGNORED) for label in wanted]),
-        "attention_mask": torch.stack([filled(mark, 0) for mark in marks]),
-    }
-    return {key: value for key, value in made.items() if key in keys}
-
-
-def _document_calls(calls: Sequence[Call], pad_id: int) -> list[Call] | None:
-    """A call with two short documents like one of those recorded, or None.
-
-    If the loss read nothing but logits, their gradients are random where a token is real.
-    """
-    for call in calls:
-        plain = {k: v for k, v in call.inputs.items() if isinstance(v, Tensor) and v.dim()}
-        ids, is_labelled = plain.get("input_ids"), "labels" in plain
-        made = uneven_documents({"labels": ids, **plain}, pad_id)
-        if made is None or not {"loss", "logits"} & call.gradients.keys():
-            continue
-        labels = made["labels"] if is_labelled else made.pop("labels")
-        settings = {k: v for k, v in call.named.items() if isinstance(v, bool)}
-        changed = replace(call, arguments=(), named={**settings, **made}, sums={})
-        if "loss" in call.gradients:
-            changed.shapes, changed.gradients = {"loss": torch.Size()}, {"loss": torch.ones(())}
-        else:
-            shape = torch.Size((*labels.shape, call.shapes["logits"][-1]))
-            draw = torch.randn(shape, generator=torch.Generator().manual_seed(SEED))
-            is_real = made.get("attention_mask", torch.ones_like(labels)).bool().cpu()
-            changed.shapes, changed.gradients = (
-                {"logits": shape},
-                {"logits": draw * is_real[..., None]},
-            )
-        return [changed]
-    return None
-
-
-def _flattened(
-    keys: set[str], documents: Sequence[Tensor], labels: Sequence[Tensor]
-) -> dict[str, Any]:
-    """Two documents in one row, with all document boundaries that the host's batch has."""
-    lengths = [len(document) for document in documents]
-    for label in labels:
-        label[0] = IGNORED
-    row = torch.cat(tuple(documents))
-    bounds = row.new_tensor([0, lengths[0], sum(lengths)]).to(torch.int32)
-    made = {
-        "input_ids": row[None],
-        "labels": torch.cat(tuple(labels))[None],
-        "attention_mask": torch.ones_like(row)[None],
-        "position_ids": torch.cat([torch.arange(n, device=row.device) for n in lengths])[None],
-        "cu_seq_lens_q": bounds,
-        "cu_seq_lens_k": bounds,
-        "max_length_q": max(lengths),
-        "max_length_k": max(lengths),
-        "seq_idx": torch.repeat_interleave(
-            torch.arange(2, dtype=torch.int32, device=row.device),
-            torch.tensor(lengths, device=row.device),
-        )[None],
-    }
-    return {key: value for key, value in made.items() if key in keys}
