@@ -16,6 +16,9 @@ repeated (:mod:`hasten.measure.quality.replay`):
        otherwise. A router then sends some tokens to other experts, in one layer or another.
        So the noise of a parameter is the largest of its kind in all layers.
 
+The training's own pass is the host's pass where its gradients are known: one process, no
+dropout, the run's own format. If they differ, the host's pass runs again.
+
 All ranks decide together. Afterwards random state, buffers, gradients and counters are
 restored. If a host's batch has no padding, or only one document, two short documents of
 different length are checked as well. They reveal a dropped mask or a leak between
