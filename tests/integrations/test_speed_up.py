@@ -176,6 +176,29 @@ def test_a_race_of_this_model_and_data_decides_and_its_gain_is_expected_and_comp
     assert line.endswith("without techniques, in hasten's own loop")
 
 
+class Drawing(torch.utils.data.Dataset[Any]):
+    """A user's data set that draws, and counts how often it is read."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows, self.reads, self.draw = rows, 0, torch.Generator().manual_seed(1)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        torch.rand(()), torch.rand((), generator=self.draw)
+        return self.rows[index]
+
+
+def test_rows_that_are_read_for_their_lengths_leave_no_trace() -> None:
+    rows = Drawing([{"input_ids": [3, 4, 5]}, {"input_ids": [3, 4]}])
+    before = torch.get_rng_state(), rows.draw.get_state()
+    assert row_sizes(rows) == ([3, 2], [2, 1])
+    assert rows.reads == 0
+    assert all(map(torch.equal, before, (torch.get_rng_state(), rows.draw.get_state())))
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
@@ -21,6 +21,7 @@ from hasten.core.job import Sampler
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.errors import InputError
+from hasten.measure.quality.preserved import nothing_else_changes
 from hasten.parts.data.collate import IGNORED, TokenizedExample, end_to_end, tokenized_example
 
 
@@ -57,12 +58,16 @@ def example_of(row: Any) -> TokenizedExample:
 
 
 def row_sizes(rows: Any) -> tuple[list[int], list[int]]:
-    """Tokens of each row, and how many of them carry loss: a first token is never predicted."""
+    """Tokens of each row, and how many of them carry loss: a first token is never predicted.
+
+    Random state, counters and generators of a user's data set are as before the reading.
+    """
     lengths, trained = [], []
-    for index in range(len(rows)):
-        example = example_of(rows[index])
-        lengths.append(example.length)
-        trained.append(example.trained_tokens)
+    with nothing_else_changes(nn.Identity(), *([rows] if hasattr(rows, "__dict__") else [])):
+        for index in range(len(rows)):
+            example = example_of(rows[index])
+            lengths.append(example.length)
+            trained.append(example.trained_tokens)
     return lengths, trained
 
 

@@ -47,9 +47,9 @@ from hasten.integrations.batches import (
     StepBatches,
     StepLoader,
     batch_for,
-    example_of,
     packed_call,
     packs,
+    row_sizes,
 )
 from hasten.integrations.checkpoints import (
     CheckpointSchedule,
@@ -310,7 +310,7 @@ def _host_run(trainer: Trainer, plan: Iterable[Technique]) -> HostRun:
     return HostRun(
         device=str(args.device),
         examples=data,
-        lengths=[example_of(data[i]).length for i in range(len(data))],
+        lengths=row_sizes(data)[0],
         batch=args.per_device_train_batch_size
         * args.gradient_accumulation_steps
         * environment.world().size,
