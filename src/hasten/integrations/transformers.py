@@ -330,7 +330,7 @@ class TrainerTechniques(TrainerCallback):
         2. In ``get_batch_samples``: takes the layout that was decided; at first both are
            available.
         3. In ``training_step``: opens a window that ends with the pass. On the first step the
-           pass is the trainer's own, and the proof follows it.
+           pass runs without techniques, and the check follows it.
         4. In ``compute_loss``, inside that window: after the first step the model's edits are
            active until the window ends.
         5. Callbacks: hasten's communication method and checkpoints.

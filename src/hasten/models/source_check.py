@@ -231,7 +231,7 @@ def _is_installed(name: Any) -> bool:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """InputError when the folder is known, without loading it, to hold no usable tokenizer."""
+    """Raises InputError if the files of a folder show that it holds no usable tokenizer."""
     if (folder / "tokenizer.json").is_file():
         _check_growth(folder / "tokenizer.json")
         return
