@@ -54,13 +54,6 @@ def test_no_line_is_wider_than_the_terminal_or_100_characters(
         assert "MFU" in said
 
 
-def test_a_layout_for_lora_names_no_target_that_refuses_it() -> None:
-    """Megatron-LM's files are for training all weights."""
-    said = run("deepseek-v2-lite", "--cluster", "dgx_h100", "--nodes", "1", "--task", "lora")
-    assert "--target megatron" not in said
-    assert "no files of other software for LoRA" in " ".join(said.split())
-
-
 def test_files_hold_the_plan(tmp_path: Path) -> None:
     price = tmp_path / "price.yaml"
     price.write_text("currency: CNY\nper_device_hour: 0.6\n")

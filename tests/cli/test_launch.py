@@ -42,7 +42,6 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("slurm", ["--time", "24h"], ["job.sbatch", "node.sh", "recipe.yaml"]),
         ("kubernetes", ["--image", "x:1", "--volume", "c"], ["pytorchjob.yaml", "trainjob.yaml"]),
         ("skypilot", ["--gpu", "H100"], ["node.sh", "recipe.yaml", "task.yaml"]),
-        ("megatron", ["--cluster", "dgx_h100"], ["megatron.sh"]),
     ],
 )
 def test_each_target_gets_its_files_and_shell_that_parses(
@@ -79,23 +78,6 @@ def test_a_dry_run_prints_all_and_writes_nothing(hasten: Hasten, recipe: Path) -
     assert list(Path().iterdir()) == [Path(recipe.name)]
 
 
-def test_a_file_of_a_plan_gives_megatron_s_layout(hasten: Hasten, recipe: Path) -> None:
-    layout = {"dp": 4, "tp": 2, "pp": 2, "ep": 1, "cp": 1, "zero": 1, "micro_batch": 1}
-    layout |= {"virtual": 1, "sequence_parallel": True}
-    words = {"schedule": "1f1b", "recompute": "none", "precision": "bf16", "compression": "none"}
-    job = {"sequence": 4096, "global_batch": 256, "task": "pretrain"}
-    plan = {"best": [{"layout": {**layout, **words}}], "job": job}
-    Path("plan.json").write_text(json.dumps(plan))
-    given = ("--target", "megatron", "--nodes", 2, "--estimate", "plan.json")
-    code, _, err = hasten("launch", recipe, *given, "--output", "out")
-    assert code == 0, err
-    text = Path("out/megatron.sh").read_text()
-    assert "--pipeline-model-parallel-size 2\n" in text
-    code, _, err = hasten("launch", recipe, *given[:2], "--nodes", 4, *given[4:], "--output", "o2")
-    assert (code, Path("o2").exists()) == (2, False)
-    assert "deals out 16 devices" in err
-
-
 def test_the_kubernetes_manifest_carries_the_resolved_recipe(hasten: Hasten, recipe: Path) -> None:
     words = ("--target", "kubernetes", "--image", "x:1", "--volume", "c", "--output", "out")
     assert hasten("launch", recipe, "--nodes", 2, *words)[0] == 0
@@ -112,10 +94,8 @@ def test_the_kubernetes_manifest_carries_the_resolved_recipe(hasten: Hasten, rec
         (["--cluster", "fat_tre"], "did you mean 'fat_tree'"),
         (["--name", "A B"], "lower case letters"),
         (["--target", "kubernetes"], "--image"),
-        (["--target", "megatron"], "doesn't define which devices"),
-        (["--target", "megatron", "--estimate", "none.json"], "No such file"),
         (["--submit", "--dry-run"], "give one"),
-        (["--target", "megatron", "--cluster", "dgx_h100", "--submit"], "by hand"),
+        (["--nodes", "2", "--submit"], "by hand"),
         (["--rehearse", "--nodes", "64"], "too many for this machine"),
     ],
 )

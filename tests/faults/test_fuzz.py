@@ -34,7 +34,6 @@ from hasten.data.readers import read_examples
 from hasten.data.template_sandbox import UnrenderedError, render
 from hasten.errors import InputError
 from hasten.foreign_files import read_json_object
-from hasten.launch.cluster import CloudConfig
 from hasten.models.architecture import Architecture
 from hasten.models.load import count_parameters, read_config
 from hasten.models.presets import PRESETS, build_config
@@ -44,8 +43,6 @@ from hasten.monitor.server import MonitorServer
 from hasten.parts import checkpoint
 from hasten.parts.distributed.deepspeed_config import INSIDE, TOP
 from hasten.planner.inputs import cluster_of, predicted_lines, predicted_section
-from hasten.planner.launching import planned
-from hasten.planner.layout import PlannedJob, PlannedLayout
 from hasten.recipe.build import requested_plan
 from hasten.recipe.importers import FORMATS
 from hasten.recipe.importers import read as read_import
@@ -392,20 +389,6 @@ def test_a_run_of_others_with_any_value(step: Any, recipe: Any, summary: Any) ->
         run = Run("run", folder)
         run.look()
         json.dumps(run.standing(), allow_nan=False)
-
-
-PLANNED = {
-    "best": [{"layout": dataclasses.asdict(PlannedLayout(dp=8))}],
-    "job": dataclasses.asdict(PlannedJob(4096, 8, tokens=1e6)),
-}
-
-
-@FUZZED
-@given(changed=replaced(PLANNED))
-def test_a_plan_for_megatron_with_any_value(changed: Any) -> None:
-    recipe = recipe_from({"model": "deepseek-llm-tiny", "dataset": "stdlib", "epochs": 1}, "x.yaml")
-    with file_of("plan.json", json.dumps(changed).encode()) as path:
-        refused_in_a_sentence(lambda: planned(recipe, CloudConfig(1, 8, "fat_tree"), "", path))
 
 
 REPORT = json.loads((Path(__file__).parents[1] / "report/data/report_full.json").read_text())

@@ -179,7 +179,6 @@ def estimate(
     changes = [*advice.sensitivity(cluster_plan), *advice.switches(cluster_plan)]
     nearest = advice.rejected(cluster_plan, NEAREST)
     width = shutil.get_terminal_size((text.WIDTH, 24)).columns
-    lora = job.task == "lora"
     blocks = [
         text.heading(cluster_plan, seconds, assumed),
         text.layouts_table(cluster_plan.best, job, paid, width),
@@ -188,8 +187,7 @@ def estimate(
         text.front(cluster_plan.pareto, job, paid, width),
         text.rejections(nearest, advice.refusals(cluster_plan)),
         text.changes_table(changes, width),
-        beyond_trainer(best.layout, lora)
-        or f"in a recipe:\n{indent(recipe_lines(best.layout), '  ')}",
+        beyond_trainer(best.layout) or f"in a recipe:\n{indent(recipe_lines(best.layout), '  ')}",
     ]
     if check_simulation:
         blocks.append(f"\n{simulated_counted(cluster_plan, recipe)}")

@@ -31,7 +31,7 @@ def launch(
     path: RecipePath,
     overrides: Overrides = None,
     target: Annotated[
-        str, typer.Option(help="torchrun, slurm, kubernetes, megatron or skypilot")
+        str, typer.Option(help="torchrun, slurm, kubernetes or skypilot")
     ] = "torchrun",
     nodes: Nodes = 1,
     gpus_per_node: GpusPerNode = 8,
@@ -81,10 +81,6 @@ def launch(
     namespace: Annotated[str, typer.Option(help="Kubernetes namespace")] = "",
     rdma: Annotated[str, typer.Option(help="name of the RDMA resource (Kubernetes)")] = "",
     gpu: Annotated[str, typer.Option(help="GPU model: for SkyPilot and for the estimate")] = "",
-    estimate: Annotated[
-        Path | None,
-        typer.Option(help="output of estimate --json, for Megatron's layout", metavar="FILE"),
-    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="print the files, write nothing")
     ] = False,
@@ -99,7 +95,6 @@ def launch(
     """Write the files that start a recipe on a cluster."""
     from hasten.launch.targets import TARGETS, Launch, files, submission, write
     from hasten.launch.targets.job import advice, name_of
-    from hasten.planner.launching import config_of, planned, recipe_there
     from hasten.recipe.build import check_batch_of_ranks
     from hasten.recipe.schema import load_recipe
     from hasten.recipe.yaml_reader import read_duration
@@ -145,13 +140,9 @@ def launch(
             "rdma": rdma,
         },
     )
-    if target == "megatron":
-        layout, batch = planned(recipe, made.cloud, gpu, estimate)
-        made = replace(made, config=config_of(recipe), layout=layout, batch=batch)
     if rehearse:
         return rehearsal(recipe, made, folder, rate)
-    if target != "megatron":  # whose own plan deals a batch out
-        check_batch_of_ranks(recipe, made.cloud.devices)
+    check_batch_of_ranks(recipe, made.cloud.devices)
     texts = files(target, made, folder)
     if dry_run:
         for file, text in texts.items():
@@ -169,10 +160,33 @@ def launch(
         say(f"written: {written}")
     for sentence in advice(made.cloud, made.interface):
         say(f"note: {sentence}")
-    script = "megatron.sh" if target == "megatron" else "node.sh"
-    by_hand = f"on every host: bash {script} FIRST_HOST:{made.port}"
+    by_hand = f"on every host: bash node.sh FIRST_HOST:{made.port}"
     say(f"to start it: {shlex.join(command) if command else by_hand}")
     return subprocess.run(command, check=False).returncode if submit else 0
+
+
+def recipe_there(recipe: Recipe, checkpoints: str | None, leave_file: str | None) -> str:
+    """The recipe's text for the launch; the launcher controls ranks and restarts.
+
+    Every start continues where the previous one ended. If the plan has no checkpoints, a
+    lost machine would cost the whole run. Dynamic checkpoints are therefore added.
+    """
+    from hasten.core.plan import name_of as technique
+    from hasten.launch.targets.job import MARK
+    from hasten.recipe.schema import recipe_from
+
+    values = recipe.model_dump(mode="json")
+    values |= {"nproc": 1, "min_nproc": None, "max_restarts": 0, "warm_restarts": False}
+    if recipe.resume == "never":
+        values["resume"] = "auto"
+    if "checkpoints" not in map(technique, recipe.plan):
+        values["checkpoint_every"] = "dynamic"
+    if checkpoints is not None:
+        values["checkpoint_dir"] = checkpoints
+    if leave_file is not None and recipe.leave_file is None:
+        values["leave_file"] = leave_file
+    text = recipe_from(values, "the recipe for the launch").to_yaml()
+    return f"{MARK}: the recipe as it runs there\n{text}"
 
 
 def rehearsal(recipe: Recipe, made: Launch, folder: Path, wanted: str | None) -> int:
@@ -181,7 +195,7 @@ def rehearsal(recipe: Recipe, made: Launch, folder: Path, wanted: str | None) ->
 
     from hasten.launch.targets import write
     from hasten.launch.targets.rehearsal import Rehearsed, check_size, rehearse
-    from hasten.planner.launching import recipe_there, records, scaled_rate, tiny_recipe
+    from hasten.planner.launching import records, scaled_rate, tiny_recipe
 
     check_size(made, psutil.virtual_memory().available)
     scripts_folder = folder / "rehearsal"

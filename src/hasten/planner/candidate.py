@@ -197,12 +197,8 @@ def recipe_lines(layout: PlannedLayout) -> str:
     return "\n".join(lines)
 
 
-def beyond_trainer(layout: PlannedLayout, lora: bool = False) -> str:
-    """The part of the layout that hasten's trainer doesn't support; '' if it supports all.
-
-    The result is one sentence. ``lora``: adapters are trained, which the files for
-    Megatron-LM don't support.
-    """
+def beyond_trainer(layout: PlannedLayout) -> str:
+    """The part of the layout that hasten's trainer doesn't support; '' if it supports all."""
     lacks = ["cp"] if layout.cp > 1 else []
     others = [name for name in ("tp", "ep") if getattr(layout, name) > 1]
     if layout.pp > 1:
@@ -224,15 +220,7 @@ def beyond_trainer(layout: PlannedLayout, lora: bool = False) -> str:
     if layout.compression != "none":
         cut = [name for name in ("tp", "pp", "ep") if getattr(layout, name) > 1]
         lacks += [f"compressed gradients together with {name}" for name in cut]
-    if not lacks:
-        return ""
-    lacking = f"hasten's own trainer has no {', no '.join(lacks)} yet"
-    if lora:
-        return f"{lacking}, and hasten launch writes no files of other software for LoRA"
-    return (
-        f"{lacking}: this layout is for Megatron-LM and the like (hasten launch --target megatron "
-        "writes its arguments)"
-    )
+    return f"hasten's own trainer has no {', no '.join(lacks)} yet" if lacks else ""
 
 
 def _inline(value: Any) -> str:

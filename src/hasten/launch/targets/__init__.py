@@ -1,6 +1,6 @@
 """Files that start a job on a cluster.
 
-Targets: plain hosts, Slurm, Kubernetes, SkyPilot, Megatron-LM.
+Targets: plain hosts, Slurm, Kubernetes, SkyPilot.
 
     Launch (what, where, how long) -> one function per target -> {file: text} -> write
 

@@ -13,12 +13,11 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from hasten.errors import InputError
 from hasten.launch.cluster import CloudConfig
 
-TARGETS = ("torchrun", "slurm", "kubernetes", "megatron", "skypilot")
+TARGETS = ("torchrun", "slurm", "kubernetes", "skypilot")
 MARK = "# Written by hasten launch"
 # Kubernetes' names (RFC 1123) are the strictest of all targets': 50, as pods get a suffix.
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,48}[a-z0-9])?")
@@ -56,8 +55,6 @@ class Launch:
         accelerator: devices' name for SkyPilot (H100, A100-80GB).
         scheduler_options: partition, account, qos, constraint, reservation (Slurm); namespace,
             rdma (Kubernetes).
-        config: fields of the model's Hugging Face config; layout, batch: of the plan
-            (Megatron).
 
     Raises:
         InputError: its scheduler wouldn't accept a word.
@@ -80,9 +77,6 @@ class Launch:
     volume: str = ""
     accelerator: str = ""
     scheduler_options: Mapping[str, str] = field(default_factory=dict)
-    config: Mapping[str, Any] = field(default_factory=dict)
-    layout: Mapping[str, Any] = field(default_factory=dict)
-    batch: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):

@@ -52,7 +52,7 @@ def meeting_at(launch: Launch, nodes: str, head: str, name: str, first: str) -> 
     if launch.cloud.nodes == 1:
         return "--standalone"
     options = f"--nnodes={nodes} --rdzv-backend=c10d --rdzv-endpoint={head} --rdzv-id={name}"
-    return f"{options} \\\n  {first}" if first else options
+    return f"{options} \\\n  {first}"
 
 
 # torchrun over plain hosts: ``node.sh`` for each of them, and ``start.sh`` that goes round by ssh.

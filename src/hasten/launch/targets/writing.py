@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hasten.errors import InputError
 from hasten.formatting import did_you_mean
-from hasten.launch.targets import kubernetes, megatron, node, skypilot, slurm
+from hasten.launch.targets import kubernetes, node, skypilot, slurm
 from hasten.launch.targets.job import MARK, TARGETS, Launch
 
 
@@ -28,8 +28,6 @@ def files(target: str, launch: Launch, folder: Path) -> dict[str, str]:
         return kubernetes.files(launch)
     if target == "skypilot":
         return skypilot.files(launch, str(absolute_folder))
-    if target == "megatron":
-        return megatron.files(launch)
     hint = did_you_mean(target, TARGETS)
     raise InputError(f"--target {target!r}{hint}: it is one of {', '.join(TARGETS)}")
 
