@@ -167,7 +167,7 @@ def _without_waiting(events: Any) -> float:
 def _link(asked: argparse.Namespace) -> dict[str, Any]:
     import torch.distributed as dist
 
-    from hasten.launch.lab_network import bits_per_second
+    from netlab.network import bits_per_second
 
     width = int(asked.kilobytes * 1000 / 4)
     travel = 2 * asked.micro_batches * 8000 * asked.kilobytes / (bits_per_second(asked.rate) or 1)

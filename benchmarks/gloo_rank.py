@@ -6,12 +6,13 @@ import datetime
 import json
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from hasten.launch.lab import Lab
+if TYPE_CHECKING:
+    from netlab import Lab
 
 ANSWER = "FOUND "  # begins the line of the answer
 

@@ -9,9 +9,12 @@ import contextlib
 import ctypes
 import errno
 import os
+import sys
 from pathlib import Path
 
-from hasten.launch import lab_network as network
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+from netlab import network
 
 BLOCK = bytes(1 << 16)
 FILLER = "filler"

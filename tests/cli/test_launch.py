@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +9,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hasten.launch.targets import Launch
-from hasten.launch.targets.rehearsal import Rehearsed
 from hasten.recipe.schema import load_recipe
 
 Hasten = Callable[..., tuple[int, str, str]]
@@ -96,7 +93,6 @@ def test_the_kubernetes_manifest_carries_the_resolved_recipe(hasten: Hasten, rec
         (["--target", "kubernetes"], "--image"),
         (["--submit", "--dry-run"], "give one"),
         (["--nodes", "2", "--submit"], "by hand"),
-        (["--rehearse", "--nodes", "64"], "too many for this machine"),
     ],
 )
 def test_what_can_t_be_launched_is_one_sentence_and_no_file(
@@ -116,39 +112,6 @@ def test_somebody_s_files_stay(hasten: Hasten, recipe: Path) -> None:
     assert code == 2
     assert "wasn't written by hasten launch" in err
     assert [p.name for p in Path("out").iterdir()] == ["node.sh"]
-
-
-def test_a_rehearsal_is_of_a_tiny_model_of_the_family_and_says_what_its_run_did(
-    hasten: Hasten, recipe: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launches: list[Launch] = []
-
-    def rehearse(launch: Launch, *given: object, **more: object) -> Rehearsed:
-        launches.append(launch)
-        return Rehearsed("user", (), (700, 900), {"stopped": "done", "steps": 3, "tokens": 1234})
-
-    monkeypatch.setattr("hasten.launch.targets.rehearsal.rehearse", rehearse)
-    words = ("--nodes", 2, "--gpus-per-node", 1, "--rehearse", "--output", "out")
-    code, out, err = hasten("launch", recipe, *words)
-    assert (code, err) == (0, "")
-    assert "rehearsal: deepseek-llm-tiny for deepseek-llm-7b, 2 ranks" in out
-    assert out.splitlines()[-3:] == [
-        *("done: 3 steps, 1,234 tokens", "host 0: 700 bytes sent", "host 1: 900 bytes sent")
-    ]
-    tiny = yaml.safe_load(launches[0].recipe)
-    assert (tiny["model"], tiny["max_steps"]) == ("deepseek-llm-tiny", 3)
-    assert tiny["plan"][:2] == ["packed", "document_attention"]
-
-
-@pytest.mark.long  # test_launch_scripts runs them with a stand-in for Python
-@pytest.mark.timeout(900)
-def test_a_rehearsal_runs_the_scripts_to_the_end(hasten: Hasten, recipe: Path) -> None:
-    words = ("--nodes", 1, "--gpus-per-node", 1, "--rehearse", "--output", "out")
-    code, out, err = hasten("launch", recipe, *words)
-    assert code == 0, out + err
-    assert "done: 3 steps" in out
-    summary = json.loads(Path("out/rehearsal/run/summary.json").read_text())
-    assert summary["steps"] == 3
 
 
 @pytest.mark.parametrize(

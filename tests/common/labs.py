@@ -21,8 +21,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from hasten.errors import InputError
-from hasten.launch import lab_network as system
 from netlab import Lab
+from netlab import network as system
 
 TOOLS = Path(__file__).parents[2] / "tools"
 JOBS = Path(__file__).with_name("netlab_jobs.py")

@@ -71,7 +71,7 @@ START_NONE = (
     "hasten.data.renderer",
 )
 # Programs whose forked child starts the processes: that child has a server of its own, too.
-FORK_THEMSELVES = ("hasten.launch.lab", "tools/netlab/keeper.py")
+FORK_THEMSELVES = ("tools/netlab/keeper.py",)
 READ_WHEN_LOADED = (
     *("LD_", "OMP_", "KMP_", "GOMP_", "MALLOC_", "GLIBC_", "MKL_", "ATEN_", "ONEDNN_", "DNNL_"),
     *("TORCH_", "TORCHINDUCTOR", "TORCHDYNAMO", "PYTORCH_", "PYTHON", "TRANSFORMERS_", "HF_"),
@@ -247,7 +247,8 @@ def _named(function: Any) -> list[str] | None:
     """Its module and name, where the child can import it."""
     module = function.__module__
     found = getattr(sys.modules.get(module), function.__qualname__, None)
-    return [module, function.__qualname__] if module.startswith("hasten.") and found else None
+    ours = module.startswith(("hasten.", "netlab."))
+    return [module, function.__qualname__] if ours and found else None
 
 
 def _program(words: Sequence[str]) -> tuple[str, str, list[str]] | None:
@@ -422,8 +423,7 @@ def _settle_in(request: dict[str, Any], descriptors: list[int]) -> None:
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
     if request["first"]:
-        module, function = request["first"]
-        getattr(importlib.import_module(module), function)()
+        _call(*request["first"])
     if not any(word.endswith(START_NONE) for word in request["words"][:4]):
         _give_it_a_server(request["targets"])
     _prctl(PR_SET_NAME, b"python")
@@ -433,6 +433,12 @@ def _settle_in(request: dict[str, Any], descriptors: list[int]) -> None:
     np.random.seed()  # as in a fresh process; Python's own generator is seeded at each fork
     if THREADS in os.environ:
         torch.set_num_threads(int(os.environ[THREADS]))
+
+
+def _call(module: str, function: str) -> None:
+    if module.startswith("netlab."):
+        sys.path.append(os.path.join(os.path.dirname(__file__), "..", "..", "tools"))
+    getattr(importlib.import_module(module), function)()
 
 
 def _give_it_a_server(keep: Sequence[int]) -> None:

@@ -26,11 +26,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 import rank_soak
 from rank_soak import HOLD, Forked, hold
 
-from hasten.launch.lab_network import NIC, address
 from hasten.launch.supervisor import RankTimeouts, SupervisedRanks, Supervision, supervise
 from hasten.machine.processes import ATTEMPT, exit_with_parent
 from labs import enter, places
 from netlab import Lab
+from netlab.network import NIC, address
 
 STEPS, BEFORE, MOST = 20, 4, 12  # of the run, and before the cut, for which ranks wait
 HANG_SECONDS = 30.0  # longer than a cut that is waited for

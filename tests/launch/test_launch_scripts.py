@@ -19,7 +19,7 @@ from hasten.errors import InputError
 from hasten.launch.cluster import CloudConfig
 from hasten.launch.targets import Launch, files, write
 from hasten.launch.targets.job import MARK, exports, name_of, variables
-from hasten.launch.targets.rehearsal import rehearse
+from netlab.rehearsal import rehearse
 
 PYTHON = """#!/usr/bin/env bash
 # python: an agent (torch.distributed.run) starts one rank as torchrun would; a rank trains

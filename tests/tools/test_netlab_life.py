@@ -19,12 +19,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from hasten.errors import InputError
-from hasten.launch import lab as own
-from hasten.launch import lab_network
-from hasten.launch.lab_network import SEGMENT, bits_per_second, burst_bytes
 from labs import TOOLS, lab_with_links
-from netlab import Lab
+from netlab import Lab, network
+from netlab import lab as own
 from netlab.__main__ import app
+from netlab.network import SEGMENT, bits_per_second, burst_bytes
 
 modes = pytest.mark.parametrize("mode", ["user", "root", "loopback"])
 # A rank that has a child of its own, neither of which ends by itself or when asked to.
@@ -107,7 +106,7 @@ def test_killing_the_owner_leaves_no_process_and_no_folder(mode: str, own_room: 
     code = (
         "import sys, time\nfrom pathlib import Path\n"
         f"sys.path.insert(0, {str(TOOLS)!r})\n"
-        "from hasten.launch import lab as own\nfrom netlab import Lab\n"
+        "from netlab import Lab, lab as own\n"
         f"own.room = lambda: Path({str(own_room)!r})\n"
         f"lab = Lab(2, 1, mode={mode!r}).start()\n"
         f"lab.ask('start', command=[sys.executable, '-c', {STUBBORN!r}, {mark!r}], inherited={{}}, "
@@ -179,9 +178,9 @@ def test_a_keeper_that_ends_before_it_has_answered_is_one_sentence(tmp_path: Pat
 
 
 def test_a_tool_that_hangs_is_given_up_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lab_network, "TOOL_SECONDS", 0.1)
+    monkeypatch.setattr(network, "TOOL_SECONDS", 0.1)
     with pytest.raises(OSError, match=r"sleep 60 did not end within 0\.1 s"):
-        lab_network._run(["sleep", "60"])
+        network._run(["sleep", "60"])
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ import typer
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from hasten.errors import InputError
-from hasten.launch.lab import MODES, Mode
 from netlab import Lab, Result, RunningCommand, check
+from netlab.lab import MODES, Mode
 
 app = typer.Typer(
     name="netlab",
@@ -53,6 +53,27 @@ def check_command(
         return
     for f in found:
         print(f"{f.mode:<9} {f.offers:<23} {'works' if f.works else f'not here: {f.reason}'}")
+
+
+@app.command("rehearse")
+def rehearse_command(
+    path: Annotated[Path, typer.Argument(help="the recipe, a YAML file", metavar="RECIPE")],
+    nodes: Annotated[int, typer.Option(help="number of hosts")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(help="ranks on each host")] = 1,
+    cluster: Annotated[str, typer.Option(help="network of the cluster: as for estimate")] = "",
+    gpu: Annotated[str, typer.Option(help="GPU model of the cluster, for the links' rate")] = "",
+    rate: Annotated[str, typer.Option(help="of the links: 1gbit; default: scaled")] = "",
+    output: Annotated[Path, typer.Option("-o", "--output", help="where scripts and run go")] = Path(
+        "rehearsal"
+    ),
+) -> None:
+    """Run the scripts of ``hasten launch`` here for three steps, with a tiny model."""
+    from hasten.launch.cluster import CloudConfig
+    from netlab.rehearsal import rehearsal
+
+    wired = cluster or ("single_node" if nodes == 1 else "fat_tree")
+    cloud = CloudConfig(nodes, gpus_per_node, wired)
+    raise typer.Exit(rehearsal(path, cloud, gpu, rate, output.absolute()))
 
 
 @app.command("run")

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hasten.machine import environment
-from netlab.lab import COUNTS
+from netlab.job import COUNTS
 
 
 class CollectiveBytes(TorchDispatchMode):

@@ -7,9 +7,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,7 +19,6 @@ from hasten.formatting import did_you_mean
 from hasten.launch.cluster import CloudConfig
 
 if TYPE_CHECKING:
-    from hasten.launch.targets import Launch
     from hasten.recipe.schema import Recipe
 
 CONTAINER_WORKDIRS = {"kubernetes": "/workspace"}  # work folders that don't mirror this machine's
@@ -85,12 +83,6 @@ def launch(
         bool, typer.Option("--dry-run", help="print the files, write nothing")
     ] = False,
     submit: Annotated[bool, typer.Option("--submit", help="submit the job")] = False,
-    rehearse: Annotated[
-        bool, typer.Option("--rehearse", help="run the scripts on this machine with a tiny model")
-    ] = False,
-    rate: Annotated[
-        str | None, typer.Option(help="rate of the rehearsal's links: 1gbit; default: scaled")
-    ] = None,
 ) -> int:
     """Write the files that start a recipe on a cluster."""
     from hasten.launch.targets import TARGETS, Launch, files, submission, write
@@ -102,8 +94,8 @@ def launch(
     if target not in TARGETS:
         hint = did_you_mean(target, TARGETS)
         raise InputError(f"--target {target!r}{hint}: it is one of {', '.join(TARGETS)}")
-    if submit and (dry_run or rehearse):
-        raise InputError("--submit starts the job; --dry-run and --rehearse don't: give one")
+    if submit and dry_run:
+        raise InputError("--submit starts the job, and --dry-run doesn't: give one")
     recipe = load_recipe(path, overrides or [])
     name = name if name is not None else name_of(path.stem)
     folder = (output or Path("launch") / name).absolute()
@@ -140,8 +132,6 @@ def launch(
             "rdma": rdma,
         },
     )
-    if rehearse:
-        return rehearsal(recipe, made, folder, rate)
     check_batch_of_ranks(recipe, made.cloud.devices)
     texts = files(target, made, folder)
     if dry_run:
@@ -187,39 +177,3 @@ def recipe_there(recipe: Recipe, checkpoints: str | None, leave_file: str | None
         values["leave_file"] = leave_file
     text = recipe_from(values, "the recipe for the launch").to_yaml()
     return f"{MARK}: the recipe as it runs there\n{text}"
-
-
-def rehearsal(recipe: Recipe, made: Launch, folder: Path, wanted: str | None) -> int:
-    """The scripts on this machine with a tiny model of the same family; the exit code."""
-    import psutil
-
-    from hasten.launch.targets import write
-    from hasten.launch.targets.rehearsal import Rehearsed, check_size, rehearse
-    from hasten.planner.launching import records, scaled_rate, tiny_recipe
-
-    check_size(made, psutil.virtual_memory().available)
-    scripts_folder = folder / "rehearsal"
-    output = scripts_folder / "run"
-    tiny = tiny_recipe(recipe, made.cloud.devices, output, scripts_folder / "records.jsonl")
-    write({"records.jsonl": records()}, scripts_folder)
-    tiny_launch = replace(made, recipe=recipe_there(tiny, None, None), python=sys.executable)
-    rate: Any = wanted or scaled_rate(made.cloud, made.accelerator)
-    say(
-        f"rehearsal: {tiny.model} for {recipe.model}, {made.cloud.devices} ranks, scripts "
-        f"{scripts_folder}"
-    )
-    rehearsed: Rehearsed = rehearse(
-        replace(tiny_launch, workdir=str(Path.cwd())), scripts_folder, output, rate, tell=say
-    )
-    for result in rehearsed.results:
-        if result.code != 0 or not rehearsed.worked:
-            lines = result.output.strip().splitlines()[-12:]
-            say(f"host {result.host} ended with {result.code}:", *lines, sep="\n  ")
-    if not rehearsed.worked or rehearsed.summary is None:
-        say("the rehearsal failed", file=sys.stderr)
-        return 1
-    summary = rehearsed.summary
-    say(f"{summary['stopped']}: {summary['steps']} steps, {summary['tokens']:,} tokens")
-    for host, sent in enumerate(rehearsed.sent):
-        say(f"host {host}: {sent:,} bytes sent")
-    return 0

@@ -1,1 +1,1 @@
-"""Processes on machines: ranks, supervisor, a cluster on one machine, files for schedulers."""
+"""Processes on machines: ranks, supervisor, files for schedulers."""

@@ -15,8 +15,7 @@ PRIORITIES = ("low_latency", "high_bandwidth", "low_cost")
 class CloudConfig:
     """Describes the machines of a run.
 
-    The same object plans (``hasten.planner.plan``), rehearses and launches
-    (``hasten.launch.targets``).
+    The same object plans (``hasten.planner.plan``) and launches (``hasten.launch.targets``).
 
     Args:
         nodes: hosts.

@@ -159,17 +159,6 @@ def measure(
     )
 
 
-def core_flops() -> float:
-    """FLOP/s of one core in float32, from a matrix product of some milliseconds."""
-    threads, side = torch.get_num_threads(), 512
-    torch.set_num_threads(1)
-    try:
-        spent = _samples(_product("cpu", "fp32", (side, side, side)), "cpu", 0.0, 0.0)
-    finally:
-        torch.set_num_threads(threads)
-    return 2 * side**3 / min(spent)
-
-
 def checked_dtypes(device: str, dtypes: Sequence[str] | None) -> tuple[str, ...]:
     """The formats to measure; all that the device may have where none is named."""
     supported = ON_CPU if device == "cpu" else tuple(DTYPES)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from hasten.errors import InputError
-from hasten.launch.lab import MODES
 from labs import lab_with_links
 from netlab import Lab
+from netlab.lab import MODES
 from parts.comm.compression_kit import LEARNT
 
 pytestmark = pytest.mark.waits

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from hasten.errors import InputError
@@ -123,6 +124,16 @@ def interface_bytes(name: str) -> tuple[int, int]:
     raise OSError(f"no interface {name} in this network namespace")
 
 
+def born(process: int) -> int | None:
+    """When a process started, in clock ticks since boot, or None if there is none (proc(5))."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # a command's name may contain anything
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
 # Hosts and their links.
 
 NIC = "eth0"
@@ -139,6 +150,8 @@ class Network(Protocol):
 
     def namespace(self, host: int) -> int | None: ...
     def limit(self, bits: float) -> None: ...
+    def shape(self, delay: float, loss: float) -> None: ...
+    def cut(self, host: int, cut: bool) -> None: ...
     def counted(self, host: int) -> tuple[int, int]: ...
 
 
@@ -168,6 +181,13 @@ class VethBridge:
             with inside(fd):
                 _token_bucket(NIC, bits)
 
+    def shape(self, delay: float, loss: float) -> None:
+        if delay or loss:
+            raise OSError("these links have no delay and no loss: make the lab with one of them")
+
+    def cut(self, host: int, cut: bool) -> None:
+        ip([f"link set p{host} {'down' if cut else 'up'}"])
+
     def counted(self, host: int) -> tuple[int, int]:
         with inside(self._hosts[host]):
             return interface_bytes(NIC)
@@ -182,6 +202,13 @@ class LoopbackNetwork:
     def limit(self, bits: float) -> None:
         if bits:
             raise OSError("plain loopback processes have no links to limit")
+
+    def shape(self, delay: float, loss: float) -> None:
+        if delay or loss:
+            raise OSError("plain loopback processes have no links to delay")
+
+    def cut(self, host: int, cut: bool) -> None:
+        raise OSError("plain loopback processes have no links to cut")
 
     def counted(self, host: int) -> tuple[int, int]:
         raise OSError("plain loopback processes have no interface of their own")

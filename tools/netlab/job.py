@@ -16,10 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hasten.launch.lab_network import die_with_parent, inside
+from netlab.network import die_with_parent, inside
 
 SECONDS_TO_LEAVE = 5.0  # between being asked to end and being ended
 PORT = 29500  # torch's usual one; each host has its own ports
+COUNTS = "HASTEN_NETLAB_COUNTS"  # variable: where ranks without interfaces note what they sent
 
 
 @dataclass(frozen=True)
