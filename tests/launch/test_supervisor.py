@@ -23,7 +23,6 @@ from hasten.launch.supervisor import (
     WORN_OUT,
     Attempt,
     RankTimeouts,
-    SpareRanks,
     SupervisedRanks,
     Supervision,
     supervise,
@@ -31,7 +30,6 @@ from hasten.launch.supervisor import (
 from hasten.machine.environment import World
 from hasten.machine.processes import BEAT, Heartbeat
 from hasten.machine.signals import StopSignal
-from offspring import children
 from ranks import on_ranks
 from verify_rank_jobs import waits_for_one_that_hangs
 from waiting import until
@@ -305,49 +303,6 @@ def _when_both_beat(folder: Path, act: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     return thread
-
-
-SPARE = """
-import json, os, sys
-line = sys.stdin.readline()
-if line:
-    told = json.loads(line)
-    said = [told["arguments"], told["variables"], os.environ["OMP_NUM_THREADS"]]
-    open(os.environ["SAY"], "w").write(json.dumps(said))
-"""
-
-
-@pytest.fixture
-def spares(tmp_path: Path) -> Any:
-    (tmp_path / "a_spare.py").write_text(SPARE)
-    found = SpareRanks("a_spare")
-    yield found
-    found.end()
-
-
-def test_a_spare_becomes_the_rank_if_its_lasting_variables_are_the_same(
-    spares: SpareRanks, tmp_path: Path
-) -> None:
-    say = tmp_path / "said"
-    lasting = {**os.environ, "PYTHONPATH": str(tmp_path), "SAY": str(say), "OMP_NUM_THREADS": "3"}
-    spares.prepare(0, {**lasting, "HASTEN_ATTEMPT": "1"}, None)
-    process = spares.take(0, {**lasting, "HASTEN_ATTEMPT": "2"}, ["train", "x.yaml"])
-    assert process is not None
-    assert process.wait(60) == 0
-    assert json.loads(say.read_text()) == [["train", "x.yaml"], {"HASTEN_ATTEMPT": "2"}, "3"]
-    assert spares.take(0, lasting, []) is None, "it is used once"
-    spares.prepare(0, lasting, None)
-    assert spares.take(0, {**lasting, "OMP_NUM_THREADS": "1"}, []) is None
-
-
-def test_a_spare_ends_when_nobody_can_wake_it_any_more(spares: SpareRanks, tmp_path: Path) -> None:
-    before = {child.pid for child in children()}
-    spares.prepare(0, {**os.environ, "PYTHONPATH": str(tmp_path)}, None)
-    waiting, _ = spares._waiting[0]
-    assert waiting.pid in {child.pid for child in children()} - before
-    assert waiting.stdin is not None
-    waiting.stdin.close()
-    assert waiting.wait(60) == 0
 
 
 def test_advice_of_a_rank_is_given_once_and_as_it_is(

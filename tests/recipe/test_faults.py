@@ -34,9 +34,8 @@ def recipe(**changes: Any) -> Any:
 def test_the_keys_reach_the_supervisor() -> None:
     keys = {"max_restarts": 4, "hang_seconds": 9, "start_seconds": 8, "nproc": 3, "min_nproc": 2}
     found = supervision_of(recipe(**keys))
-    assert (found.max_restarts, found.fewest, found.spares) == (4, 2, None)
+    assert (found.max_restarts, found.fewest) == (4, 2)
     assert (found.limits.hang, found.limits.start) == (9, 8)
-    assert supervision_of(recipe(warm_restarts=True)).spares == "hasten.cli.standby_rank"
 
 
 def test_loss_spike_takes_its_settings_and_goes_through_yaml() -> None:

@@ -166,7 +166,7 @@ def recipe_there(recipe: Recipe, checkpoints: str | None, leave_file: str | None
     from hasten.recipe.schema import recipe_from
 
     values = recipe.model_dump(mode="json")
-    values |= {"nproc": 1, "min_nproc": None, "max_restarts": 0, "warm_restarts": False}
+    values |= {"nproc": 1, "min_nproc": None, "max_restarts": 0}
     if recipe.resume == "never":
         values["resume"] = "auto"
     if "checkpoints" not in map(technique, recipe.plan):

@@ -15,7 +15,6 @@ the newest.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -43,90 +42,22 @@ from hasten.machine.processes import (
 )
 from hasten.machine.signals import HASTE, StopSignal, heard_signals
 
-# Spares: processes that have imported everything and wait, one for each rank, to take its place.
-#
-#     started once the ranks train -> imports -> waits at its standard input
-#     a line of JSON: the rank's variables and arguments -> it is that rank
-#     end of input: its supervisor has gone, and so does it
-#
-# To start a rank anew is mostly to import libraries, seconds. A spare was never forked from a
-# process that has threads or a device open, so that it is safe with any library; it costs the
-# memory of the imports once more. It is used only where a rank's variables are those it was started
-# with: some count for a process from its very start.
-
-CHANGING = {FOLDER, ATTEMPT, "HASTEN_RENDEZVOUS"}  # told with the line that wakes it
-
 
 def _started(
-    command: Sequence[str], variables: Mapping[str, str], log: Path | None, stdin: int
+    arguments: Sequence[str], variables: Mapping[str, str], log: Path | None
 ) -> subprocess.Popen[bytes]:
-    """``python -m COMMAND``, just started; its output goes to the log, if there is one."""
+    """``python -m hasten ARGUMENTS``, just started; its output goes to the log, if there is one."""
     with contextlib.ExitStack() as stack:
         out = None if log is None else stack.enter_context(log.open("ab"))
         return subprocess.Popen(
-            [sys.executable, "-m", *command],
+            [sys.executable, "-m", "hasten", *arguments],
             env=dict(variables),
-            stdin=stdin,
+            stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=None if out is None else subprocess.STDOUT,
             # Ctrl-C reaches this process alone, which tells each rank once.
             start_new_session=True,
         )
-
-
-class SpareRanks:
-    """A spare for each rank, started when asked for; without a module there is none."""
-
-    def __init__(self, module: str | None) -> None:
-        self._module = module
-        self._waiting: dict[int, tuple[subprocess.Popen[bytes], dict[str, str]]] = {}
-
-    def prepare(self, rank: int, variables: Mapping[str, str], log: Path | None) -> None:
-        """Starts a spare for a rank, unless one waits; its output goes to the rank's log."""
-        waiting = self._waiting.get(rank)
-        if self._module is None or (waiting is not None and waiting[0].poll() is None):
-            return
-        process = _started([self._module], variables, log, subprocess.PIPE)
-        self._waiting[rank] = process, _lasting(variables)
-
-    def take(
-        self, rank: int, variables: Mapping[str, str], arguments: Sequence[str]
-    ) -> subprocess.Popen[bytes] | None:
-        """The rank, out of its spare; None where there is none that fits."""
-        process, before = self._waiting.pop(rank, (None, {}))
-        if process is None:
-            return None
-        if process.poll() is not None or before != _lasting(variables):
-            _end(process)
-            return None
-        assert process.stdin is not None  # it was started with a pipe
-        changing = {name: variables[name] for name in CHANGING if name in variables}
-        line = json.dumps({"variables": changing, "arguments": list(arguments)}) + "\n"
-        try:
-            process.stdin.write(line.encode())
-            process.stdin.close()
-        except OSError:
-            _end(process)
-            return None
-        return process
-
-    def end(self) -> None:
-        """None waits any more."""
-        for process, _ in self._waiting.values():
-            _end(process)
-        self._waiting.clear()
-
-
-def _lasting(variables: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in variables.items() if name not in CHANGING}
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    if process.stdin is not None:
-        with contextlib.suppress(OSError):
-            process.stdin.close()
 
 
 # One attempt at a run: its ranks from their start to the end of the last one, watched.
@@ -195,10 +126,8 @@ class Attempt:
         start: StartRank,
         limits: RankTimeouts,
         leaving: Callable[[], bool] = lambda: False,
-        begun: Callable[[], None] = lambda: None,
     ) -> None:
         self.folder, self.limits, self._leaving = folder, limits, leaving
-        self._begun: Callable[[], None] | None = begun  # once all ranks have shown a heartbeat
         self.processes: list[RankProcess] = []
         self._began = time.monotonic()
         self._seen = [
@@ -245,9 +174,6 @@ class Attempt:
                     return self._with(0)
             elif silent := self._silent(now, codes):
                 return silent
-            if self._begun is not None and all(beat.count for beat, _ in self._seen):
-                begun, self._begun = self._begun, None
-                begun()
             time.sleep(LOOK_SECONDS)
 
     def _failure(self, codes: Sequence[int | None]) -> AttemptResult:
@@ -344,13 +270,11 @@ class Supervision:
         limits: how long ranks may be silent.
         fewest: smallest number of ranks to continue with, if the same rank fails twice in a
             row.
-        spares: module that runs a waiting spare (see ``SpareRanks``); None: no spares.
     """
 
     max_restarts: int
     limits: RankTimeouts = field(default_factory=RankTimeouts)
     fewest: int | None = None
-    spares: str | None = None
 
 
 @dataclass(frozen=True)
@@ -397,7 +321,6 @@ class _Supervisor:
         self._seats = list(range(ranks.count))  # local ranks, and so devices, that are in use
         self._running: Attempt | None = None
         self._asked: signal.Signals | None = None
-        self._spares = SpareRanks(supervision.spares)
         self._trained = False  # in any attempt
         self._fruitless = 0  # attempts in a row that ended before their first step
 
@@ -447,21 +370,12 @@ class _Supervisor:
 
         def start(rank: int) -> RankProcess:
             environment = environments[rank]
-            spare = self._spares.take(rank, environment, arguments)
-            if spare is not None:
-                return spare
             if self._ranks.launch is not None:
                 return self._ranks.launch(rank, environment, arguments)
-            command, log = ["hasten", *arguments], self._words_of(rank)
-            return _started(command, environment, log, subprocess.DEVNULL)
-
-        def begun() -> None:
-            if number <= self._supervision.max_restarts:
-                for rank, environment in enumerate(environments):
-                    self._spares.prepare(rank, environment, self._words_of(rank))
+            return _started(arguments, environment, self._words_of(rank))
 
         limits, leaving = self._supervision.limits, lambda: self._asked is not None
-        self._running = Attempt(folder, len(self._seats), start, limits, leaving, begun)
+        self._running = Attempt(folder, len(self._seats), start, limits, leaving)
         if self._asked is not None:  # while they were being started
             self._running.signal(self._asked)
         try:
@@ -492,7 +406,6 @@ class _Supervisor:
         if fewest is None or len(self._seats) <= fewest:
             return ""
         self._seats.remove(seat)
-        self._spares.end()
         return f", without device {seat}: {len(self._seats)} rank(s)"
 
     def _pause(self, ending: AttemptResult) -> None:
@@ -540,4 +453,3 @@ class _Supervisor:
                 signal.signal(number, handler)
             if self._asked in HASTE:  # this process ends with its ranks
                 ignore_stop_signals()
-            self._spares.end()

@@ -98,8 +98,6 @@ def mixed_layouts(ranks: int) -> list[Technique]:
 
 # A recipe's keys for what can go wrong, as the objects that watch for it.
 
-SPARES = "hasten.cli.standby_rank"
-
 
 def supervision_of(recipe: Recipe) -> Supervision:
     """The actions that the supervisor of the recipe's ranks may take."""
@@ -107,7 +105,6 @@ def supervision_of(recipe: Recipe) -> Supervision:
         recipe.max_restarts,
         RankTimeouts(recipe.hang_seconds, recipe.start_seconds),
         recipe.min_nproc,
-        SPARES if recipe.warm_restarts else None,
     )
 
 

@@ -225,9 +225,6 @@ class Recipe(BaseModel):
     min_nproc: int | None = Field(
         None, ge=1, description="fewest ranks to continue with if one fails twice; none: nproc"
     )
-    warm_restarts: bool = Field(
-        False, description="keep a process ready for each rank: faster restarts, more memory"
-    )
     leave_file: str | None = Field(None, description="save and leave when this file appears")
     leave_command: list[str] | None = Field(
         None, description="save and leave when this command ends with code 0; run every 5 s"
