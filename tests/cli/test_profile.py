@@ -1,4 +1,4 @@
-"""``hasten profile``, measured and with ``--simulate``; counts are tested in ``tests/measure``."""
+"""``hasten profile``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from hasten.cli.main import app
-from hasten.errors import InputError
 from sample_data import small_recipe
-from simulated_recipes import toy
 
 Hasten = Callable[..., tuple[int, str, str]]
 
@@ -80,54 +76,3 @@ def test_bad_input_is_one_sentence_and_code_two(
     assert code == 2
     assert sentence in err.strip().splitlines()[-1]
     assert "Traceback" not in err
-
-
-@pytest.fixture
-def simulated_recipe(tmp_path: Path) -> str:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(toy(tmp_path / "model").to_yaml())
-    return str(path)
-
-
-def complaint(*words: str) -> str:
-    result = CliRunner().invoke(app, ["profile", *words])
-    assert isinstance(result.exception, InputError), result.output
-    said = str(result.exception)
-    assert "\n" not in said
-    return said
-
-
-def test_what_is_no_recipe_is_refused() -> None:
-    assert "deepseek-llm-7b" in complaint("deepseek-llm-7b", "--simulate", "h100")
-
-
-def test_options_of_a_measured_profile_are_not_ignored(simulated_recipe: str) -> None:
-    said = complaint(simulated_recipe, "--simulate", "h100", "--steps", "4")
-    assert said == "--steps: it has no effect with --simulate; leave it out"
-
-
-@pytest.mark.parametrize(
-    ("device", "part"),
-    [("h10", "take one of h100"), ("mi300x", "by simulation there are a100-40gb")],
-)
-def test_a_device_without_figures_is_refused(simulated_recipe: str, device: str, part: str) -> None:
-    assert part in complaint(simulated_recipe, "--simulate", device)
-
-
-@pytest.mark.cold
-def test_a_machine_without_a_compiler_says_so(
-    simulated_recipe: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    said = complaint(simulated_recipe, "--simulate", "h100")
-    assert said.startswith("a step can't be simulated: no C++ compiler was found (c++")
-
-
-def test_a_torch_that_has_a_driver_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hasten.measure.gpu_simulation import simulated_device
-
-    monkeypatch.setattr(
-        simulated_device.runpy, "run_path", lambda path: {"cuda": "13.0", "hip": None}
-    )
-    with pytest.raises(InputError, match="with the CPU build of torch, and this is a build for"):
-        simulated_device._check_build()

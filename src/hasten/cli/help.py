@@ -81,8 +81,8 @@ Measure
     tune recipe.yaml --only packed,threads --write
   profile: tutorials/which-technique-pays.md
     profile recipe.yaml
-    profile recipe.yaml --simulate h100
     profile recipe.yaml --steps 20 --json
+    profile recipe.yaml nproc=2 -o profiles
 Look
   report: tutorials/which-technique-pays.md
     report runs/sft
