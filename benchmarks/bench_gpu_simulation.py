@@ -14,11 +14,12 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/common"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
 from smoke import arguments
 
+from gpu_simulation.request import SimulatedTrace, traces
 from hasten.errors import InputError
-from hasten.measure.gpu_simulation.request import SimulatedTrace, traces
 from simulated_recipes import WHOLE_MODELS
 
 

@@ -32,7 +32,6 @@ from hasten.core.technique import Technique
 from hasten.machine import environment, host
 from hasten.machine.memory import minor_faults
 from hasten.techniques.allocator import Allocator
-from hasten.techniques.threads import Threads
 
 STEPS, WARMUP, BATCH, LENGTH = 3, 3, 4, 256
 SHAPE: dict[str, Any] = {
@@ -44,15 +43,10 @@ SHAPE: dict[str, Any] = {
 }
 VARIANTS: dict[str, tuple[Technique, ...]] = {
     "plain": (),
-    "threads": (Threads(),),
-    "threads, collector as it is": (Threads(collect_every=0),),
-    "threads, spinning": (Threads(waiting="spinning"),),
-    "threads, asleep": (Threads(waiting="asleep"),),
     "glibc": (Allocator(),),
     "glibc, huge pages": (Allocator(huge_pages=True),),
     "tcmalloc": (Allocator(kind="tcmalloc"),),
     "jemalloc": (Allocator(kind="jemalloc"),),
-    "threads + glibc, huge pages": (Threads(), Allocator(huge_pages=True)),
 }
 
 
@@ -94,7 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
-    few = {name: VARIANTS[name] for name in ("plain", "threads + glibc, huge pages")}
+    few = {name: VARIANTS[name] for name in ("plain", "glibc, huge pages")}
     shape = {**SHAPE, "hidden_size": 32, "num_hidden_layers": 1}
     asked = arguments(parser, rounds=2, STEPS=1, WARMUP=1, LENGTH=16, SHAPE=shape, VARIANTS=few)
     if asked.variant:

@@ -20,11 +20,11 @@ import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(REPOSITORY / "benchmarks"), str(REPOSITORY / "src")]
+sys.path[:0] = [str(REPOSITORY / folder) for folder in ("benchmarks", "src", "tools")]
 # Read when torch starts: near the limit, pieces of memory of the wrong sizes would decide what fits
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+from gpu_simulation.roofline import simulated_device  # noqa: E402
 from hasten.errors import InputError  # noqa: E402
-from hasten.measure.gpu_simulation.roofline import simulated_device  # noqa: E402
 
 MINUTES, ALL_MINUTES = 3.0, 9.0
 
@@ -56,7 +56,7 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     given = arguments()
     if given.rehearse and (given.row or given.all):
-        from hasten.measure.gpu_simulation.simulated_device import simulate_devices
+        from gpu_simulation.simulated_device import simulate_devices
 
         simulate_devices(simulated_device(given.rehearse))  # before torch is imported
     from gpu import results, stages

@@ -19,10 +19,10 @@ from dataclasses import replace
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(REPOSITORY / "benchmarks"), str(REPOSITORY / "src")]
+sys.path[:0] = [str(REPOSITORY / folder) for folder in ("benchmarks", "src", "tools")]
 
-from hasten.measure.gpu_simulation.roofline import simulated_device  # noqa: E402
-from hasten.measure.gpu_simulation.simulated_device import simulate_devices  # noqa: E402
+from gpu_simulation.roofline import simulated_device  # noqa: E402
+from gpu_simulation.simulated_device import simulate_devices  # noqa: E402
 
 DEVICE, OTHERS = simulated_device("h200"), (simulated_device("h100"),)
 if __name__ == "__main__":
@@ -31,9 +31,9 @@ if __name__ == "__main__":
 from gpu.measure import HastenVariant, examples_of  # noqa: E402
 from gpu.predictions import FILE, SimulatedStep, choice_key, kept_steps  # noqa: E402
 from gpu.rows import ROWS, Choice, Row  # noqa: E402
+from gpu_simulation.step import PEAK, TOKENS, extrapolated, traced, treats_alike  # noqa: E402
+from gpu_simulation.tracer import Key, Tracer, seconds_on  # noqa: E402
 from hasten.core.plan import Plan  # noqa: E402
-from hasten.measure.gpu_simulation.step import PEAK, TOKENS, extrapolated, traced, treats_alike  # noqa: E402
-from hasten.measure.gpu_simulation.tracer import Key, Tracer, seconds_on  # noqa: E402
 
 FEW = 2  # layers
 

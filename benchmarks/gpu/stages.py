@@ -40,7 +40,7 @@ CEILING_SECONDS = 4.0
 SHARE_FOR_CEILING = 0.05  # of a row's time
 PEERS = ("liger-kernel", "triton", "accelerate")
 FEW_LAYERS, FEW_EXAMPLES = 1, 4  # of a rehearsal
-PRELOADED = ("torch._dynamo", "peft", "transformers.trainer", "hasten.measure.gpu_simulation.step")
+PRELOADED = ("torch._dynamo", "peft", "transformers.trainer", "gpu_simulation.step")
 
 
 def run_all(folder: Path, minutes: float, rehearse: str | None = None) -> None:
@@ -151,9 +151,9 @@ def _rehearsed(
     name: str, row: Row | None, device: str, found: Found, path: Path | None, until: float
 ) -> None:
     """The same stage on the simulated device, where a row's model has few layers."""
-    from hasten.measure.gpu_simulation.roofline import simulated_device
-    from hasten.measure.gpu_simulation.step import on_simulated_device
-    from hasten.measure.gpu_simulation.tracer import Tracer
+    from gpu_simulation.roofline import simulated_device
+    from gpu_simulation.step import on_simulated_device
+    from gpu_simulation.tracer import Tracer
 
     if row is not None:
         layers = FEW_LAYERS + row.shape.get("first_k_dense_replace", 0)

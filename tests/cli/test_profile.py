@@ -1,27 +1,14 @@
-"""``hasten profile``, measured and with ``--simulate``; counts are tested in ``tests/measure``."""
+"""``hasten profile``."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from hasten.cli import estimate
-from hasten.cli.main import app
-from hasten.errors import InputError
-from hasten.launch.cluster import CloudConfig
-from hasten.measure.gpu_simulation.request import RankTrace, SimulatedTrace
-from hasten.measure.gpu_simulation.roofline import simulated_device
-from hasten.planner.cluster import Cluster
-from hasten.planner.layout import PlannedJob, PlannedLayout
-from hasten.recipe.schema import Recipe, load_recipe
 from sample_data import small_recipe
-from simulated_recipes import toy
 
 Hasten = Callable[..., tuple[int, str, str]]
 
@@ -89,130 +76,3 @@ def test_bad_input_is_one_sentence_and_code_two(
     assert code == 2
     assert sentence in err.strip().splitlines()[-1]
     assert "Traceback" not in err
-
-
-@pytest.fixture
-def simulated_recipe(tmp_path: Path) -> str:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(toy(tmp_path / "model").to_yaml())
-    return str(path)
-
-
-def complaint(*words: str) -> str:
-    result = CliRunner().invoke(app, ["profile", *words])
-    assert isinstance(result.exception, InputError), result.output
-    said = str(result.exception)
-    assert "\n" not in said
-    return said
-
-
-def test_what_is_no_recipe_is_refused() -> None:
-    assert "deepseek-llm-7b" in complaint("deepseek-llm-7b", "--simulate", "h100")
-
-
-def test_options_of_a_measured_profile_are_not_ignored(simulated_recipe: str) -> None:
-    said = complaint(simulated_recipe, "--simulate", "h100", "--steps", "4")
-    assert said == "--steps: it has no effect with --simulate; leave it out"
-
-
-@pytest.mark.parametrize(
-    ("device", "part"),
-    [("h10", "take one of h100"), ("mi300x", "by simulation there are a100-40gb")],
-)
-def test_a_device_without_figures_is_refused(simulated_recipe: str, device: str, part: str) -> None:
-    assert part in complaint(simulated_recipe, "--simulate", device)
-
-
-@pytest.mark.cold
-def test_a_machine_without_a_compiler_says_so(
-    simulated_recipe: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    said = complaint(simulated_recipe, "--simulate", "h100")
-    assert said.startswith("a step can't be simulated: no C++ compiler was found (c++")
-
-
-def test_a_torch_that_has_a_driver_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hasten.measure.gpu_simulation import simulated_device
-
-    monkeypatch.setattr(
-        simulated_device.runpy, "run_path", lambda path: {"cuda": "13.0", "hip": None}
-    )
-    with pytest.raises(InputError, match="with the CPU build of torch, and this is a build for"):
-        simulated_device._check_build()
-
-
-def with_paper(
-    simulated_recipe: str, monkeypatch: pytest.MonkeyPatch, peaks: list[float | InputError]
-) -> str:
-    """What `estimate --check-simulation` prints of layouts with such peaks, of real recipes."""
-
-    def counted(recipes: list[Recipe], device: str) -> list[Any]:
-        assert all(one.nproc == 4 and one.cutoff_len == 128 for one in recipes)
-        assert device == "h100-80gb"
-        counts = ({("peak", "", ""): peak} for peak in peaks[: len(recipes)])
-        found = (RankTrace("", "", {}, (), 2, 2, (), (), count) for count in counts)
-        traces = [SimulatedTrace(simulated_device(device), [rank]) for rank in found]
-        return [p if isinstance(p, InputError) else t for p, t in zip(peaks, traces, strict=False)]
-
-    monkeypatch.setattr("hasten.measure.gpu_simulation.request.traces", counted)
-    monkeypatch.setenv("COLUMNS", "100")  # wide enough for a row
-    words = [
-        "estimate",
-        simulated_recipe,
-        "--gpu",
-        "h100",
-        "--gpus-per-node",
-        "4",
-        "--sequence",
-        "128",
-    ]
-    result = CliRunner().invoke(app, [*words, "--check-simulation", "--top", "8"])
-    assert result.exit_code == 0, result.output
-    return result.output.partition("memory of the fullest rank, counted")[2]
-
-
-def test_layouts_are_counted_and_the_first_that_fits_is_named(
-    simulated_recipe: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = with_paper(simulated_recipe, monkeypatch, [200e9, InputError("no compiler"), *[1e9] * 6])
-    rows = [line for line in said.splitlines() if line[:1].isdigit()]  # each begins with its number
-    assert "doesn't fit" in rows[0]
-    assert "no compiler" in said
-    assert "not counted: not for hasten's own trainer" in " ".join(said.split())
-    fitting = next(row for row in rows if row.endswith("  fits"))
-    assert said.rstrip().endswith(f"take layout {fitting.split()[0]}")
-    assert "none of them was seen to fit" in with_paper(simulated_recipe, monkeypatch, [200e9] * 8)
-
-
-def test_a_layouts_techniques_take_the_places_of_those_that_do_the_same(
-    simulated_recipe: str,
-) -> None:
-    given = load_recipe(Path(simulated_recipe), [])
-    job = PlannedJob(256, 32, "full", 0.0)
-    cluster = Cluster.of(CloudConfig(1, 4, "single_node"), "h100")
-    layout = PlannedLayout(dp=4, zero=3, micro_batch=2)
-    one: Any = SimpleNamespace(layout=layout, devices=4, cluster=cluster)
-    found = estimate.recipe_with(given, one, job)
-    names = [e if isinstance(e, str) else next(iter(e)) for e in found.plan]
-    assert len(names) == len(set(names))
-    assert {"fsdp2", "gradient_accumulation", "bf16_master_weights", "packed"} <= set(names)
-    assert {"gradient_accumulation": {"micro_batch_size": 2}} in found.plan
-    assert (found.nproc, found.cutoff_len, found.global_batch_size) == (4, 256, 32)
-
-
-def test_a_model_without_a_recipe_is_not_counted() -> None:
-    result = CliRunner().invoke(
-        app, ["estimate", "deepseek-llm-7b", "--gpu", "h100", "--check-simulation"]
-    )
-    assert "--check-simulation counts layouts of a recipe" in str(result.exception)
-
-
-def test_layouts_on_a_device_without_figures_are_refused_before_the_search(
-    simulated_recipe: str,
-) -> None:
-    result = CliRunner().invoke(
-        app, ["estimate", simulated_recipe, "--gpu", "mi300x", "--check-simulation"]
-    )
-    assert "no step can be traced for mi300x" in str(result.exception)
-    assert not result.output

@@ -43,7 +43,6 @@ EXPERIMENTS: list[tuple[list[Any], str, dict[str, Any], dict[str, Any]]] = [
     (["fused_adamw"], "plan", {}, {"longest_warmup": 4}),
     ([{"gradient_accumulation": {"micro_batch_size": 2}}], "plan", {}, {}),
     (["activation_checkpointing"], "plan", {}, {"evaluations": 1}),
-    ([{"threads": {"count": 1}}], "plan", {}, {}),
     ([{"checkpoints": {"interval": 2}}], "plan", {}, {}),
     (["packed"], "plan", {}, {"builds": 2}),
     (["packed"], "plan", {}, {"noise": True}),

@@ -247,7 +247,7 @@ RECORDED = sorted(Path(__file__).with_name("recorded").glob("*.json"))
 
 
 def test_there_is_a_record_of_each_experiment() -> None:
-    assert len(RECORDED) == len(EXPERIMENTS) == 20
+    assert len(RECORDED) == len(EXPERIMENTS) == 19
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)

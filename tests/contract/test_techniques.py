@@ -47,7 +47,6 @@ from hasten.techniques.optimizer import CompactAdamW
 from hasten.techniques.precision import Autocast, BF16MasterWeights, Float8
 from hasten.techniques.routing import BalancedRouting
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
-from hasten.techniques.threads import Threads
 from tiny import (
     ARCHITECTURES,
     NEWER,
@@ -115,7 +114,7 @@ INSIDE = {
 }
 # These see examples, or the machine, and compiling takes seconds: test_regional_compile has others.
 ON_ONE = {
-    *(Slot.SAMPLER, Slot.FEED, Slot.CHECKPOINT, Slot.THREADS, Slot.ALLOCATOR, Slot.COMPILE),
+    *(Slot.SAMPLER, Slot.FEED, Slot.CHECKPOINT, Slot.ALLOCATOR, Slot.COMPILE),
 }
 DENSE_OR_EXPERTS = ("llama", "deepseek_v3")
 
@@ -242,7 +241,6 @@ IMPOSSIBLE: dict[type[Technique], dict[str, Any]] = {
     CompactAdamW: {"moments": "fp8"},
     WeightAverage: {"save": "all"},
     Checkpoints: {"max_checkpoints": 0},
-    Threads: {"count": 0, "interop": 0, "waiting": "idle", "collect_every": -1},
     Allocator: {"kind": "mimalloc"},
 }
 

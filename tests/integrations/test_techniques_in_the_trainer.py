@@ -31,7 +31,6 @@ from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW, Muon
 from hasten.techniques.precision import Autocast
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
-from hasten.techniques.threads import Threads
 from tiny import SILENT, examples, language_job, run, session_of, tiny_model
 
 STEPS, BATCH, RATE, SEED = 4, 8, 1e-2, 3  # three steps are an epoch
@@ -216,8 +215,6 @@ def test_columns_that_the_model_does_not_know_are_left_out(tmp_path: Path) -> No
 def test_every_technique_of_the_catalogue_is_taken_or_refused_in_one_sentence(
     kind: type[Technique], tmp_path: Path
 ) -> None:
-    if kind is Threads:
-        pytest.skip("it would change the threads of this very process")
     said = ""
     try:
         with_techniques(trainer_of(tmp_path), [kind()])

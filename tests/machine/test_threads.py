@@ -1,99 +1,20 @@
-"""Cores of ranks, garbage collection, and the defaults of a command and its processes."""
+"""Threads, and the defaults of a command and its processes."""
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import subprocess
 import sys
-import weakref
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import nn
 
 from hasten.machine import environment, threads
 from hasten.machine.processes import loaded_library
 
-linux = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="core masks are Linux's")
-
-
-@pytest.fixture(autouse=True)
-def _collector_as_before() -> Iterator[None]:
-    yield
-    gc.enable()
-    gc.unfreeze()
-
-
-@given(st.sets(st.integers(0, 200), min_size=1, max_size=64), st.integers(1, 12))
-def test_every_core_belongs_to_one_rank_and_shares_differ_by_one(
-    cores: set[int], ranks: int
-) -> None:
-    shares = [threads.own_cores(sorted(cores), rank, ranks) for rank in range(ranks)]
-    if len(cores) >= ranks:
-        assert sorted(core for share in shares for core in share) == sorted(cores)
-        assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    else:
-        assert all(len(share) == 1 and set(share) <= cores for share in shares)
-
-
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(4, 9))
-def test_a_rank_stays_in_one_node_where_ranks_can_be_dealt_evenly(
-    nodes: int, per_node: int, size: int
-) -> None:
-    split = [frozenset(range(n * size, (n + 1) * size)) for n in range(nodes)]
-    everything = range(nodes * size)
-    ranks = nodes * per_node
-    shares = [threads.own_cores(everything, rank, ranks, split) for rank in range(ranks)]
-    assert all(any(set(share) <= node for node in split) for share in shares)
-    assert sorted(core for share in shares for core in share) == list(everything)
-
-
-def test_a_rank_that_is_not_there_has_no_share() -> None:
-    with pytest.raises(ValueError, match="rank 2 of 2 can't have a share of 4 cores"):
-        threads.own_cores(range(4), 2, 2)
-    with pytest.raises(ValueError, match="0 cores"):
-        threads.own_cores([], 0, 1)
-
-
-@given(st.sets(st.integers(0, 300)))
-def test_the_kernels_list_of_processors_is_read_back(cores: set[int]) -> None:
-    assert threads.cpu_list(",".join(map(str, sorted(cores))) + "\n") == sorted(cores)
-
-
-def test_ranges_and_single_processors_mix(tmp_path: Path) -> None:
-    assert threads.cpu_list("0-2,8,10-11\n") == [0, 1, 2, 8, 10, 11]
-    for name, text in {"node0": "0-1\n", "node1": "2-3\n", "node2": "\n"}.items():
-        node = tmp_path / "sys/devices/system/node" / name
-        node.mkdir(parents=True)
-        (node / "cpulist").write_text(text)
-    assert threads.memory_nodes(tmp_path) == [frozenset({0, 1}), frozenset({2, 3})]
-    assert threads.memory_nodes(tmp_path / "none") == []
-
-
-@linux
-def test_a_mask_holds_for_threads_that_ran_before_it_too(tmp_path: Path) -> None:
-    script = tmp_path / "masked.py"
-    script.write_text(
-        "import os, threading, pathlib\n"
-        "from hasten.machine import threads\n"
-        "done = threading.Event()\n"
-        "threading.Thread(target=done.wait).start()\n"
-        "one = threads.usable_cores()[:1]\n"
-        "threads.keep_to(one)\n"
-        "tasks = [int(p.name) for p in pathlib.Path('/proc/self/task').iterdir()]\n"
-        "print(len(tasks) > 1 and all(os.sched_getaffinity(t) == set(one) for t in tasks))\n"
-        "done.set()\n"
-    )
-    command = [sys.executable, str(script)]
-    found = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "True"
+linux = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="it is Linux's")
 
 
 @linux
@@ -103,46 +24,6 @@ def test_variables_of_the_start_are_told_from_later_ones(
     monkeypatch.setenv("HASTEN_SET_LATER", "1")
     assert "HASTEN_SET_LATER" not in threads.started_with()
     assert fresh["early"] == "a=b"
-
-
-class Node:
-    """Something that refers to itself."""
-
-    def __init__(self) -> None:
-        self.itself = self
-
-
-def test_garbage_waits_for_the_agreed_update_and_no_longer() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    weight.grad = torch.zeros(2)
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    quiet = threads.QuietCollector(every=3)
-    quiet.attach(optimizer)
-    optimizer.step()
-    assert not gc.isenabled()
-    gone = weakref.ref(Node())
-    optimizer.step()
-    assert gone() is not None
-    optimizer.step()
-    assert gone() is None
-    assert (quiet.updates, quiet.collections) == (3, 1)
-
-
-def test_python_collects_again_when_the_optimizer_is_gone() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    weight.grad = torch.zeros(2)
-    optimizer = torch.optim.AdamW([weight])
-    threads.QuietCollector(every=5).attach(optimizer)
-    optimizer.step()
-    assert not gc.isenabled()
-    del optimizer
-    assert gc.isenabled()
-    assert gc.get_freeze_count() == 0
-
-
-def test_a_collector_that_never_collects_is_refused() -> None:
-    with pytest.raises(ValueError, match="every is 0"):
-        threads.QuietCollector(0)
 
 
 def test_fewer_threads_hold_for_this_process_and_those_it_starts_and_end_with_the_block() -> None:

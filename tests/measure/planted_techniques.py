@@ -65,7 +65,7 @@ class Waits(Technique):
 class DoesNothing(Technique):
     """Takes part in the run and changes nothing."""
 
-    slot = Slot.THREADS
+    slot = Slot.ALLOCATOR
 
     @property
     def fidelity(self) -> Fidelity:

@@ -67,7 +67,7 @@ class DoesNothing(Planted):
 
 @dataclass(frozen=True)
 class Gains(Planted):
-    slot = Slot.THREADS
+    slot = Slot.FEED
     auto = "try"
 
 

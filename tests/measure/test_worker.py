@@ -16,7 +16,7 @@ from hasten.recipe.build import prepare_run
 from hasten.recipe.schema import Recipe, recipe_from
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.communication.compress import Half
-from hasten.techniques.threads import Threads
+from hasten.techniques.optimizer import FusedAdamW
 from sample_data import small
 
 
@@ -75,7 +75,7 @@ def test_a_worker_that_is_forked_trains_as_one_that_was_spawned(tmp_path: Path) 
         recipe_from(small(tmp_path, plan=[], global_batch_size=2, max_steps=9), "test"), tmp_path
     )
     environ = {"OMP_NUM_THREADS": "2"}
-    given = {"recipe": str(path), "plan": Plan([Threads(count=2)]).to_list()}
+    given = {"recipe": str(path), "plan": Plan([FusedAdamW()]).to_list()}
     asked = WorkerSpec("recipe", given, environ)
 
     def trained(pool: WorkerPool, name: str) -> list[float]:

@@ -16,6 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gpu_simulation.request import SimulatedTrace, traces
+from gpu_simulation.roofline import simulated_device
 from hasten.core.context import ExampleStats, JobContext, seen_at_start
 from hasten.core.plan import Plan
 from hasten.core.session import assemble
@@ -23,8 +25,6 @@ from hasten.core.setup import prepare
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine.host import Accelerator
-from hasten.measure.gpu_simulation.request import SimulatedTrace, traces
-from hasten.measure.gpu_simulation.roofline import simulated_device
 from hasten.models.flops import model_flops
 from hasten.models.memory import ModelSize
 from hasten.recipe import memory_check

@@ -88,7 +88,7 @@ def test_energy_counts_where_it_was_counted_and_has_a_price(report: dict[str, An
     report["design"] = {"seconds": 3600.0}
     joules = {"baseline": 0.0036, "packing": None}
     found = cost_of_experiment(
-        report, PRICE.model_copy(update={"per_kwh": 2.0}), 1, joules, "RAPL (package)"
+        report, PRICE.model_copy(update={"per_kwh": 2.0}), 1, joules, "NVML (1 GPU)"
     )
     plain = cost_of_experiment(report, PRICE)
     assert found is not None
@@ -96,7 +96,7 @@ def test_energy_counts_where_it_was_counted_and_has_a_price(report: dict[str, An
     assert found["energy"]["kwh_per_million_tokens"] == {"baseline": pytest.approx(0.001)}
     more = found["per_million_tokens"]["baseline"] - plain["per_million_tokens"]["baseline"]
     assert more == pytest.approx(0.002)
-    assert found["energy"]["source"] == "RAPL (package)"
+    assert found["energy"]["source"] == "NVML (1 GPU)"
 
 
 def test_without_a_price_nothing_is_said_and_worse_quality_saves_nothing(

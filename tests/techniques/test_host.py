@@ -1,4 +1,4 @@
-"""THREADS and ALLOCATOR: what a process starts with, what hinders, what the probes see."""
+"""ALLOCATOR: what a process starts with, what hinders, what the probes see."""
 
 from __future__ import annotations
 
@@ -20,13 +20,11 @@ from hasten.errors import InputError
 from hasten.launch.supervisor import SupervisedRanks
 from hasten.machine import environment as environment_
 from hasten.machine import host, memory
-from hasten.machine.environment import World
 from hasten.techniques import CATALOGUE
 from hasten.techniques.allocator import Allocator
-from hasten.techniques.threads import Threads
 from sample_data import small, small_recipe
 
-linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="core masks are Linux's")
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux's variables")
 
 
 def here(**changes: Any) -> JobContext:
@@ -34,28 +32,7 @@ def here(**changes: Any) -> JobContext:
     return dataclasses.replace(known, **changes)
 
 
-def test_a_rank_starts_with_its_share_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hasten.machine.threads.usable_cores", lambda: tuple(range(8)))
-    monkeypatch.setattr("hasten.machine.threads.memory_nodes", list)
-    eight = dataclasses.replace(host.hardware(), physical_cores=8, usable_cores=8)
-    known = [here(hardware=eight, world=World(rank, rank, 3)) for rank in range(3)]
-    started = [Threads().environment(k)["OMP_NUM_THREADS"] for k in known]
-    assert started == ["2", "2", "2"]
-    assert Threads(count=3).environment(known[0])["OMP_NUM_THREADS"] == "3"
-    shares = [Threads().cores(k) for k in known]
-    assert sorted(core for share in shares for core in share) == list(range(8))
-
-
-def test_how_idle_threads_wait_is_left_to_openmp_unless_somebody_says() -> None:
-    policies = [Threads(waiting=how).environment(here()) for how in ("asleep", "spinning", "auto")]
-    assert [p.get("OMP_WAIT_POLICY") for p in policies] == ["PASSIVE", "ACTIVE", None]
-    assert "OMP_WAIT_POLICY" not in Threads().environment(here())
-
-
 def test_what_cannot_be_had_here_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hasten.machine.threads.memory_nodes", lambda: [frozenset({0, 1})])
-    assert "1 memory node" in Threads(numa=True).unsupported_reasons(here())[0]
-    assert "count is 9999" in Threads(count=9999).unsupported_reasons(here())[0]
     monkeypatch.setattr("hasten.machine.memory.library", lambda kind: None)
     assert "libjemalloc2" in Allocator(kind="jemalloc").unsupported_reasons(here())[0]
     assert "GPU" in Allocator(kind="expandable").unsupported_reasons(here())[0]
@@ -65,16 +42,9 @@ def test_what_cannot_be_had_here_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
     )
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [
-        {"threads": {"numa": True, "affinity": False}},
-        {"allocator": {"kind": "expandable", "huge_pages": True}},
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(entry: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match=r"plan: (threads|allocator): "):
-        Plan.from_list([entry], CATALOGUE)
+def test_settings_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(InputError, match="plan: allocator: "):
+        Plan.from_list([{"allocator": {"kind": "expandable", "huge_pages": True}}], CATALOGUE)
 
 
 def test_variables_join_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +97,7 @@ def test_hasten_train_begins_its_processes_with_the_plans_variables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One process becomes another, and each of several ranks is started with them."""
-    for name in ("OMP_WAIT_POLICY", "GLIBC_TUNABLES", environment_.STARTED_FOR_PLAN):
+    for name in ("GLIBC_TUNABLES", environment_.STARTED_FOR_PLAN):
         monkeypatch.delenv(name, raising=False)
 
     def execve(program: str, words: list[str], variables: dict[str, str]) -> None:
@@ -139,7 +109,7 @@ def test_hasten_train_begins_its_processes_with_the_plans_variables(
     monkeypatch.setattr(os, "execve", execve)
     monkeypatch.setattr("hasten.launch.supervisor.supervise", supervise)
     monkeypatch.setattr(memory, "huge_page_mode", lambda: "madvise")
-    plan = [{"threads": {"waiting": "asleep"}}, {"allocator": {"huge_pages": True}}]
+    plan = [{"allocator": {"huge_pages": True}}]
     path = small_recipe(tmp_path, plan=plan, max_steps=1)
     with pytest.raises(BegunError) as begun:
         train(path, ["seed=7"])
@@ -149,7 +119,6 @@ def test_hasten_train_begins_its_processes_with_the_plans_variables(
     with pytest.raises(BegunError) as begun:
         train(path, ["nproc=2"])
     for found in (variables, *begun.value.args):
-        assert found["OMP_WAIT_POLICY"] == "PASSIVE"
         assert found["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
 
 
@@ -161,10 +130,7 @@ def test_hasten_train_begins_its_processes_with_the_plans_variables(
 def test_the_plans_variables_act_in_the_processes_of_hasten_train(
     tmp_path: Path, ranks: int
 ) -> None:
-    plan = [
-        {"threads": {"waiting": "asleep"}},
-        {"allocator": {"huge_pages": memory.huge_page_mode() == "madvise"}},
-    ]
+    plan = [{"allocator": {"huge_pages": memory.huge_page_mode() == "madvise"}}]
     recipe = tmp_path / "recipe.yaml"
     short = {"max_steps": 1, "eval_data": 0}
     recipe.write_text(yaml.safe_dump(small(tmp_path, plan=plan, nproc=ranks, **short)))
@@ -179,7 +145,5 @@ def test_the_plans_variables_act_in_the_processes_of_hasten_train(
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     effective = summary["effective"]
     assert summary["world_size"] == ranks
-    assert effective["threads"]["effective"], effective
-    assert "idle threads wait asleep" in effective["threads"]["evidence"]
     assert "no huge pages" not in effective["allocator"]["evidence"]
     assert effective["allocator"]["effective"] == memory.is_glibc(), effective

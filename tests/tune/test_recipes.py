@@ -295,7 +295,7 @@ def test_a_plan_whose_environment_is_new_is_an_effort_until_it_was_started(
     monkeypatch.setattr(WorkerPool, "start", lambda pool, spec, name: pool.warm_up(spec.environ))
     found = subject(given)
     likely = found.space.summit(found._plans.gain)
-    other = found.space.point({"THREADS": "threads", "threads.waiting": "spinning"})
+    other = found.space.point({"ALLOCATOR": "allocator", "allocator.huge_pages": True})
     assert found.prior_knowledge(0.02, None).effort(other) == 1.0  # nothing is forked yet
     with found._workers.opened(tmp_path, found._plans.plan(likely)):
         effort = found.prior_knowledge(0.02, 1e9).effort

@@ -24,20 +24,14 @@ from hasten.cli.arguments import (
     writable,
 )
 from hasten.cli.output import say
-from hasten.core.plan import name_of
 from hasten.errors import InputError
-from hasten.formatting import aligned, wrapped
+from hasten.formatting import wrapped
 from hasten.machine.files import write_result
 
 if TYPE_CHECKING:
-    from hasten.planner.candidate import PlanCandidate
-    from hasten.planner.layout import PlannedJob
     from hasten.planner.planning import ClusterPlan
     from hasten.recipe.price import Price
-    from hasten.recipe.schema import Recipe  # loads torch, as recipes and techniques do
 
-MOST_RANKS = 8  # that are traced
-USUAL = ["packed", "document_attention", "fused_layers", "labelled_token_loss"]  # of plan: auto
 NEAREST = 5  # rejected layouts that are shown
 LISTED = 60  # and that the file lists
 
@@ -103,17 +97,10 @@ def estimate(
     measured: Annotated[
         Path | None, typer.Option(help="a run's folder, to set its parts against the plan's")
     ] = None,
-    check_simulation: Annotated[
-        bool,
-        typer.Option(
-            "--check-simulation", help="count the layouts' memory on a simulated GPU (minutes)"
-        ),
-    ] = False,
     output: Annotated[Path | None, output_option("an HTML page with drawings")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Estimate layout, time and cost on a cluster."""
-    from hasten.measure.gpu_simulation.roofline import simulated_device
     from hasten.models.architecture import Architecture
     from hasten.planner import advice, text
     from hasten.planner.candidate import beyond_trainer, recipe_lines, spending
@@ -150,12 +137,8 @@ def estimate(
         say(predicted_and_measured(Path(model), machines, *fitted))
         return
     recipe = recipe_of(model, overrides or [])
-    if check_simulation and recipe is None:
-        raise InputError("--check-simulation counts layouts of a recipe, and a model alone is none")
     architecture = Architecture.from_config(recipe.model if recipe else model)
     machines = cluster_of(*devices)
-    if check_simulation:
-        simulated_device(machines.device.name)  # refuses what can't be counted
     sizes = task, sequence, global_batch, tokens
     job, assumed = job_of(recipe, machines.devices, *sizes, formats)
     paid = price_from(price) or (recipe.price if recipe else None)
@@ -189,8 +172,6 @@ def estimate(
         text.changes_table(changes, width),
         beyond_trainer(best.layout) or f"in a recipe:\n{indent(recipe_lines(best.layout), '  ')}",
     ]
-    if check_simulation:
-        blocks.append(f"\n{simulated_counted(cluster_plan, recipe)}")
     blocks += [f"\n{why_text(cluster_plan, layout)}" for layout in why or ()]
     for change in what_if or ():
         other = advice.what_if(cluster_plan, change)
@@ -222,79 +203,6 @@ def why_text(cluster_plan: ClusterPlan, assignments: str) -> str:
     )
     one = cluster_plan.simulated(cluster_plan.closed_form(layout)) if possible else None
     return text.why_text(layout, advice.why_not(cluster_plan, layout), one)
-
-
-def simulated_counted(cluster_plan: ClusterPlan, recipe: Recipe | None) -> str:
-    """The best layouts' memory as their steps are counted by simulation, next to what is
-    predicted.
-    """
-    from hasten.measure.gpu_simulation.request import traces
-    from hasten.planner.candidate import layout_text as layout_words
-
-    assert recipe is not None
-    traceable = [one for one in cluster_plan.best if not untraceable(one)]
-    recipes = [recipe_with(recipe, one, cluster_plan.job) for one in traceable]
-    counted = iter(traces(recipes, cluster_plan.cluster.device.name))
-    rows = [["", "layout", "predicted GB", "by simulation GB", ""]]
-    first = None
-    for rank_number, one in enumerate(cluster_plan.best, start=1):
-        why, peak = untraceable(one), ""
-        trace = None if why else next(counted)
-        if isinstance(trace, InputError):
-            why = str(trace)
-        elif trace is not None:
-            peak_bytes = max(r.peak_bytes for r in trace.ranks) + one.memory_parts["overhead"]
-            fits = peak_bytes <= cluster_plan.cluster.device.memory_bytes
-            why, peak = "fits" if fits else "doesn't fit", f"{peak_bytes / 1e9:.1f}"
-            first = rank_number if fits and first is None else first
-        predicted = one.memory_bytes
-        low, middle, high = (b / 1e9 for b in (predicted.low, predicted.middle, predicted.high))
-        span = f"{middle:.1f} [{low:.1f}, {high:.1f}]"
-        rows.append([str(rank_number), layout_words(one.layout), span, peak, why])
-    taken = f"take layout {first}" if first else "none of them was seen to fit"
-    return (
-        f"memory of the fullest rank, counted by simulation without a GPU, what the driver takes "
-        f"included\n{aligned(rows)}\n{taken}"
-    )
-
-
-def untraceable(one: PlanCandidate) -> str:
-    """Why a layout can't be counted by simulation; empty where it can."""
-    from hasten.planner.candidate import beyond_trainer
-
-    if one.cluster.nodes > 1 or one.devices > MOST_RANKS:
-        return f"not counted: more than one node of {MOST_RANKS}"
-    return "not counted: not for hasten's own trainer" if beyond_trainer(one.layout) else ""
-
-
-def recipe_with(recipe: Recipe, one: PlanCandidate, job: PlannedJob) -> Recipe:
-    """The recipe in a layout: its techniques take the places of those that do the same."""
-    import yaml
-
-    from hasten.planner.candidate import recipe_lines
-    from hasten.recipe.schema import recipe_from
-
-    layout_recipe = yaml.safe_load(recipe_lines(one.layout)) or {}
-    slots = {_slot(entry) for entry in layout_recipe.get("plan", [])}
-    entries = recipe.plan if recipe.auto_plan is None else USUAL
-    values = {
-        **recipe.model_dump(mode="json"),
-        "plan": [e for e in entries if _slot(e) not in slots] + layout_recipe.get("plan", []),
-        "layout": layout_recipe.get("layout"),
-        "auto_plan": None,
-        "nproc": one.devices,
-        "cutoff_len": job.sequence,
-        "global_batch_size": job.global_batch,
-        "global_batch_tokens": None,
-    }
-    return recipe_from(values, "the layout")
-
-
-def _slot(entry: Any) -> Any:
-    from hasten.recipe.shorthands import catalogue
-
-    name = name_of(entry)
-    return next((kind.slot for kind in catalogue() if kind.name() == name), name)
 
 
 def to_dict(cluster_plan: ClusterPlan, price: Price | None) -> dict[str, Any]:

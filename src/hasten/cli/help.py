@@ -78,11 +78,11 @@ Measure
   tune: how-to/tune.md
     tune recipe.yaml --budget 10m
     tune recipe.yaml --study learning --budget 1h
-    tune recipe.yaml --only packed,threads --write
+    tune recipe.yaml --only packed,fused_layers --write
   profile: tutorials/which-technique-pays.md
     profile recipe.yaml
-    profile recipe.yaml --simulate h100
     profile recipe.yaml --steps 20 --json
+    profile recipe.yaml nproc=2 -o profiles
 Look
   report: tutorials/which-technique-pays.md
     report runs/sft

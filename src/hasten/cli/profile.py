@@ -1,16 +1,13 @@
-"""``hasten profile``: time and memory of a recipe's step, measured or on a simulated GPU."""
+"""``hasten profile``: time and memory of a recipe's step."""
 
 from __future__ import annotations
 
 import datetime
 import json
 import shutil
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
 
 from hasten.cli.arguments import (
     AsJson,
@@ -19,11 +16,9 @@ from hasten.cli.arguments import (
     Steps,
     command_line,
     output_option,
-    refuse_unused,
 )
 from hasten.cli.output import say
 from hasten.core.plan import Plan
-from hasten.machine.files import write_result
 
 if TYPE_CHECKING:
     from hasten.core.context import JobContext
@@ -35,24 +30,13 @@ SCRATCH = ".profile"  # for techniques that write while they train; goes with th
 
 
 def profile(
-    context: typer.Context,
     path: RecipePath,
     overrides: Overrides = None,
     steps: Steps = 8,
-    simulate: Annotated[
-        str | None,
-        typer.Option(help="count a step on this GPU without having one: h100", metavar="GPU"),
-    ] = None,
     output: Annotated[Path | None, output_option("folder; default: that of the recipe")] = None,
     as_json: AsJson = False,
 ) -> int:
     """Show where the time and memory of a step go."""
-    if simulate is not None:
-        refuse_unused(
-            context, ("path", "overrides", "simulate", "output", "as_json"), "with --simulate"
-        )
-        simulated_step(path, overrides or [], simulate, output, as_json)
-        return 0
     from hasten.cli.train import as_ranks, lacking
     from hasten.launch.ranks import process_group, restart_with
     from hasten.machine import environment
@@ -88,29 +72,6 @@ def profile(
             else f"{render_text(measurements)}\n\nprofile: {page}"
         )
     return 0
-
-
-def simulated_step(
-    path: Path, overrides: Sequence[str], gpu: str, output: Path | None, as_json: bool
-) -> None:
-    """Counts a step of the recipe on a simulated GPU; prints it, writes ``simulation.json``.
-
-    Raises:
-        InputError: no such recipe or GPU, or a step can't be traced on this machine.
-    """
-    from hasten.measure.gpu_simulation import table
-    from hasten.measure.gpu_simulation.request import on_paper
-    from hasten.recipe.prepare import check_folder
-    from hasten.recipe.schema import load_recipe
-
-    recipe = load_recipe(path, overrides)
-    if output is not None:
-        check_folder(output)
-    trace = on_paper(recipe, gpu)
-    text = json.dumps(table.to_dict(trace), indent=1, allow_nan=False)
-    say(text if as_json else table.table(trace, str(path), recipe.cutoff_len))
-    if output is not None:
-        write_result(output / "simulation.json", text + "\n")
 
 
 def _measured(prepared: PreparedJob, steps: int, show: Any) -> dict[str, Any]:

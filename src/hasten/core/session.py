@@ -122,7 +122,6 @@ def assemble(setup: Setup) -> Session:
     job, layout = setup.job, setup.layout
     if setup.adapter is None or setup.loss is None or setup.optimizer is None:
         raise InputError("a setup comes from hasten.core.setup.prepare(job, plan, facts)")
-    setup.threads()
     setup.allocator()
     torch.manual_seed(job.seed)
     began = time.perf_counter()

@@ -311,7 +311,6 @@ class Setup:
     optimizer: OptimizerFactory | None = None
     average: Average | None = None
     checkpoint: Checkpointing | None = None  # None: state stays in memory
-    threads: Callable[[], None] = lambda: None
     allocator: Callable[[], None] = lambda: None
     engine: Callable[[EngineParts], Engine] | None = None  # a LAYOUT may bring its own
     clock: Clock = field(default_factory=NoPhaseTimer)  # counts what a step's time goes into

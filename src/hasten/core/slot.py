@@ -33,7 +33,6 @@ class Slot(Enum):
     OPTIMIZER = "the update rule and the format of its state"
     AVERAGE = "which running average of the weights is kept"
     CHECKPOINT = "when and how state reaches the disk"
-    THREADS = "threads, affinity, waiting"
     ALLOCATOR = "memory allocator, huge pages"
 
     @functools.cached_property

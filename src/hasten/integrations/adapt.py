@@ -47,8 +47,7 @@ from hasten.techniques.communication.compressed import Compressed
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.optimizer import FusedAdamW
 
-# What edits the model, and the process.
-EDITS = (*(slot for slot in CHANGES_A_PASS if slot is not Slot.COLLATE), Slot.THREADS)
+EDITS = tuple(slot for slot in CHANGES_A_PASS if slot is not Slot.COLLATE)  # of the model
 USE_HASTEN_TRAIN = "train with `hasten train` for it"
 NoContext = contextlib.nullcontext
 _LOG = logging.getLogger(__name__)
@@ -161,7 +160,6 @@ def edit_model(
         trains_alone: the edits hold for training passes alone. So a model in ``eval`` mode trains
             too, as Lightning leaves what ``from_pretrained`` returns.
     """
-    setup.threads()
     for change in (setup.experts, setup.attention, setup.layers):
         change(model)
     if Slot.LOSS in setup.plan:

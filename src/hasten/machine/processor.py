@@ -1,7 +1,4 @@
-"""The processor's instruction sets, and the limit that the user sets to them.
-
-Doesn't import torch: a process that simulates a device compiles kernels before it does.
-"""
+"""The processor's instruction sets, and the limit that the user sets to them."""
 
 from __future__ import annotations
 

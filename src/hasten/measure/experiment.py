@@ -417,7 +417,7 @@ def experiment_context(
     memory = processes.available_bytes(hardware.memory_limit_bytes) // ranks
     if not pool.on_cpu:
         memory = min((gpu.memory_bytes for gpu in hardware.accelerators), default=memory)
-    joules = EnergyMeter("none").reading if meter is None else meter.reading
+    joules = (lambda: None) if meter is None else meter.read
     return ExperimentContext(pool, spec, memory, hardware.usable_cores, joules)
 
 

@@ -329,7 +329,6 @@ def _one_by_one(
 ) -> Iterator[tuple[Name, Turn | WorkerError]]:
     for name, variant in variants.items():
         before(name)
-        joules()  # a gap since the last turn, in which others started, ends here
         energy = joules()
         load.lap(None)
         try:

@@ -31,7 +31,6 @@ from hasten.techniques.optimizer import CompactAdamW, FusedAdamW, Muon
 from hasten.techniques.precision import Autocast, BF16MasterWeights, Float8
 from hasten.techniques.routing import BalancedRouting
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
-from hasten.techniques.threads import Threads
 
 CATALOGUE: tuple[type[Technique], ...] = (
     PackedEpoch,
@@ -71,6 +70,5 @@ CATALOGUE: tuple[type[Technique], ...] = (
     Muon,
     WeightAverage,
     Checkpoints,
-    Threads,
     Allocator,
 )

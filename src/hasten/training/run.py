@@ -273,8 +273,6 @@ def _train(
     heartbeat = Heartbeat(attempt_folder(), context.world.rank)
     steps, evaluations = _observers(run, session, heartbeat, on_step, on_evaluation)
     energy = meter_of_run(context) if main else None
-    if energy is not None:
-        steps.append(energy.note)
     recording = recording_of(session, recipe, run.output)
     watch = _schedule(
         run,

@@ -21,6 +21,7 @@ from hasten.measure.quality.verification import VerificationDesign, verification
 from hasten.measure.worker import QualityJob
 from hasten.measure.workers import merge_replies
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
+from hasten.techniques.allocator import Allocator
 from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
 from hasten.techniques.communication.compress import Half
@@ -33,7 +34,6 @@ from hasten.techniques.layout.tensor import TensorParallel
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import FusedAdamW
 from hasten.techniques.precision import BF16MasterWeights
-from hasten.techniques.threads import Threads
 from measure.quality.verify_plants import Louder, Unscaled, bench
 from ranks import on_ranks
 
@@ -175,7 +175,7 @@ JOB = "simulate_job:checks"
 @pytest.fixture
 def performs(tmp_path: Path) -> Any:
     def environ(plan: Plan) -> dict[str, str]:
-        return {"X": "threads" if "threads" in str(plan) else "plain"}
+        return {"X": "allocator" if "allocator" in str(plan) else "plain"}
 
     def perform(
         *requests: CheckRequest, timeout: float = 30.0, ranks: int = 1, variable: str | None = None
@@ -196,14 +196,14 @@ def order(do: str = "go", *techniques: Any, alone: bool = False, **details: Any)
 def test_plans_that_differ_in_what_a_process_keeps_have_processes_of_their_own(
     performs: Any,
 ) -> None:
-    plain, loss, threads, more = performs(
+    plain, loss, allocator, more = performs(
         order(),
         order("go", LabelledTokenLoss()),
-        order("go", Threads()),
+        order("go", Allocator()),
         order("go", ActivationCheckpointing()),
     )
-    assert plain["pid"] == loss["pid"] == more["pid"] != threads["pid"]
-    assert (plain["variable"], threads["variable"]) == ("plain", "threads")
+    assert plain["pid"] == loss["pid"] == more["pid"] != allocator["pid"]
+    assert (plain["variable"], allocator["variable"]) == ("plain", "allocator")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from hasten.core.slot import Slot
 from hasten.formatting import duration
 from hasten.measure.workers import Reply, Worker, WorkerError, WorkerPool, WorkerSpec
 
-PROCESS_WIDE = (Slot.THREADS, Slot.ALLOCATOR)
+PROCESS_WIDE = (Slot.ALLOCATOR,)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ import ctypes
 import fnmatch
 import functools
 import hashlib
-import importlib.util
 import os
 import shutil
 import stat
@@ -27,7 +26,6 @@ import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -86,48 +84,13 @@ def build_library(
     the user's home. If that can't be written, or others can write it, a temporary folder of
     this process is used.
     """
-    return _built(_kernels(*names, folder=sources), folder or FOLDER)
-
-
-def _kernels(*names: str, folder: Path | None = None) -> _Target:
-    folder = folder or SOURCES
-    # Two OpenMP runtimes in one process would each keep threads and let them spin against each
-    # other: link the one that torch has loaded.
-    runtime = loaded_library("libgomp")
-    wide = (WIDE,) if "avx512f" in processor_flags() else ()
-    return _Target(
-        name="-".join(names),
-        sources=tuple(folder / f"{name}.cpp" for name in names),
-        flags=(*FLAGS, *isa_limit().compiler_flags, *wide),
-        libraries=(runtime or "-fopenmp",),
-        # A library names the runtime without its folder: virtual environments share it.
-        depends=(*(h.read_text() for h in sorted(folder.glob("*.h"))), Path(runtime).name),
-    )
-
-
-def built_against_torch(source: Path) -> LoadedLibrary:
-    """The library of a C++ file that uses torch's headers, loaded before torch is imported.
-
-    It belongs to the installed torch alone, and is compiled again for another.
-    """
-    package = importlib.util.find_spec("torch")
-    assert package is not None  # hasten depends on it
-    assert package.submodule_search_locations is not None
-    home = Path(package.submodule_search_locations[0])
-    flags = ("-O1", "-std=c++20", "-fPIC", "-w", f"-I{home / 'include'}")
-    libraries = (f"-L{home / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{home / 'lib'}")
-    depends = (str(home), metadata.version("torch"))
-    target = _Target(source.stem, (source,), flags, libraries, depends)
-    return _built(target, FOLDER)
-
-
-def _built(target: _Target, folder: Path) -> LoadedLibrary:
+    target = _kernels(*names, folder=sources)
     compiler = next((path for c in COMPILERS if (path := shutil.which(c))), None)
     if compiler is None:
         return LoadedLibrary(
             None, f"no C++ compiler was found ({', '.join(COMPILERS)}): install one"
         )
-    with _opened(folder) as folder_fd:
+    with _opened(folder or FOLDER) as folder_fd:
         name = f"{target.name}-{_key(compiler, target)}.so"
         file, complaint = _whole(name, folder_fd), ""
         if file is None:
@@ -148,6 +111,22 @@ def _built(target: _Target, folder: Path) -> LoadedLibrary:
             return LoadedLibrary(None, f"the compiled kernels can't be loaded: {error}")
         _keep_few(name, folder_fd)
         return loaded
+
+
+def _kernels(*names: str, folder: Path | None = None) -> _Target:
+    folder = folder or SOURCES
+    # Two OpenMP runtimes in one process would each keep threads and let them spin against each
+    # other: link the one that torch has loaded.
+    runtime = loaded_library("libgomp")
+    wide = (WIDE,) if "avx512f" in processor_flags() else ()
+    return _Target(
+        name="-".join(names),
+        sources=tuple(folder / f"{name}.cpp" for name in names),
+        flags=(*FLAGS, *isa_limit().compiler_flags, *wide),
+        libraries=(runtime or "-fopenmp",),
+        # A library names the runtime without its folder: virtual environments share it.
+        depends=(*(h.read_text() for h in sorted(folder.glob("*.h"))), Path(runtime).name),
+    )
 
 
 @contextlib.contextmanager

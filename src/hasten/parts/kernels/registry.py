@@ -570,12 +570,6 @@ class DeviceFigures:
 
 
 _MEMORY: dict[Path, DeviceFigures] = {}  # of this process: its files may not be writable
-_PRETENDED: set[str] = set()
-
-
-def assume_right(kind: str) -> None:
-    """Takes kernels as right, untried and untimed, on devices of this kind: they are simulated."""
-    _PRETENDED.add(kind)
 
 
 def is_here(device: str) -> bool:
@@ -635,8 +629,6 @@ def figures_of(
         retry: ignore stored faults.
         before: is called with the number of kernels that will be tested.
     """
-    if torch.device(device).type in _PRETENDED:
-        return DeviceFigures(_name(device), proofs={kernel.key: Verdict() for kernel in kernels})
     path = _path(device, sizes or Sizes())
     remembered = _MEMORY.get(path)
     if remembered is not None and not (fresh or retry) and remembered.cover(kernels, times):

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from gpu_simulation.tracer import Key, RankMessage, Tracer
 from hasten.core.plan import Plan
 from hasten.core.session import Session
 from hasten.core.step import training
 from hasten.core.timing import Clock, StepMetrics
-from hasten.measure.gpu_simulation.tracer import Key, RankMessage, Tracer
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 
 PEAK, BETWEEN_STEPS, TOKENS = ("peak", "", ""), ("between_steps", "", ""), ("tokens", "", "")

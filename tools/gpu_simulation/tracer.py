@@ -30,14 +30,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+import hasten
+from gpu_simulation.operators import cost
+from gpu_simulation.roofline import CallCost, SimulatedDevice
 from hasten.core.timing import BACKWARD, BETWEEN, FORWARD, OPTIMIZER
-from hasten.measure.gpu_simulation.operators import cost
-from hasten.measure.gpu_simulation.roofline import CallCost, SimulatedDevice
 
 KEPT_NUMBERS = 4096  # of a tensor whose values are known on the device
 ALIGNMENT = 512  # bytes; the allocator's unit
-PACKAGE = str(Path(__file__).parents[2])
-SIMULATION_FOLDER = str(Path(__file__).parent)
+PACKAGE = str(Path(hasten.__file__).parent)
 EXCHANGED = frozenset(
     {"allreduce_", "broadcast_", "allgather_", "_allgather_base_", "alltoall_base_"}
 )
@@ -320,11 +320,11 @@ def _like(x: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _where() -> str:
-    """The innermost line of hasten that led here, these modules left out."""
+    """The innermost line of the package that led here."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(PACKAGE) and not file.startswith(SIMULATION_FOLDER):
+        if file.startswith(PACKAGE):
             return f"{file[len(PACKAGE) + 1 :]}:{frame.f_lineno}"
         frame = frame.f_back
     return "elsewhere"

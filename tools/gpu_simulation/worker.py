@@ -1,6 +1,6 @@
 """The process that traces: JSON requests on its input, JSON traces on its output.
 
-    python -m hasten.measure.gpu_simulation.worker < requests.json > traces.json
+    python tools/gpu_simulation/worker.py < requests.json > traces.json
 
     {"device": "h100", "recipes": [{...}, ...]}
         -> [{"ranks": [...]} or {"refused": "..."}, ...]
@@ -22,10 +22,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from gpu_simulation.roofline import SimulatedDevice, simulated_device
+from gpu_simulation.simulated_device import simulate_devices
 from hasten.errors import InputError
 from hasten.machine.files import write_atomic
-from hasten.measure.gpu_simulation.roofline import SimulatedDevice, simulated_device
-from hasten.measure.gpu_simulation.simulated_device import simulate_devices
 
 RANK_SECONDS = 900.0  # then a rank hangs
 
@@ -52,7 +54,7 @@ def main() -> None:
 
 def answer(device: SimulatedDevice, values: Mapping[str, Any], full_model: bool) -> dict[str, Any]:
     """The traces of a recipe's ranks, or why there are none."""
-    from hasten.measure.gpu_simulation.rank import preload
+    from gpu_simulation.rank import preload
 
     count = int(values.get("nproc") or 1)
     try:
@@ -89,7 +91,7 @@ def _forked(
         return number
     trace: dict[str, Any]
     try:
-        from hasten.measure.gpu_simulation.rank import trace_rank
+        from gpu_simulation.rank import trace_rank
 
         trace = trace_rank(device, values, full_model, rank, count, directory)
     except InputError as error:

@@ -1,14 +1,12 @@
-"""Formats a simulated trace as text and as plain values, with its assumptions."""
+"""Formats a simulated trace as text, with its assumptions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import metadata
-from typing import Any
 
-from hasten.core.timing import BACKWARD, BETWEEN, FORWARD, OPTIMIZER
-from hasten.measure.gpu_simulation.request import RankTrace, SimulatedTrace
-from hasten.measure.gpu_simulation.roofline import (
+from gpu_simulation.request import RankTrace, SimulatedTrace
+from gpu_simulation.roofline import (
     ATTENTION,
     FP8,
     HALF,
@@ -18,6 +16,7 @@ from hasten.measure.gpu_simulation.roofline import (
     SINGLE,
     SimulatedDevice,
 )
+from hasten.core.timing import BACKWARD, BETWEEN, FORWARD, OPTIMIZER
 
 PARTS = (FORWARD, BACKWARD, OPTIMIZER, BETWEEN)
 OPERATORS, LINES = 12, 12  # that are shown
@@ -25,7 +24,7 @@ QUANTITIES = ("calls", "launches", "bytes", "flops", "seconds")
 
 
 def table(trace: SimulatedTrace, name: str, cutoff_len: int) -> str:
-    """The text that `hasten profile --simulate` prints."""
+    """The text that `python tools/gpu_simulation` prints."""
     first, device = trace.ranks[0], trace.device
     syncs = sorted(first.by_name("syncs").items(), key=lambda item: -item[1])[:LINES]
     ranks = f", {len(trace.ranks)} ranks" if len(trace.ranks) > 1 else ""
@@ -68,34 +67,6 @@ def assumptions(device: SimulatedDevice) -> list[str]:
         "as if Triton is installed; experts are evenly loaded",
         f"torch {metadata.version('torch')}; {device.source}",
     ]
-
-
-def to_dict(trace: SimulatedTrace) -> dict[str, Any]:
-    """The trace as plain values, for files and other programs."""
-    first = trace.ranks[0]
-    return {
-        "kind": "hasten simulation",
-        "device": trace.device.name,
-        "ranks": len(trace.ranks),
-        "plan": list(first.plan),
-        "tokens": trace.tokens,
-        "step_seconds": trace.step_seconds,
-        "device_seconds": first.device_seconds,
-        "host_seconds": first.host_seconds,
-        "mfu": trace.mfu,
-        "peak_bytes": max(rank.peak_bytes for rank in trace.ranks),
-        "between_steps_bytes": first.total("between_steps"),
-        "parts": {
-            part: {q: first.total(q, part) for q in (*QUANTITIES, "syncs")} for part in PARTS
-        },
-        "syncs": first.by_name("syncs"),
-        "operators": {
-            name: {q: first.by_name(q).get(name, 0.0) for q in QUANTITIES}
-            for name in first.by_name("calls")
-        },
-        "messages": [list(message) for message in first.messages],
-        "assumptions": assumptions(trace.device),
-    }
 
 
 def _parts(rank: RankTrace) -> str:

@@ -8,15 +8,16 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hasten.errors import InputError
-from hasten.measure.gpu_simulation.roofline import (
+from gpu_simulation.roofline import (
     HOST_CALL_SECONDS,
     HOST_VIEW_SECONDS,
     SimulatedDevice,
     simulated_device,
 )
+from hasten.errors import InputError
 
 if TYPE_CHECKING:
     from hasten.recipe.schema import Recipe
@@ -99,18 +100,6 @@ class SimulatedTrace:
         return flops / self.step_seconds / self.device.peak / len(self.ranks)
 
 
-def on_paper(recipe: Recipe, device: str) -> SimulatedTrace:
-    """A step of the recipe on a device by its name, traced without one.
-
-    Raises:
-        InputError: no such device, no compiler, or a recipe that can't train there.
-    """
-    trace = traces([recipe], device)[0]
-    if isinstance(trace, InputError):
-        raise trace
-    return trace
-
-
 def traces(
     recipes: Sequence[Recipe], device: str, full_model: bool = False
 ) -> list[SimulatedTrace | InputError]:
@@ -130,7 +119,7 @@ def traces(
         "whole": full_model,
         "recipes": [recipe.model_dump(mode="json") for recipe in recipes],
     }
-    command = [sys.executable, "-m", "hasten.measure.gpu_simulation.worker"]
+    command = [sys.executable, str(Path(__file__).with_name("worker.py"))]
     try:
         done = subprocess.run(
             command, input=json.dumps(request), capture_output=True, text=True, timeout=SECONDS

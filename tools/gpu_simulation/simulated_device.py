@@ -2,28 +2,39 @@
 
 Call `simulate_devices` before torch is imported. It changes torch for the whole
 process, which must only trace. Tensors on the host are real. Tensors on the device are
-fakes with a shape, a format and no memory (`hasten.measure.gpu_simulation.tracer`).
+fakes with a shape, a format and no memory (`gpu_simulation.tracer`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import hashlib
 import importlib.machinery
 import importlib.util
+import os
 import runpy
+import shutil
+import subprocess
 import sys
+from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from gpu_simulation.roofline import SimulatedDevice
 from hasten.errors import InputError
-from hasten.measure.gpu_simulation.roofline import SimulatedDevice
-from hasten.parts.kernels.build import built_against_torch
 
 if TYPE_CHECKING:
     import torch
 
+    from hasten.parts.kernels.registry import Kernel
+
 GUARD = Path(__file__).with_name("device_guard.cpp")
+COMPILERS = ("c++", "g++", "clang++")
+CACHE = Path("~/.cache/hasten/tools")
+COMPLAINT = 300  # characters of a compiler's message
 
 
 def simulate_devices(device: SimulatedDevice, count: int = 1) -> None:
@@ -35,15 +46,10 @@ def simulate_devices(device: SimulatedDevice, count: int = 1) -> None:
     if "torch" in sys.modules:
         raise RuntimeError("the simulated device has to be there before torch is imported")
     _check_build()
-    guard = built_against_torch(GUARD)
-    if guard.library is None:
-        raise InputError(f"a step can't be simulated: {guard.reason}")
-    guard.library.simulated_devices(count)
+    _guard().simulated_devices(count)
     import torch
 
-    from hasten.parts.kernels import registry
-
-    registry.assume_right("cuda")  # kernels of a device that isn't there can't be tried
+    _take_kernels_as_right()
     # torch.tensor(.., device="cuda") asks the device for memory, unless it begins on the host.
     torch._C._set_only_lift_cpu_tensors(True)
     _answer_for_cuda(device, count)
@@ -54,17 +60,66 @@ def simulate_devices(device: SimulatedDevice, count: int = 1) -> None:
         sys.meta_path.append(_TritonFinder())
 
 
-def _check_build() -> None:
-    """Raise InputError where torch has a CUDA or ROCm of its own, which the guard would meet."""
+def _torch_folder() -> Path:
+    """Returns the folder of the installed torch, which isn't imported for it."""
     package = importlib.util.find_spec("torch")
     assert package is not None  # hasten depends on it
     assert package.origin is not None
-    version = runpy.run_path(str(Path(package.origin).with_name("version.py")))
+    return Path(package.origin).parent
+
+
+def _check_build() -> None:
+    """Raise InputError where torch has a CUDA or ROCm of its own, which the guard would meet."""
+    version = runpy.run_path(str(_torch_folder() / "version.py"))
     if version.get("cuda") or version.get("hip"):
         raise InputError(
             "a step is simulated with the CPU build of torch, and this is a build for GPUs. "
             "Install the CPU build in another environment (README, choosing a torch build)"
         )
+
+
+def _guard() -> ctypes.CDLL:
+    """Returns the compiled guard, which belongs to the installed torch alone.
+
+    Raises:
+        InputError: there is no compiler, or it fails.
+    """
+    home = _torch_folder()
+    about = repr((GUARD.read_bytes(), str(home), metadata.version("torch"))).encode()
+    library = CACHE.expanduser() / f"device_guard-{hashlib.sha256(about).hexdigest()[:16]}.so"
+    if not library.exists():
+        compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
+        if compiler is None:
+            names = ", ".join(COMPILERS)
+            raise InputError(f"a step can't be simulated: no C++ compiler was found ({names})")
+        library.parent.mkdir(parents=True, exist_ok=True)
+        part = library.with_suffix(f".{os.getpid()}.part")
+        flags = ("-O1", "-std=c++20", "-fPIC", "-shared", "-w", f"-I{home / 'include'}")
+        libraries = (f"-L{home / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{home / 'lib'}")
+        command = [compiler, *flags, str(GUARD), "-o", str(part), *libraries]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise InputError(f"a step can't be simulated: {done.stderr[:COMPLAINT]}")
+        part.replace(library)
+    return ctypes.CDLL(str(library))
+
+
+def _take_kernels_as_right() -> None:
+    """Kernels of a device that isn't there can't be tried."""
+    import torch
+
+    from hasten.parts.kernels import registry
+
+    module: Any = registry
+    usual = registry.figures_of
+
+    def figures_of(kernels: Sequence[Kernel], device: str, *sizes: Any, **more: Any) -> Any:
+        if torch.device(device).type != "cuda":
+            return usual(kernels, device, *sizes, **more)
+        proofs = {kernel.key: registry.Verdict() for kernel in kernels}
+        return registry.DeviceFigures(device, proofs=proofs)
+
+    module.figures_of = figures_of
 
 
 def _answer_for_cuda(device: SimulatedDevice, count: int) -> None:

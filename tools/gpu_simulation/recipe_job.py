@@ -21,11 +21,11 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from gpu_simulation.step import treats_alike
 from hasten.core.context import JobContext
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import Setup, prepare
-from hasten.measure.gpu_simulation.step import treats_alike
 from hasten.models.load import load_tokenizer, read_config
 from hasten.models.presets import PRESETS
 from hasten.parts.data.collate import TokenizedExample, tokenized_example

@@ -6,19 +6,17 @@ on nodes of eight, and whole models with other optimizers, have the mark ``long`
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 import warm
-from hasten.cli.main import app
+from gpu_simulation import __main__ as command
+from gpu_simulation.request import RankTrace, SimulatedTrace, traces
 from hasten.errors import InputError
-from hasten.measure.gpu_simulation.request import RankTrace, SimulatedTrace, traces
 from hasten.recipe.schema import Recipe
 from simulated_recipes import (
     LAYOUTS,
@@ -190,41 +188,33 @@ def test_a_recipe_that_cannot_train_there_is_refused_in_one_sentence(
     assert "\n" not in str(said)
 
 
-def test_a_command_prints_and_keeps_what_was_counted(
+def test_the_command_prints_what_was_counted(
     answers: dict[str, SimulatedTrace | InputError],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """``hasten profile --simulate``, with the trace of a recipe in the place of a process."""
+    """``python tools/gpu_simulation``, with the trace of a recipe in the place of a process."""
     asked: list[str] = []
 
     def traces_of(recipes: list[Recipe], device: str) -> list[SimulatedTrace | InputError]:
         asked.extend([device, *(recipe.model for recipe in recipes)])
         return [answers["full"]]
 
-    monkeypatch.setattr("hasten.measure.gpu_simulation.request.traces", traces_of)
+    monkeypatch.setattr(command, "traces", traces_of)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(toy(tmp_path / "model").to_yaml())
-    words = ["profile", str(recipe), "--simulate", "h100", "-o", str(tmp_path / "out")]
-    result = CliRunner().invoke(app, words, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    assert asked == ["h100", str(tmp_path / "model")]
-    first, *_, last = result.output.strip().splitlines()
+    command.main([str(recipe), "--device", "h200"])
+    assert asked == ["h200", str(tmp_path / "model")]
+    printed = capsys.readouterr().out
+    first, *_, last = printed.strip().splitlines()
     assert "by simulation, h100" in first
     assert "counted without a GPU, nothing was measured" in first
     assert last.startswith("assumed: products at ")
     assert "TFLOP/s in bf16" in last
     assert "upper bound" in last
     for word in ("forward", "backward", "optimizer", "syncs", "peak", "scaled_dot_product"):
-        assert word in result.output
-    found = json.loads((tmp_path / "out" / "simulation.json").read_text())
-    assert found["kind"] == "hasten simulation"
-    assert found["peak_bytes"] > found["between_steps_bytes"] > 0
-    assert found["parts"]["forward"]["syncs"] == 0
-    assert sum(row["launches"] for row in found["operators"].values()) == sum(
-        part["launches"] for part in found["parts"].values()
-    )
-    assert found["assumptions"]
+        assert word in printed
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from hasten.measure.gpu_simulation.roofline import ATTENTION, FP8, HALF, SINGLE, CallCost
+from gpu_simulation.roofline import ATTENTION, FP8, HALF, SINGLE, CallCost
 
 # No kernel: memory that is only reserved, or only looked at.
 FREE = frozenset(

@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed import fake_pg
 
+from gpu_simulation.recipe_job import SimulatedRecipe
+from gpu_simulation.roofline import SimulatedDevice
+from gpu_simulation.step import Traced, extrapolated, traced
+from gpu_simulation.tracer import Key, Tracer
 from hasten.launch.ranks import process_group, rank_environment
 from hasten.machine import environment, host
-from hasten.measure.gpu_simulation.recipe_job import SimulatedRecipe
-from hasten.measure.gpu_simulation.roofline import SimulatedDevice
-from hasten.measure.gpu_simulation.step import Traced, extrapolated, traced
-from hasten.measure.gpu_simulation.tracer import Key, Tracer
 from hasten.models.load import count_parameters, read_config
 from hasten.recipe.schema import recipe_from
 
