@@ -1,4 +1,4 @@
-"""Whole runs with compressed gradients, beside those of tests/contract/test_communication_exam."""
+"""Whole runs with compressed gradients; tests/contract/test_communication_contract has the rest."""
 
 from __future__ import annotations
 
