@@ -13,7 +13,7 @@ fail() {
 [[ "$version" =~ ^[0-9]+\.[0-9]+\.[0-9]+$ ]] || fail "'$version' is no version: write 0.2.0"
 [ -z "$(git status --porcelain)" ] || fail "the tree isn't clean: commit or remove what is there"
 grep -qx "version = \"$version\"" pyproject.toml || fail "pyproject.toml has another version"
-grep -qx "__version__ = \"$version\"" src/hasten/__init__.py || fail "__version__ is another"
+grep -qx "__version__ = \"$version\"" src/hasten/version.py || fail "__version__ is another"
 grep -q '^Repository = "https://' pyproject.toml ||
   fail "pyproject.toml has no address: set Repository under [project.urls]"
 grep -q "^## $version (20[0-9-]*)$" CHANGELOG.md ||

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hasten.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from peft import LoraConfig, get_peft_model
 
@@ -67,7 +69,6 @@ _HOMES = {
     "speed_up": "hasten.integrations.speed_up",
     "train": "hasten.training.run",
 }
-__version__ = "0.1.0"
 __all__ = [
     "AsyncPipeline",
     "CloudConfig",

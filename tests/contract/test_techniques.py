@@ -1,4 +1,4 @@
-"""The exam that every member of the catalogue takes, on every architecture."""
+"""The contract of every technique of the catalogue, on every architecture."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ from tiny import (
     tiny_model,
 )
 
-# Instances examined beside the defaults, where a setting takes another path through the code.
+# Instances tested beside the defaults, where a setting takes another path through the code.
 MORE: tuple[Technique, ...] = (
     GradientAccumulation(micro_batch_size=3),
     GradientAccumulation(micro_batch_tokens=60),
@@ -76,7 +76,7 @@ MORE: tuple[Technique, ...] = (
     LoRA(base="nf4"),
     LoRA(dora=True),
 )
-# What needs special hardware, or minutes of a compiler, is examined as it can be anywhere; what
+# What needs special hardware, or minutes of a compiler, is tested as it can be anywhere; what
 # would leave so small a job as it is, as it acts there.
 ANYWHERE: dict[type[Technique], Technique] = {
     AdaptiveBatch: AdaptiveBatch(initial_size=2),
@@ -89,11 +89,11 @@ ANYWHERE: dict[type[Technique], Technique] = {
     Compiled: Compiled(bucket=64, share=1.0, backend="aot_eager"),
 }
 INSTANCES = (*(ANYWHERE.get(kind) or kind() for kind in CATALOGUE), *MORE)
-# A technique that shows nothing alone is examined on top of another one.
+# A technique that shows nothing alone is tested on top of another one.
 ON_TOP_OF = {DocumentAttention: (Packed(),)}
 # To be ahead, or to group what is alike, takes an epoch of several steps.
 SIZES = {"prefetched": {"batch": 1, "steps": 8}, "length_grouped": {"batch": 2, "steps": 12}}
-# What is for models with experts says so of the others, and is examined where it can work.
+# What is for models with experts says so of the others, and is tested where it can work.
 HOME: dict[type[Technique], str] = dict.fromkeys(
     (BalancedRouting, ExpertsImplementation, ExpertParallel), "deepseek_v3"
 )

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hasten.core.job import MicroBatch, WorkCounts
-from hasten.core.layout import OneProcess
-from hasten.core.setup import NoCompression, RankSync, Setup, SumsEachStep
+from hasten.core.layout import NoCompression, OneProcess
+from hasten.core.setup import RankSync, Setup, SumsEachStep
 from hasten.core.slot import Slot
 from hasten.core.step import PlainEngine
 from hasten.core.technique import EffectCheck, Fidelity, Technique

@@ -1,4 +1,4 @@
-"""Whole runs with compressed gradients, beside those of tests/contract/test_communication_exam."""
+"""Whole runs with compressed gradients; tests/contract/test_communication_contract has the rest."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hasten.core.layout import NoCompression
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
-from hasten.core.setup import NoCompression, prepare
+from hasten.core.setup import prepare
 from hasten.core.state import restore, state_of
 from hasten.core.step import training
 from hasten.core.technique import Technique

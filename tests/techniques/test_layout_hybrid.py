@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hasten.core.setup import NoCompression
+from hasten.core.layout import NoCompression
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World

@@ -63,7 +63,7 @@ def repository(tmp_path: Path) -> Path:
     shutil.copy(ROOT / "scripts/release.sh", tmp_path / "scripts")
     project = 'version = "1.2.3"\n[project.urls]\nRepository = "https://example.org/x"\n'
     (tmp_path / "pyproject.toml").write_text(project)
-    (tmp_path / "src/hasten/__init__.py").write_text('__version__ = "1.2.3"\n')
+    (tmp_path / "src/hasten/version.py").write_text('__version__ = "1.2.3"\n')
     (tmp_path / "CHANGELOG.md").write_text("## 1.2.3 (2026-11-21)\n")
     (tmp_path / "Makefile").write_text("lint test:\n\t@echo checks >&2; exit 1\n")
     who = ("-c", "user.name=x", "-c", "user.email=x@y")

@@ -16,7 +16,6 @@ from typing import Annotated, Any
 
 import typer
 
-import hasten
 from hasten.cli.chat import chat
 from hasten.cli.check import check
 from hasten.cli.checkpoint import app as checkpoint
@@ -42,6 +41,7 @@ from hasten.cli.verify import verify
 from hasten.errors import InputError, SameOnAllRanksError, StoppedError
 from hasten.machine.environment import use_defaults, world
 from hasten.machine.signals import report_stop
+from hasten.version import __version__
 
 
 def _leave(code: int | None, **_: Any) -> None:
@@ -62,7 +62,7 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        say(f"hasten {hasten.__version__}")
+        say(f"hasten {__version__}")
         raise typer.Exit
 
 

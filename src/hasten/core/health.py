@@ -24,21 +24,19 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hasten.core.job import StepBatch
 from hasten.core.layout import rank_rows
+from hasten.core.setup import Session
 from hasten.core.timing import StepMetrics
 from hasten.errors import InputError, StoppedError
 from hasten.machine import host
 from hasten.machine.processes import LoadMeter
 from hasten.machine.threads import IdleThreads
-
-if TYPE_CHECKING:
-    from hasten.core.session import Session
 
 MAX_SKIPPED = 10  # steps in a row without finite gradients, after which a run is lost
 PIECES, PIECE_BITS = 4, 16  # a fingerprint travels in numbers that float64 adds exactly

@@ -10,17 +10,14 @@ import math
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hasten.errors import InputError
 from hasten.machine import host
-
-if TYPE_CHECKING:
-    from hasten.core.setup import Routing
 
 # A micro-batch is one forward and backward pass; a step batch is all of them on this rank.
 #
@@ -321,6 +318,28 @@ class Stop:
         return (self.steps is not None and steps >= self.steps) or (
             self.tokens is not None and tokens >= self.tokens
         )
+
+
+class Routing(Protocol):
+    """ROUTING: how tokens are balanced over experts."""
+
+    def prepare(self, model: nn.Module) -> None:
+        """Look at the fresh model's routers, before anything replaces modules."""
+        return
+
+    def forward(self, module: nn.Module, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """The forward pass of a micro-batch: (loss summed over trained tokens, their number)."""
+
+    def after_update(self, total: Callable[[Tensor], Tensor]) -> None:
+        """The weights have moved; ``total`` sums a float64 tensor on the host over all ranks."""
+        return
+
+    def discard(self) -> None:
+        """The passes since the last update don't count."""
+        return
+
+    def load_ratio(self) -> float | None:
+        """The busiest expert's load / the mean in the last step, over layers; None: unknown."""
 
 
 @dataclass(frozen=True)

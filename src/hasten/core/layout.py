@@ -18,8 +18,23 @@ from torch import Tensor, nn
 from hasten.core.timing import BACKWARD
 
 if TYPE_CHECKING:
-    from hasten.core.setup import Communication
     from hasten.machine.environment import World
+
+
+class Communication(Protocol):
+    """COMMUNICATION: what travels between ranks; three seams."""
+
+    def attach(self, module: nn.Module) -> None:
+        """Gradients ready: hook into the wrapped module."""
+        return
+
+    def before_update(self, parameters: Sequence[Tensor]) -> None:
+        """All gradients are there, the weights have not moved."""
+        return
+
+    def after_update(self, parameters: Sequence[Tensor]) -> None:
+        """The weights have moved (local steps average here)."""
+        return
 
 
 class Layout(Protocol):
@@ -156,6 +171,10 @@ class SplitsWeights(Protocol):
 
         All ranks call it.
         """
+
+
+class NoCompression(Communication):
+    """Gradients travel as they are."""
 
 
 class OneProcess(Layout):

@@ -1,8 +1,11 @@
-"""Setups: one field per slot. Techniques edit them; nothing runs until assembly.
+"""Setups and sessions: a run before it is built, and the run that was built.
 
-First come the protocols: what a run requires of each slot. A slot that the run can't do
+A setup has one field per slot. Techniques edit it, and nothing runs until assembly. First
+come the protocols: what a run requires of each slot. A slot that the run can't do
 without has a plain default. A slot that is None does nothing. Parts satisfy the
 protocols by structure, without inheritance.
+
+Protocols, setup and session name each other, so they share this file.
 """
 
 from __future__ import annotations
@@ -11,32 +14,35 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hasten.core.context import JobContext
-from hasten.core.health import SpikeWatch, StepChecks
 from hasten.core.job import (
     Collate,
     Job,
     MicroBatch,
     OptimizerFactory,
+    Routing,
     Sampler,
     ShuffledOrder,
     StepBatch,
     WorkCounts,
 )
-from hasten.core.layout import Layout, OneProcess, SplitsState, SplitsWeights
+from hasten.core.layout import (
+    Communication,
+    Layout,
+    NoCompression,
+    OneProcess,
+    SplitsState,
+    SplitsWeights,
+)
 from hasten.core.plan import Plan
-from hasten.core.timing import Clock, NoPhaseTimer, StepMetrics
+from hasten.core.timing import Clock, Meter, NoPhaseTimer, StepMetrics
 from hasten.errors import InputError
-
-if TYPE_CHECKING:
-    from hasten.core.session import Session
-    from hasten.core.step import Engine, EngineParts
 
 
 class Precision(Protocol):
@@ -72,22 +78,6 @@ class Precision(Protocol):
         return
 
 
-class Communication(Protocol):
-    """COMMUNICATION: what travels between ranks; three seams."""
-
-    def attach(self, module: nn.Module) -> None:
-        """Gradients ready: hook into the wrapped module."""
-        return
-
-    def before_update(self, parameters: Sequence[Tensor]) -> None:
-        """All gradients are there, the weights have not moved."""
-        return
-
-    def after_update(self, parameters: Sequence[Tensor]) -> None:
-        """The weights have moved (local steps average here)."""
-        return
-
-
 class Average(Protocol):
     """AVERAGE: a running average of the weights."""
 
@@ -101,28 +91,6 @@ class Average(Protocol):
     @property
     def replaces_model(self) -> bool:
         """Returns True if the average is saved as the model."""
-
-
-class Routing(Protocol):
-    """ROUTING: how tokens are balanced over experts."""
-
-    def prepare(self, model: nn.Module) -> None:
-        """Look at the fresh model's routers, before anything replaces modules."""
-        return
-
-    def forward(self, module: nn.Module, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """The forward pass of a micro-batch: (loss summed over trained tokens, their number)."""
-
-    def after_update(self, total: Callable[[Tensor], Tensor]) -> None:
-        """The weights have moved; ``total`` sums a float64 tensor on the host over all ranks."""
-        return
-
-    def discard(self) -> None:
-        """The passes since the last update don't count."""
-        return
-
-    def load_ratio(self) -> float | None:
-        """The busiest expert's load / the mean in the last step, over layers; None: unknown."""
 
 
 class LossScaling(Protocol):
@@ -172,6 +140,38 @@ class LiveTuner(Protocol):
         return
 
 
+class StepChecking(Protocol):
+    """Checks after each step; raises StoppedError if the run is lost."""
+
+    def given_up(self, loss_sum: float) -> None:
+        """A step moves nothing; ``loss_sum`` is this rank's."""
+
+    def after_step(self, session: Session, batch: StepBatch, metrics: StepMetrics) -> None:
+        """Checks a step that is done."""
+
+    def require_moved(self, session: Session) -> None:
+        """Checks a training that is done."""
+
+
+class SpikeReaction(Protocol):
+    """Reaction to a loss that rises sharply."""
+
+    rate: float  # factor of the learning rate
+
+    @property
+    def in_spike(self) -> bool:
+        """Returns True if the last losses are unusually high."""
+
+    def rollback_if_spike(self, session: Session, metrics: StepMetrics) -> bool:
+        """Checks a step; returns True if the session went back to an earlier one."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns its part of a checkpoint."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from its part of a checkpoint."""
+
+
 class GivenPrecision(Precision):
     """The number format the model came in; parameters are their own true weights."""
 
@@ -186,10 +186,6 @@ class GivenPrecision(Precision):
 
     def parameters(self) -> list[Tensor]:
         return self._parameters
-
-
-class NoCompression(Communication):
-    """Gradients travel as they are."""
 
 
 # What ranks tell each other in a step beside gradients, and the default: everything, at once.
@@ -251,11 +247,53 @@ class SumsEachStep(RankSync):
         return []
 
 
+# The engine: three verbs that turn micro-batches into updated weights.
+
+
+class StepNumbers(NamedTuple):
+    """Numbers that the host needs before the weights move.
+
+    Args:
+        norm: L2 norm of the gradients over all ranks.
+        loss_sum: sum of the loss on this rank.
+        finite: norm and loss are finite on every rank.
+    """
+
+    norm: float
+    loss_sum: float
+    finite: bool
+
+
+class Engine(Protocol):
+    """Three verbs, in this order, once per step."""
+
+    def gradients(self, micro_batches: Sequence[MicroBatch], denominator: float) -> Tensor:
+        """Gradients of (loss summed over all ranks / denominator); returns this rank's loss sum."""
+
+    def norm(self, loss_sum: Tensor) -> StepNumbers:
+        """The step's numbers on the host; ``loss_sum`` is what ``gradients`` returned."""
+
+    def update(self, rate_factor: float) -> None:
+        """Clips, moves the weights at ``rate_factor`` x peak learning rate, clears gradients."""
+
+    def zero_grad(self) -> None:
+        """Clears the gradients without an update, after a step that wasn't finite."""
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """Objects from which an engine is built, wrapped and on their devices."""
+
+    setup: Setup
+    module: nn.Module  # maps a micro-batch's inputs to (loss sum, count)
+    optimizer: Optimizer
+
+
 # The setup.
 
 Edit = Callable[[nn.Module], None]
 MicroBatchSplit = Callable[[Sequence[Any]], list[list[Any]]]
-RunPasses = Callable[["Engine", StepBatch], tuple[Tensor, StepBatch]]
+RunPasses = Callable[[Engine, StepBatch], tuple[Tensor, StepBatch]]
 Feed = Callable[[Iterator[tuple[MicroBatch, ...]], str], Iterator[tuple[MicroBatch, ...]]]
 
 
@@ -314,8 +352,8 @@ class Setup:
     allocator: Callable[[], None] = lambda: None
     engine: Callable[[EngineParts], Engine] | None = None  # a LAYOUT may bring its own
     clock: Clock = field(default_factory=NoPhaseTimer)  # counts what a step's time goes into
-    step_checks: StepChecks = field(default_factory=StepChecks)  # what each step is checked for
-    spike_policy: SpikeWatch | None = None  # what follows from a loss that rises
+    step_checks: StepChecking = field(init=False)  # set by ``assemble``
+    spike_policy: SpikeReaction | None = None
     live_tuner: LiveTuner | None = None  # changes settings between two steps
 
     @property
@@ -331,6 +369,94 @@ class Setup:
             if isinstance(self.communication, RankSync)
             else SumsEachStep(self.layout)
         )
+
+
+# The session: a run that has been built.
+
+
+@dataclass
+class Progress:
+    """How far a run is; what a checkpoint needs to find its place in the data."""
+
+    step: int = 0
+    epoch: int = 0
+    step_in_epoch: int = 0
+    tokens: int = 0
+    positions: int = 0
+    micro_batches: int = 0  # passes on this rank
+    trained_tokens: int = 0
+    examples: int = 0
+
+
+SUMMED = ("tokens", "positions", "trained_tokens", "examples")  # of progress, over all ranks
+
+
+@dataclass
+class Session:
+    """A run's live objects.
+
+    ``model`` is what gets saved, ``loss_module`` maps a micro-batch to (sum, count), ``module`` is
+    that as the layout wrapped it.
+    """
+
+    setup: Setup
+    model: nn.Module
+    loss_module: nn.Module
+    module: nn.Module
+    optimizer: Optimizer
+    engine: Engine
+    startup_seconds: dict[str, float]
+    progress: Progress = field(default_factory=Progress)
+    stop_requested: bool = False
+    stop_reason: str = "interrupted"  # of such a request, for the run's summary
+    preempted: bool = False  # this machine goes away: what can wait is left out
+    is_trained: bool = False  # no further step follows
+    meter: Meter = field(default_factory=Meter)
+    changes: list[str] = field(default_factory=list)  # since the checkpoint that it goes on from
+
+    @property
+    def has_checkpoints(self) -> bool:
+        """Returns True if CHECKPOINT may write."""
+        return self.setup.checkpoint is not None
+
+    def resume(self, path: Path | None = None) -> Path | None:
+        """Resumes from the newest saved state, or from that of ``path``; its path, or None.
+
+        Raises:
+            InputError: the state can't be read, or is of another run.
+        """
+        if self.setup.checkpoint is not None:
+            return self.setup.checkpoint.resume(self, path)
+        if path is not None:
+            raise InputError(
+                f"resume: {path} needs checkpoints in the plan, or checkpoint_every, to be read"
+            )
+        return None
+
+    def synchronize(self) -> None:
+        """Weights and progress of all ranks are the same after it; every rank calls it."""
+        if not self.setup.rank_sync.diverged:
+            return
+        self.setup.rank_sync.synchronize()
+        # Each rank has counted its own work times the number of ranks: the mean is the truth.
+        counts = torch.tensor([getattr(self.progress, n) for n in SUMMED], dtype=torch.float64)
+        for name, total in zip(
+            SUMMED, self.setup.layout.all_reduce_data(counts).tolist(), strict=True
+        ):
+            setattr(self.progress, name, round(total / self.setup.layout.data_size))
+
+    def finish(self) -> nn.Module:
+        """End of training: the model with its true weights, ready to be saved."""
+        self.synchronize()
+        self.setup.precision.finish(self.loss_module)
+        return self.model
+
+    def versions(self) -> Iterator[str]:
+        """After ``finish``: what AVERAGE has to save, weights in place while each name is out."""
+        if self.setup.average is None:
+            return iter([""])
+        weights = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return self.setup.average.versions(weights)
 
 
 def prepare(job: Job, plan: Plan, context: JobContext, folder: Path | None = None) -> Setup:

@@ -25,16 +25,16 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from dataclasses import replace
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from hasten.core.health import NotFiniteError
-from hasten.core.job import MicroBatch, StepBatch, WorkCounts
+from hasten.core.job import MicroBatch, Routing, StepBatch, WorkCounts
 from hasten.core.layout import MeasuresExchange, gradients_of, rank_rows
+from hasten.core.setup import EngineParts, RankSync, Session, Setup, StepNumbers
 from hasten.core.timing import (
     BACKWARD,
     BETWEEN,
@@ -49,10 +49,6 @@ from hasten.core.timing import (
 from hasten.errors import InputError
 from hasten.machine import host
 from hasten.machine.processes import running_time
-
-if TYPE_CHECKING:
-    from hasten.core.session import Session
-    from hasten.core.setup import RankSync, Routing, Setup
 
 __all__ = ["NotFiniteError", "StepMetrics", "train_step", "training"]
 
@@ -278,45 +274,6 @@ def _note(
 # The plain one runs the full model in this process, replicated or not.
 
 Sums = tuple[Tensor, Tensor]  # of the loss, and the number of trained tokens
-
-
-class StepNumbers(NamedTuple):
-    """Numbers that the host needs before the weights move.
-
-    Args:
-        norm: L2 norm of the gradients over all ranks.
-        loss_sum: sum of the loss on this rank.
-        finite: norm and loss are finite on every rank.
-    """
-
-    norm: float
-    loss_sum: float
-    finite: bool
-
-
-class Engine(Protocol):
-    """Three verbs, in this order, once per step."""
-
-    def gradients(self, micro_batches: Sequence[MicroBatch], denominator: float) -> Tensor:
-        """Gradients of (loss summed over all ranks / denominator); returns this rank's loss sum."""
-
-    def norm(self, loss_sum: Tensor) -> StepNumbers:
-        """The step's numbers on the host; ``loss_sum`` is what ``gradients`` returned."""
-
-    def update(self, rate_factor: float) -> None:
-        """Clips, moves the weights at ``rate_factor`` x peak learning rate, clears gradients."""
-
-    def zero_grad(self) -> None:
-        """Clears the gradients without an update, after a step that wasn't finite."""
-
-
-@dataclass(frozen=True)
-class EngineParts:
-    """Objects from which an engine is built, wrapped and on their devices."""
-
-    setup: Setup
-    module: nn.Module  # maps a micro-batch's inputs to (loss sum, count)
-    optimizer: Optimizer
 
 
 @runtime_checkable

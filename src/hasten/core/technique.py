@@ -20,8 +20,6 @@ from hasten.core.slot import Slot
 
 if TYPE_CHECKING:
     from hasten.core.context import JobContext
-    from hasten.core.session import Session
-    from hasten.core.setup import Setup
     from hasten.machine.gain import Gain
 
 # Settings that may change between two steps of a run.
@@ -150,7 +148,12 @@ def setting(
 
 
 class Technique(ABC):
-    """One technique of the catalogue: a final frozen dataclass; abstract bases may share code."""
+    """One technique of the catalogue: a final frozen dataclass; abstract bases may share code.
+
+    ``setup`` is a :class:`~hasten.core.setup.Setup` and ``session`` a
+    :class:`~hasten.core.setup.Session`. Both hold a plan of techniques, so this file can't import
+    them; techniques annotate them.
+    """
 
     slot: ClassVar[Slot]
     # For `plan: auto`. "usual": in the initial plan if it is supported. "try": only if a
@@ -182,7 +185,7 @@ class Technique(ABC):
         return ()
 
     @abstractmethod
-    def apply(self, setup: Setup) -> None:
+    def apply(self, setup: Any) -> None:
         """Sets the field of its slot in the setup; nothing runs yet."""
 
     def environment(self, context: JobContext) -> Mapping[str, str]:
@@ -202,10 +205,10 @@ class Technique(ABC):
         return None
 
     @abstractmethod
-    def check_effect(self, session: Session) -> EffectCheck:
+    def check_effect(self, session: Any) -> EffectCheck:
         """Returns the effect of this technique in this session, after at least one step."""
 
-    def live_settings(self, session: Session) -> tuple[LiveSetting, ...]:
+    def live_settings(self, session: Any) -> tuple[LiveSetting, ...]:
         """Returns the settings that may change between two steps of this running session."""
         return ()
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from hasten.core.context import JobContext
 from hasten.core.job import WorkCounts
-from hasten.core.layout import CommTiming
+from hasten.core.layout import CommTiming, Communication
 from hasten.core.session import Session
-from hasten.core.setup import Communication, Setup
+from hasten.core.setup import Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob, setting
 from hasten.errors import InputError

@@ -8,8 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.core.layout import CommTiming
-from hasten.core.setup import Communication, NoCompression
+from hasten.core.layout import CommTiming, Communication, NoCompression
 from hasten.core.timing import OPTIMIZER
 from hasten.errors import InputError, as_input_error
 from hasten.parts.distributed.ddp import ring_bytes, under_way, watch_reducer

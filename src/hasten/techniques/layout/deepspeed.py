@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from hasten.core.context import JobContext
 from hasten.core.job import MicroBatch
 from hasten.core.session import Session
-from hasten.core.setup import Setup
+from hasten.core.setup import EngineParts, Setup, StepNumbers
 from hasten.core.slot import Slot
-from hasten.core.step import EngineParts, StepNumbers, all_finite, forward_of
+from hasten.core.step import all_finite, forward_of
 from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob, setting
 from hasten.core.timing import BACKWARD, COMMUNICATION, FORWARD, OPTIMIZER
 from hasten.errors import InputError, as_input_error

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.core.context import JobContext
-from hasten.core.layout import total_norm
+from hasten.core.layout import Communication, NoCompression, total_norm
 from hasten.core.session import Session
-from hasten.core.setup import Communication, NoCompression, RankSync, Setup
+from hasten.core.setup import RankSync, Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob, setting
 from hasten.errors import InputError, as_input_error

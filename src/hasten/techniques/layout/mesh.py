@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hasten.core.layout import CommTiming
-from hasten.core.setup import Communication, GivenPrecision, NoCompression, Setup
+from hasten.core.layout import CommTiming, Communication, NoCompression
+from hasten.core.setup import GivenPrecision, Setup
 from hasten.core.slot import Slot
 from hasten.errors import InputError, as_input_error
 from hasten.machine.lazy_torch import is_dtensor

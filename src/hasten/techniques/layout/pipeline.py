@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from hasten.core.context import JobContext
 from hasten.core.job import MicroBatch, WorkCounts
 from hasten.core.session import Session
-from hasten.core.setup import Setup
+from hasten.core.setup import EngineParts, Setup
 from hasten.core.slot import Slot
-from hasten.core.step import EngineParts, PlainEngine, forward_of
+from hasten.core.step import PlainEngine, forward_of
 from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob, setting
 from hasten.errors import InputError, as_input_error
 from hasten.models.memory import ADAMW_FLOAT32

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.core.layout import total_norm
-from hasten.core.setup import Communication, NoCompression, Setup, run_once
+from hasten.core.layout import Communication, NoCompression, total_norm
+from hasten.core.setup import Setup, run_once
 from hasten.core.state import order_of
 from hasten.errors import InputError, as_input_error
 from hasten.parts.comm.groups import gathered_objects

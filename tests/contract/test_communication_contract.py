@@ -1,6 +1,4 @@
-"""The exam that every communication takes on two ranks, and those with a memory of their own on
-four.
-"""
+"""The contract of every communication on two ranks; those with a memory of their own, on four."""
 
 from __future__ import annotations
 
@@ -91,18 +89,18 @@ ALL_ON_FOUR = dict.fromkeys(ON_FOUR, tuple(CASES))
 
 
 def on_two(world: World) -> dict[str, Any]:
-    return exam(world, USUAL)
+    return checked_contract(world, USUAL)
 
 
 def rest_on_two(world: World) -> dict[str, Any]:
-    return exam(world, REST)
+    return checked_contract(world, REST)
 
 
 def on_four(world: World) -> dict[str, Any]:
-    return exam(world, ALL_ON_FOUR)
+    return checked_contract(world, ALL_ON_FOUR)
 
 
-def exam(world: World, cases_of: dict[str, tuple[str, ...]]) -> dict[str, Any]:
+def checked_contract(world: World, cases_of: dict[str, tuple[str, ...]]) -> dict[str, Any]:
     # Two hosts of as many ranks, or of one each.
     collectives.host_name = lambda: f"host-{world.rank % 2}"
     return {
