@@ -57,7 +57,7 @@ class Idles(PlantedTechnique):
 class Gains(PlantedTechnique):
     """Its plan is spared the burden."""
 
-    slot = Slot.THREADS
+    slot = Slot.COLLATE
     auto = "try"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -61,17 +60,18 @@ def test_progress_reaches_its_end_and_never_goes_back() -> None:
 
 
 def test_a_rate_is_two_operations_per_element_over_the_time_of_one_product() -> None:
-    now = 0.0
+    now, step = 0.0, 0.25
 
     def product() -> None:
         nonlocal now
-        now += 0.25
+        now += step
 
-    spent = benchmark._samples(product, "cpu", 1.0, expected=0.25, clock=lambda: now)
-    assert set(spent) == {0.25}
-    assert len(spent) == 4
-    short = benchmark._samples(product, "cpu", 0.0, expected=0.001, clock=lambda: now)
-    assert short == [0.25] * benchmark.FEWEST  # five products timed at once, one's time given
+    assert benchmark._samples(product, "cpu", 1.0, clock=lambda: now) == [0.25] * 4
+    assert now == 0.25 * (2 + 4)  # two products warm up
+    now, step = 0.0, 0.001
+    short = benchmark._samples(product, "cpu", 0.0, clock=lambda: now)
+    assert short == pytest.approx([step] * benchmark.FEWEST)  # the time of one product
+    assert now == pytest.approx(step * (2 + 5 * benchmark.FEWEST))  # five are timed at once
 
 
 def test_the_precision_of_products_is_as_before_afterwards() -> None:
@@ -91,21 +91,7 @@ def test_a_format_the_chip_lacks_is_skipped_with_torch_s_reason(
     found = measure(dtypes=["bf16"], seconds=0.1, memory_bytes=1 << 26)
     assert found.products == ()
     assert found.best() is None
-    assert found.skipped == ("bf16: no such kernel",)
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"dtypes": ["int4"]}, "'int4' is no number format; give fp32, bf16"),
-        ({"dtypes": ["tf32"]}, "tf32 isn't measured on a processor, only fp32, bf16"),
-        ({"seconds": 0.0}, "the time to measure is 0.0 s"),
-        ({"seconds": math.nan}, "the time to measure is nan s"),
-    ],
-)
-def test_a_wrong_wish_is_refused_in_a_sentence(asked: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        measure(**asked)
+    assert found.skipped == ("bf16 256x256 by 256x256: no such kernel",)
 
 
 positive = st.floats(1e3, 1e16)
@@ -149,14 +135,6 @@ def test_rates_come_back_from_json_as_they_were(
 def test_something_else_is_no_measurement(broken: Any) -> None:
     with pytest.raises(ValueError, match="hasten env --bench -o"):
         MachineRates.from_dict(broken)
-
-
-@pytest.mark.parametrize("nonsense", [0, -1.0, math.inf, math.nan])
-def test_an_edited_rate_is_refused(rates: MachineRates, nonsense: float) -> None:
-    found = json.loads(json.dumps(rates.to_dict()))
-    found["products"][0]["best"] = nonsense
-    with pytest.raises(ValueError, match="not a positive number"):
-        MachineRates.from_dict(found)
 
 
 @pytest.mark.parametrize(
@@ -232,20 +210,19 @@ def test_rates_are_positive_and_nothing_is_left(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_stays_in_memory_has_no_rate_of_reading(
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="needs Linux")
+def test_a_file_that_can_only_be_read_through_memory_has_no_rate_of_reading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(benchmark, "_resident", lambda handle, size: 1.0)
+    usual = os.open
+
+    def refuses(path: str, flags: int, *mode: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return usual(path, flags, *mode)
+
+    monkeypatch.setattr(benchmark.os, "open", refuses)
     assert measure_disk(tmp_path, PIECE).read is None
-
-
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="needs Linux")
-def test_pages_in_memory_are_counted(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"x" * PIECE)
-    with path.open("r+b") as file:
-        file.read()
-        assert benchmark._resident(file.fileno(), PIECE) > 0.9
 
 
 def test_a_folder_that_takes_no_file_is_refused_in_one_sentence(tmp_path: Path) -> None:
@@ -255,10 +232,10 @@ def test_a_folder_that_takes_no_file_is_refused_in_one_sentence(tmp_path: Path) 
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(handle: int, data: Any) -> int:
+    def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(benchmark.os, "write", full)
+    monkeypatch.setattr(benchmark.os, "fsync", full)
     with pytest.raises(ValueError, match="No space left"):
         measure_disk(tmp_path, PIECE)
     monkeypatch.undo()

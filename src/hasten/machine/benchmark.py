@@ -15,19 +15,20 @@ from __future__ import annotations
 import contextlib
 import datetime
 import math
+import mmap
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+PROBE = (256, 256, 256)
 SIDES = (512, 1024, 2048, 4096, 8192)
 # (m, n, k): tokens x outputs x inputs of the up and down projections of a small and a 7 B model
 LAYERS = ((4096, 1376, 512), (4096, 512, 1376), (4096, 11008, 4096), (4096, 4096, 11008))
@@ -43,7 +44,6 @@ CEILING_DTYPES = ("bf16", "fp16", "tf32", "fp32")  # fp8 apart: training in bf16
 FEWEST, MOST = 3, 50  # repeats of one shape
 SAMPLE_SECONDS = 0.005  # shorter products are timed several at once
 COPIED = 1 << 29  # bytes; far more than caches hold
-Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class ProductRate:
 
 @dataclass(frozen=True)
 class CopyRate:
-    """One way of bytes in bytes per second; a copy within memory counts its reads and writes."""
+    """Rate of one kind of copy in bytes/s; a copy within memory counts its reads and writes."""
 
     way: str
     size: int
@@ -97,21 +97,16 @@ class MachineRates:
         """Returns the object from the result of ``to_dict``, also after JSON.
 
         Raises:
-            ValueError: it is something else, or was edited into invalid values.
+            ValueError: it is something else.
         """
         try:
-            values = {k: v for k, v in entry.items() if k != "kind"}
+            values = {key: value for key, value in entry.items() if key != "kind"}
             values["products"] = tuple(ProductRate(**p) for p in values["products"])
             values["copies"] = tuple(CopyRate(**c) for c in values["copies"])
             values["skipped"] = tuple(values["skipped"])
-            rates = cls(**values)
-            figures = [p.best for p in rates.products] + [c.best for c in rates.copies]
-            sound = all(0 < figure < math.inf for figure in figures)
+            return cls(**values)
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError("it doesn't hold what `hasten env --bench -o` writes") from error
-        if not sound:
-            raise ValueError("a rate in it is not a positive number")
-        return rates
 
 
 def measure(
@@ -122,29 +117,21 @@ def measure(
     memory_bytes: int = 1 << 32,
     on_progress: Callable[[str, float], None] = lambda what, share: None,
 ) -> MachineRates:
-    """Measure products and copies in about ``seconds``, using a quarter of the memory at most.
-
-    Raises:
-        ValueError: an unknown format, one that the device doesn't have, or no time.
-    """
-    dtypes = checked_dtypes(device, dtypes)
-    if not 0.1 <= seconds <= 3600:
-        raise ValueError(f"the time to measure is {seconds} s; give 0.1 to 3600")
+    """Measure products and copies in about ``seconds``, using a quarter of the memory at most."""
+    dtypes = dtypes or (ON_CPU if device == "cpu" else tuple(DTYPES))
     began = time.perf_counter()
     products: list[ProductRate] = []
     copies: list[CopyRate] = []
     skipped: list[str] = []
     for number, dtype in enumerate(dtypes):
-        share = 0.8 * number / len(dtypes)
-        on_progress(f"products in {dtype}", share)
+        on_progress(f"products in {dtype}", 0.8 * number / len(dtypes))
         until = time.perf_counter() + 0.8 * seconds / len(dtypes)
         products += _products(device, dtype, until, memory_bytes // 4, skipped)
-    ways = _ways(device, memory_bytes // 4)
-    for number, (way, (size, act)) in enumerate(ways.items()):
-        on_progress(way, 0.8 + 0.2 * number / len(ways))
-        spent = _samples(act, device, 0.2 * seconds / len(ways), 0.0)
-        best, median = min(spent), statistics.median(spent)
-        copies.append(CopyRate(way, size, size / best, size / median, len(spent)))
+    transfers = _transfers(device, memory_bytes // 4)
+    for number, (name, (size, act)) in enumerate(transfers.items()):
+        on_progress(name, 0.8 + 0.2 * number / len(transfers))
+        spent = _samples(act, device, 0.2 * seconds / len(transfers))
+        copies.append(CopyRate(name, size, *_rates(size, spent)))
     on_progress("done", 1.0)
     return MachineRates(
         device=device,
@@ -159,48 +146,31 @@ def measure(
     )
 
 
-def checked_dtypes(device: str, dtypes: Sequence[str] | None) -> tuple[str, ...]:
-    """The formats to measure; all that the device may have where none is named."""
-    supported = ON_CPU if device == "cpu" else tuple(DTYPES)
-    for name in dtypes or ():
-        if name not in DTYPES:
-            raise ValueError(f"{name!r} is no number format; give {', '.join(DTYPES)}")
-        if name not in supported:
-            raise ValueError(f"{name} isn't measured on a processor, only {', '.join(supported)}")
-    return tuple(dict.fromkeys(dtypes or supported))
-
-
 def _products(
     device: str, dtype: str, until: float, memory: int, skipped: list[str]
 ) -> Iterator[ProductRate]:
     """The rates of one format, small shapes first, each with its part of the time that is left."""
-    shapes = sorted([*((s, s, s) for s in SIDES), *LAYERS], key=math.prod)
-    try:
-        with _precision(dtype):
-            act = _product(device, dtype, (256, 256, 256))
-            rate = 2 * 256**3 / min(_samples(act, device, 0.05, 0.0))
-    except (RuntimeError, NotImplementedError) as error:  # torch's way to say: not on this chip
-        skipped.append(f"{dtype}: {str(error).splitlines()[0]:.120}")
-        return
+    shapes = [PROBE, *sorted([*((s, s, s) for s in SIDES), *LAYERS], key=math.prod)]
+    rate = math.inf
     for number, (m, n, k) in enumerate(shapes):
         name = f"{dtype} {m}x{k} by {k}x{n}"
         remaining = until - time.perf_counter()
-        expected = 2 * m * n * k / rate
         if (m * k + k * n + m * n) * 4 > memory:
             skipped.append(f"{name}: it takes more than a quarter of the memory")
-        elif (FEWEST + 1) * expected > remaining:
+        elif (FEWEST + 2) * 2 * m * n * k / rate > remaining:
             skipped.append(f"{name}: no time")
         else:
             try:
                 with _precision(dtype):
                     act = _product(device, dtype, (m, n, k))
-                    spent = _samples(act, device, remaining / (len(shapes) - number), expected)
-            except torch.OutOfMemoryError:
-                skipped.append(f"{name}: out of memory")
-                continue
-            rate = 2 * m * n * k / min(spent)
-            median = 2 * m * n * k / statistics.median(spent)
-            yield ProductRate(dtype, m, n, k, rate, median, len(spent))
+                    spent = _samples(act, device, remaining / (len(shapes) - number))
+            except (RuntimeError, NotImplementedError) as error:  # not on this chip, or no memory
+                skipped.append(f"{name}: {str(error).splitlines()[0]:.120}")
+                return
+            product = ProductRate(dtype, m, n, k, *_rates(2 * m * n * k, spent))
+            rate = product.best
+            if number:
+                yield product
 
 
 def _product(device: str, dtype: str, shape: tuple[int, int, int]) -> Callable[[], Any]:
@@ -229,26 +199,36 @@ def _precision(dtype: str) -> Iterator[None]:
 
 
 def _samples(
-    act: Callable[[], Any], device: str, seconds: float, expected: float, clock: Clock | None = None
+    act: Callable[[], Any],
+    device: str,
+    seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """Seconds of each repeat, the first left out; short acts are timed several at once."""
-    clock = clock or time.perf_counter
-    wait = (lambda: None) if device == "cpu" else partial(torch.accelerator.synchronize, device)
-    act()
-    wait()
-    together = min(math.ceil(SAMPLE_SECONDS / expected), 1000) if expected else 1
+    """Seconds of each repeat, the first two left out; short acts are timed several at once."""
+
+    def timed(count: int) -> float:
+        began = clock()
+        for _ in range(count):
+            act()
+        if device != "cpu":
+            torch.accelerator.synchronize(device)
+        return (clock() - began) / count
+
+    timed(1)
+    together = min(math.ceil(SAMPLE_SECONDS / max(timed(1), 1e-9)), 1000)
     samples: list[float] = []
     until = clock() + seconds
     while len(samples) < FEWEST or (clock() < until and len(samples) < MOST):
-        began = clock()
-        for _ in range(together):
-            act()
-        wait()
-        samples.append((clock() - began) / together)
+        samples.append(timed(together))
     return samples
 
 
-def _ways(device: str, memory: int) -> dict[str, tuple[int, Callable[[], Any]]]:
+def _rates(amount: int, spent: Sequence[float]) -> tuple[float, float, int]:
+    """Best and median rate of an amount, and the number of repeats."""
+    return amount / min(spent), amount / statistics.median(spent), len(spent)
+
+
+def _transfers(device: str, memory: int) -> dict[str, tuple[int, Callable[[], Any]]]:
     """Name -> (bytes that move, the act); a copy reads and writes."""
     size = min(COPIED, memory // 2) // 4 * 4
     one, other = (torch.ones(size // 4, device=device) for _ in range(2))
@@ -264,24 +244,18 @@ def _ways(device: str, memory: int) -> dict[str, tuple[int, Callable[[], Any]]]:
     return transfers
 
 
-# How fast a folder's disk writes and reads, measured with a file that is gone afterwards.
-#
-#   1. write: pieces of random bytes (a file system may compress others), one fsync at the end
-#   2. read: the same file, after its pages have been given back to the system (posix_fadvise), in
-#      pieces; where they can't be given back the rate would be the memory's, and is None
-#   3. flush: many small writes, each with an fsync, as a line that must survive has it
-#
-# A rate of a few hundred megabytes is that of a burst: a cache in the disk may make it faster than
-# a checkpoint of many gigabytes will find it.
-
 PIECE = 1 << 20
 FLUSHES = 16
-RESIDENT_SHARE = 0.05  # of the file still in memory: then the disk was hardly read
 
 
 @dataclass(frozen=True)
 class DiskSpeed:
-    """Bytes per second, and the median seconds of a small write that reaches the disk."""
+    """Bytes per second, and the median seconds of a small write that reaches the disk.
+
+    The rates are those of a burst: a cache in the disk may make it faster than for a checkpoint of
+    many gigabytes. ``read`` is None on a system without direct reads, because the rate would be
+    the memory's.
+    """
 
     path: str
     bytes: int
@@ -291,66 +265,43 @@ class DiskSpeed:
 
 
 def measure_disk(folder: Path, size: int = 64 << 20) -> DiskSpeed:
-    """Write, read and flush ``size`` bytes in the folder.
+    """Write, read and flush ``size`` random bytes (a file system may compress others) there.
 
     Raises:
         ValueError: the folder is not there, can't be written, or has no room.
     """
-    size = max(PIECE, size // PIECE * PIECE)
+    pieces = [os.urandom(PIECE) for _ in range(8)]
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".hasten-", buffering=0) as file:
-            handle = file.fileno()
-            pieces = [os.urandom(PIECE) for _ in range(8)]
             began = time.perf_counter()
             for index in range(size // PIECE):
-                os.write(handle, pieces[index % len(pieces)])
-            os.fsync(handle)
+                file.write(pieces[index % len(pieces)])
+            os.fsync(file.fileno())
             write = size / (time.perf_counter() - began)
-            read = _read(handle, size)
+            read_seconds = _read(file.name)
             flushes = []
             for _ in range(FLUSHES):
                 began = time.perf_counter()
-                os.write(handle, b"x" * 512)
-                os.fsync(handle)
+                file.write(b"x" * 512)
+                os.fsync(file.fileno())
                 flushes.append(time.perf_counter() - began)
     except OSError as error:
         raise ValueError(
             f"{folder}: its disk can't be measured ({error.strerror or error}); name a folder that "
             f"takes a file of {size >> 20} MiB"
         ) from error
-    read_rate = size / read if read else None
-    return DiskSpeed(str(folder), size, write, read_rate, statistics.median(flushes))
+    read = size / read_seconds if read_seconds else None
+    return DiskSpeed(str(folder), size, write, read, statistics.median(flushes))
 
 
-def _read(handle: int, size: int) -> float | None:
-    """Seconds, or None where the system keeps the file in memory."""
-    if not hasattr(os, "posix_fadvise"):
-        return None
-    os.posix_fadvise(handle, 0, size, os.POSIX_FADV_DONTNEED)
-    if _resident(handle, size) > RESIDENT_SHARE:
-        return None
-    began = time.perf_counter()
-    for offset in range(0, size, PIECE):
-        os.pread(handle, PIECE, offset)
-    return time.perf_counter() - began
-
-
-def _resident(handle: int, size: int) -> float:
-    """Which share of the file's pages is in memory (mincore(2)); 1 where that can't be asked."""
-    import ctypes
-    import mmap
-
+def _read(path: str) -> float | None:
+    """Seconds of reading the file past the system's memory (O_DIRECT); None if it can't be."""
     try:
-        library = ctypes.CDLL(None, use_errno=True)
-        mapped = mmap.mmap(handle, size, access=mmap.ACCESS_COPY)  # looked at, never written
-    except (OSError, ValueError):
-        return 1.0
-    with mapped:
-        pages = -(-size // mmap.PAGESIZE)
-        marks = (ctypes.c_ubyte * pages)()
-        start = ctypes.c_char.from_buffer(mapped)
-        wrong = library.mincore(
-            ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(size), marks
-        )
-        del start  # the map can't be closed while somebody points into it
-    return 1.0 if wrong else sum(mark & 1 for mark in marks) / pages
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except (AttributeError, OSError):
+        return None
+    with open(handle, "rb", buffering=0) as file, mmap.mmap(-1, PIECE) as piece:
+        began = time.perf_counter()
+        while file.readinto(piece):
+            pass
+        return time.perf_counter() - began
