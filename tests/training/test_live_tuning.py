@@ -6,6 +6,7 @@ import json
 import random
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from hasten.core.session import Session
 from hasten.core.technique import LiveSetting
+from hasten.core.timing import StepMetrics
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.recipe.schema import Recipe
@@ -222,11 +224,26 @@ PLAN = ["packed", {"gradient_accumulation": {"micro_batch_size": 2}}, "activatio
 
 
 def run(folder: Path, **changes: Any) -> tuple[dict[str, Any], list[str], Session]:
+    """Trains 16 steps; a step's seconds are computed: the larger the micro-batch, the fewer."""
     told: list[str] = []
     sessions: list[Session] = []
     values = small(folder, plan=PLAN, max_steps=16, global_batch_size=4, **changes)
-    recipe = Recipe(**values)
-    return train(recipe, tell=told.append, on_start=sessions.append), told, sessions[0]
+
+    def start(session: Session) -> None:
+        sessions.append(session)
+        tuner: Any = session.setup.live_tuner
+        if tuner is None:
+            return
+        after_step = tuner.after_step
+
+        def after_computed_seconds(metrics: StepMetrics) -> None:
+            live = [s for t in session.setup.plan for s in t.live_settings(session)]
+            size = {s.name: s.now() for s in live}["gradient_accumulation.micro_batch_size"]
+            after_step(replace(metrics, step_seconds=metrics.tokens / (1000 * size)))
+
+        tuner.after_step = after_computed_seconds
+
+    return train(Recipe(**values), tell=told.append, on_start=start), told, sessions[0]
 
 
 @pytest.mark.slow

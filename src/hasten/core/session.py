@@ -1,4 +1,4 @@
-"""Sessions: a session is a run that has been built, and ``assemble`` builds it.
+"""Sessions: a session is a run that has been built by ``assemble``.
 
 Only ``assemble`` contains the order of construction that PyTorch requires:
 
@@ -34,19 +34,19 @@ from hasten.errors import InputError, as_input_error
 
 @dataclass
 class Progress:
-    """How far a run is; what a checkpoint needs to find its place in the data."""
+    """How far a run is: all that a checkpoint needs to continue at the same example."""
 
     step: int = 0
     epoch: int = 0
     step_in_epoch: int = 0
     tokens: int = 0
     positions: int = 0
-    micro_batches: int = 0  # passes on this rank
+    micro_batches: int = 0  # number of passes on this rank
     trained_tokens: int = 0
     examples: int = 0
 
 
-SUMMED = ("tokens", "positions", "trained_tokens", "examples")  # of progress, over all ranks
+SUMMED = ("tokens", "positions", "trained_tokens", "examples")  # sum of progress over all ranks
 
 
 @dataclass
@@ -66,19 +66,19 @@ class Session:
     startup_seconds: dict[str, float]
     progress: Progress = field(default_factory=Progress)
     stop_requested: bool = False
-    stop_reason: str = "interrupted"  # of such a request, for the run's summary
-    preempted: bool = False  # this machine goes away: what can wait is left out
-    is_trained: bool = False  # no further step follows
+    stop_reason: str = "interrupted"  # reason of a requested stop, for the run's summary
+    preempted: bool = False  # the machine shuts down: evaluation and samples are left out
+    is_trained: bool = False  # True after the last step
     meter: Meter = field(default_factory=Meter)
-    changes: list[str] = field(default_factory=list)  # since the checkpoint that it goes on from
+    changes: list[str] = field(default_factory=list)  # permitted ones since its checkpoint
 
     @property
     def has_checkpoints(self) -> bool:
-        """Returns True if CHECKPOINT may write."""
+        """Returns True if the run can write checkpoints."""
         return self.setup.checkpoint is not None
 
     def resume(self, path: Path | None = None) -> Path | None:
-        """Resumes from the newest saved state, or from that of ``path``; its path, or None.
+        """Resumes from the newest saved state, or from ``path``; returns its path, or None.
 
         Raises:
             InputError: the state can't be read, or is of another run.
@@ -92,11 +92,11 @@ class Session:
         return None
 
     def synchronize(self) -> None:
-        """Weights and progress of all ranks are the same after it; every rank calls it."""
+        """Makes weights and progress equal on all ranks; every rank calls it."""
         if not self.setup.rank_sync.diverged:
             return
         self.setup.rank_sync.synchronize()
-        # Each rank has counted its own work times the number of ranks: the mean is the truth.
+        # Each rank multiplied its own work by the number of ranks, so the mean is the total.
         counts = torch.tensor([getattr(self.progress, n) for n in SUMMED], dtype=torch.float64)
         for name, total in zip(
             SUMMED, self.setup.layout.all_reduce_data(counts).tolist(), strict=True
@@ -104,13 +104,13 @@ class Session:
             setattr(self.progress, name, round(total / self.setup.layout.data_size))
 
     def finish(self) -> nn.Module:
-        """End of training: the model with its true weights, ready to be saved."""
+        """Ends the training: the model gets its true weights, ready to be saved."""
         self.synchronize()
         self.setup.precision.finish(self.loss_module)
         return self.model
 
     def versions(self) -> Iterator[str]:
-        """After ``finish``: what AVERAGE has to save, weights in place while each name is out."""
+        """After ``finish``: yields each version that AVERAGE saves, with its weights in place."""
         if self.setup.average is None:
             return iter([""])
         weights = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -118,7 +118,7 @@ class Session:
 
 
 def assemble(setup: Setup) -> Session:
-    """Build the run that a setup describes."""
+    """Builds the run that a setup describes."""
     job, layout = setup.job, setup.layout
     if setup.adapter is None or setup.loss is None or setup.optimizer is None:
         raise InputError("a setup comes from hasten.core.setup.prepare(job, plan, facts)")
@@ -126,7 +126,7 @@ def assemble(setup: Setup) -> Session:
     setup.allocator()
     torch.manual_seed(job.seed)
     began = time.perf_counter()
-    # Where this rank is sent its weights later, the same modules without any.
+    # If weights are sent to this rank later, it builds the same modules without memory.
     model = job.build_model() if layout.builds or job.skeleton is None else job.skeleton()
     model = setup.adapter(model)
     built = time.perf_counter()

@@ -43,17 +43,17 @@ class Precision(Protocol):
     """PRECISION: number format of weights and computation, and owner of the true weights."""
 
     def prepare(self, module: nn.Module) -> None:
-        """Bring the module into its working format, in place."""
+        """Converts the module to its working format, in place."""
         return
 
     def region(self) -> AbstractContextManager[Any]:
         """The context of every forward pass."""
 
     def attach_optimizer(self, optimizer: Optimizer) -> None:
-        """Make the optimizer update what this precision holds as the true weights."""
+        """Makes the optimizer update the true weights of this precision."""
 
     def before_backward(self, reduces: bool) -> None:
-        """Called before each backward pass; ``reduces``: its gradients go over the network."""
+        """Called before each backward pass; ``reduces``: its gradients are sent to other ranks."""
         return
 
     def accumulate_gradients(self) -> None:
@@ -61,30 +61,30 @@ class Precision(Protocol):
         return
 
     def parameters(self) -> list[Tensor]:
-        """The true weights, their ``.grad`` complete once all micro-batches are done."""
+        """Returns the true weights; ``.grad`` is complete after all micro-batches."""
 
     def update_model_weights(self) -> None:
         """Called after each update: working weights follow the true ones."""
         return
 
     def finish(self, module: nn.Module) -> None:
-        """Give the module its true weights back, for saving."""
+        """Writes the true weights into the module, for saving."""
         return
 
 
 class Communication(Protocol):
-    """COMMUNICATION: what travels between ranks; three seams."""
+    """COMMUNICATION: data that is sent between ranks, with three functions."""
 
     def attach(self, module: nn.Module) -> None:
-        """Gradients ready: hook into the wrapped module."""
+        """Hooks into the wrapped module to receive gradients."""
         return
 
     def before_update(self, parameters: Sequence[Tensor]) -> None:
-        """All gradients are there, the weights have not moved."""
+        """Called when all gradients are complete and the weights haven't moved."""
         return
 
     def after_update(self, parameters: Sequence[Tensor]) -> None:
-        """The weights have moved (local steps average here)."""
+        """Called after each update of the weights (local steps average here)."""
         return
 
 
@@ -92,11 +92,11 @@ class Average(Protocol):
     """AVERAGE: a running average of the weights."""
 
     def after_update(self, parameters: Sequence[Tensor]) -> None:
-        """The weights have moved."""
+        """Called after each update of the weights."""
         return
 
     def versions(self, parameters: Sequence[Tensor]) -> Iterator[str]:
-        """Suffixes of the folders to save, the weights in place while each is out."""
+        """Yields the suffixes of the folders to save; the model has that version's weights."""
 
     @property
     def replaces_model(self) -> bool:
@@ -104,39 +104,39 @@ class Average(Protocol):
 
 
 class Routing(Protocol):
-    """ROUTING: how tokens are balanced over experts."""
+    """ROUTING: balances tokens over experts."""
 
     def prepare(self, model: nn.Module) -> None:
-        """Look at the fresh model's routers, before anything replaces modules."""
+        """Reads the new model's routers, before other techniques replace modules."""
         return
 
     def forward(self, module: nn.Module, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """The forward pass of a micro-batch: (loss summed over trained tokens, their number)."""
+        """Runs a micro-batch's forward pass: (loss summed over trained tokens, their number)."""
 
     def after_update(self, total: Callable[[Tensor], Tensor]) -> None:
-        """The weights have moved; ``total`` sums a float64 tensor on the host over all ranks."""
+        """Called after each update; ``total`` sums a float64 tensor on the host over all ranks."""
         return
 
     def discard(self) -> None:
-        """The passes since the last update don't count."""
+        """Discards the passes since the last update."""
         return
 
     def load_ratio(self) -> float | None:
-        """The busiest expert's load / the mean in the last step, over layers; None: unknown."""
+        """The busiest expert's load / the mean of the last step over layers; None: unknown."""
 
 
 class LossScaling(Protocol):
-    """Belongs to PRECISION: what losses are multiplied by where gradients of fp16 would vanish."""
+    """Part of PRECISION: the factor of the loss that keeps small fp16 gradients above zero."""
 
     value: float
-    searching: bool  # the last step was given up to find the scale, which is no failure
+    searching: bool  # True if the last step was skipped to find the scale, which is no failure
 
     def unscale(self, gradients: Sequence[Tensor]) -> None:
-        """Divide the complete gradients of a step, in place."""
+        """Divides the complete gradients of a step, in place."""
         return
 
     def judge(self, finite: bool) -> None:
-        """Called after each norm with what all ranks agreed on."""
+        """Called after each norm; ``finite`` is the same on all ranks."""
         return
 
 
@@ -144,36 +144,37 @@ class Checkpointing(Protocol):
     """CHECKPOINT: called between two steps, never inside one."""
 
     def after_step(self, session: Session) -> None:
-        """A step is done."""
+        """Called after each step."""
         return
 
     def after_epoch(self, session: Session) -> None:
-        """An epoch is done, after its last step."""
+        """Called after the last step of an epoch."""
         return
 
     def resume(self, session: Session, path: Path | None = None) -> Path | None:
-        """Bring a fresh session to the newest saved state, or to that of ``path``; its path, or
-        None without one."""
+        """Loads the newest saved state, or that of ``path``, into a new session; its path."""
 
     def wait_for_writer(self) -> None:
-        """Until nothing is under way, before another process is measured on this machine."""
+        """Waits until no write is running, before another process is measured on this machine."""
         return
 
     def running(self, session: Session) -> AbstractContextManager[None]:
-        """Around all steps: what can't be written is refused before them, and what is under way
-        is done after them. A run that was asked to stop is saved."""
+        """Context around all steps: refuses unwritable folders, then completes writes.
+
+        A run that received a request to stop is saved at the end.
+        """
 
 
 class LiveTuner(Protocol):
     """Changes the settings of a run while it is running."""
 
     def after_step(self, metrics: StepMetrics) -> None:
-        """A step is done, the next one hasn't begun; called on every rank."""
+        """Called on every rank between two steps."""
         return
 
 
 class GivenPrecision(Precision):
-    """The number format the model came in; parameters are their own true weights."""
+    """The number format of the user's model; parameters are their own true weights."""
 
     def __init__(self) -> None:
         self._parameters: list[Tensor] = []
@@ -189,50 +190,48 @@ class GivenPrecision(Precision):
 
 
 class NoCompression(Communication):
-    """Gradients travel as they are."""
+    """Sends gradients unchanged."""
 
 
-# What ranks tell each other in a step beside gradients, and the default: everything, at once.
+# Numbers that ranks exchange in a step besides gradients. The default sums all of them at once.
 #
-# Where a communication method lets ranks train apart from each other (local steps), a step that
-# waited for such sums would be as slow as the link. Then a step goes by what its own rank knows,
-# times the number of ranks, and ``synchronize`` makes weights and counts of all ranks equal again:
-# before an evaluation, before a checkpoint, at the end.
+# A communication method may let ranks diverge (local steps). A step that waited for such sums would
+# be as slow as the link. So each rank uses its own numbers times the number of ranks.
+# ``synchronize`` makes weights and counts of all ranks equal again: before an evaluation, before a
+# checkpoint, at the end.
 
 
 @runtime_checkable
 class RankSync(Protocol):
-    """A communication method that is one too takes the place of the default."""
+    """Sums over ranks; a communication method with these functions replaces the default."""
 
     # ranks may differ in weights, optimizer state and progress until they are synchronized
     diverged: bool
 
     def counts(self, local_counts: WorkCounts, stop: bool) -> tuple[WorkCounts, bool]:
-        """Before a step's first pass: counts over all ranks, and whether the run stops here.
+        """Called before a step's first pass: counts over all ranks, and True if the run stops.
 
         The answer to the second is the same on every rank.
         """
 
     def sum(self, values: Tensor) -> Tensor:
-        """A step's other sums over ranks: loss, gradients that aren't finite, load of experts."""
+        """Returns other sums over ranks: loss, gradients that aren't finite, load of experts."""
 
     def skipped(self) -> None:
-        """A step was given up; ``after_update`` of the communication method is not called for
-        it.
-        """
+        """Called for a skipped step, for which the communication's ``after_update`` isn't."""
         return
 
     def synchronize(self) -> None:
-        """Every rank calls it between the same two steps; weights are equal after it."""
+        """Makes weights equal on all ranks, which call it between the same two steps."""
         return
 
     def gather_states(self, state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-        """On rank 0 the same of each other rank, in order. For checkpoints; all ranks call it."""
+        """Returns on rank 0 the states of all other ranks, for checkpoints; all ranks call it."""
 
 
 @dataclass
 class SumsEachStep(RankSync):
-    """Every sum is taken when it is asked for, so that ranks never differ."""
+    """Sums immediately, so ranks never diverge."""
 
     layout: Layout
     diverged = False
@@ -251,7 +250,7 @@ class SumsEachStep(RankSync):
         return []
 
 
-# The setup.
+# Setup
 
 Edit = Callable[[nn.Module], None]
 MicroBatchSplit = Callable[[Sequence[Any]], list[list[Any]]]
@@ -260,19 +259,19 @@ Feed = Callable[[Iterator[tuple[MicroBatch, ...]], str], Iterator[tuple[MicroBat
 
 
 def in_one_piece(examples: Sequence[Any]) -> list[list[Any]]:
-    """BATCH: all of a rank's examples of a step are one micro-batch."""
+    """BATCH: lays out all of a rank's examples of a step as one micro-batch."""
     return [list(examples)]
 
 
 def run_once(engine: Engine, batch: StepBatch) -> tuple[Tensor, StepBatch]:
-    """BATCH: a step's passes are run once; an error ends the run. The loss sum, and what ran."""
+    """BATCH: runs a step's passes once; an error ends the run. Returns loss sum and passes."""
     return engine.gradients(batch.micro_batches, batch.counts.trained_tokens), batch
 
 
 def copy_to_device(
     steps: Iterator[tuple[MicroBatch, ...]], device: str
 ) -> Iterator[tuple[MicroBatch, ...]]:
-    """FEED: copy each step's micro-batches to the device when they are needed."""
+    """FEED: copies each step's micro-batches to the device when they are needed."""
     for micro_batches in steps:
         yield tuple(m.to(device) for m in micro_batches)
 
@@ -288,15 +287,15 @@ class Setup:
     job: Job
     plan: Plan
     context: JobContext
-    folder: Path | None = None  # for checkpoints; None: a technique that writes is refused
+    folder: Path | None = None  # folder of checkpoints; None: a technique that writes is refused
     sampler: Sampler | None = None
     collate: Collate | None = None
     feed: Feed = copy_to_device
     split_micro_batches: MicroBatchSplit = in_one_piece
-    # how a step's passes are run; BATCH may cut and run them again
+    # runs a step's passes; BATCH may cut and repeat them
     run_passes: RunPasses = run_once
     adapter: Callable[[nn.Module], nn.Module] | None = None
-    routing: Routing | None = None  # None: tokens go where the model sends them
+    routing: Routing | None = None  # None: the model's own routing
     experts: Edit = leave_model
     attention: Edit = leave_model
     layers: Edit = leave_model
@@ -305,18 +304,18 @@ class Setup:
     recompute: Edit = leave_model
     compile: Edit = leave_model
     precision: Precision = field(default_factory=GivenPrecision)
-    loss_scale: LossScaling | None = None  # PRECISION brings one with fp16
+    loss_scale: LossScaling | None = None  # a technique of PRECISION may set one for fp16
     layout: Layout = field(default_factory=OneProcess)
     communication: Communication = field(default_factory=NoCompression)
     optimizer: OptimizerFactory | None = None
     average: Average | None = None
-    checkpoint: Checkpointing | None = None  # None: state stays in memory
+    checkpoint: Checkpointing | None = None  # None: no checkpoints
     threads: Callable[[], None] = lambda: None
     allocator: Callable[[], None] = lambda: None
-    engine: Callable[[EngineParts], Engine] | None = None  # a LAYOUT may bring its own
-    clock: Clock = field(default_factory=NoPhaseTimer)  # counts what a step's time goes into
-    step_checks: StepChecks = field(default_factory=StepChecks)  # what each step is checked for
-    spike_policy: SpikeWatch | None = None  # what follows from a loss that rises
+    engine: Callable[[EngineParts], Engine] | None = None  # a layout may replace the engine
+    clock: Clock = field(default_factory=NoPhaseTimer)  # measures the parts of a step
+    step_checks: StepChecks = field(default_factory=StepChecks)  # checks after each step
+    spike_policy: SpikeWatch | None = None  # reaction to a loss spike
     live_tuner: LiveTuner | None = None  # changes settings between two steps
 
     @property
@@ -326,7 +325,7 @@ class Setup:
 
     @property
     def rank_sync(self) -> RankSync:
-        """Returns the exchange of a step's numbers over ranks; COMMUNICATION may have its own."""
+        """Returns the exchange of a step's numbers over ranks; COMMUNICATION's if it has one."""
         return (
             self.communication
             if isinstance(self.communication, RankSync)
@@ -359,7 +358,7 @@ def prepare(job: Job, plan: Plan, context: JobContext, folder: Path | None = Non
         )
     if setup.layout.replicated or setup.checkpoint is None:
         return setup
-    # A state that is written has to be a whole one.
+    # Checkpoints need the complete state.
     if not isinstance(setup.layout, SplitsState | SplitsWeights):
         raise InputError(
             "plan: this layout splits the model and can't write checkpoints of the parts; leave "
@@ -374,5 +373,5 @@ def prepare(job: Job, plan: Plan, context: JobContext, folder: Path | None = Non
 
 
 def unsupported_reasons(plan: Plan, context: JobContext) -> list[str]:
-    """Every reason why this plan can't work on this job, each starting with its technique."""
+    """Returns every reason why this plan can't work on this job; each names its technique."""
     return [f"{t.name()}: {reason}" for t in plan for reason in t.unsupported_reasons(context)]

@@ -15,7 +15,7 @@ from hasten.errors import InputError, as_input_error
 from hasten.parts.nn import multi_token
 from hasten.parts.nn.multi_token import MultiToken
 
-STATE_BYTES = 16  # of a weight in float32 with its gradient and AdamW's two moments
+STATE_BYTES = 16  # bytes of a weight in float32 with its gradient and AdamW's two moments
 
 
 @dataclass(frozen=True)
