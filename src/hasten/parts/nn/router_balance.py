@@ -40,13 +40,13 @@ from torch import Tensor, nn
 
 from hasten.parts.data.collate import IGNORED
 
-FILLER = -1  # the sequence of a slot that belongs to none
+FILLER = -1  # sequence of a position that belongs to none
 BIASED = ("deepseek_v3", "deepseek_v32", "deepseek_v4")
 UNBIASED = ("deepseek_v2",)
 
 
 def routers(model: nn.Module) -> list[Any]:
-    """The routers of a model in order: modules that choose ``top_k`` of ``num_experts``.
+    """Returns the routers of a model in order: modules that choose ``top_k`` of ``num_experts``.
 
     V4's first layers look a token's experts up in a table; there is nothing to balance.
     """
@@ -81,7 +81,7 @@ def sequence_ids(lengths: Sequence[int], shape: Sequence[int]) -> Tensor:
 
 
 def sequence_balance(scores: Tensor, chosen: Tensor, sequences: Tensor, weights: Tensor) -> Tensor:
-    """The sum over sequences of ``weights`` x sum_i f_i P_i.
+    """Returns the sum over sequences of ``weights`` x sum_i f_i P_i.
 
     Args:
         scores: (N, E), the routers' affinities, not negative; normalised here.
@@ -102,7 +102,7 @@ def sequence_balance(scores: Tensor, chosen: Tensor, sequences: Tensor, weights:
 
 
 def load_ratios(loads: Tensor) -> Tensor:
-    """Load of the busiest expert / the mean, of each layer: (layers, E) to (layers,).
+    """Returns the busiest expert's load / the mean of each layer: (layers, E) to (layers,).
 
     Less 1 it is the load violation MaxVio of arXiv:2408.15664. Without a token it is 1.
     """
@@ -121,7 +121,7 @@ class _RouterOutputs:
 
 
 class RouterBalance:
-    """Balances the routers of one model, hooked into these modules and no others.
+    """Balances the routers of one model through hooks on these modules.
 
     Args:
         speed: how far a bias moves after an update; 0: it stays.
@@ -141,11 +141,11 @@ class RouterBalance:
                 f"the routers of {type(model).__name__} have no bias to move; give speed 0 and a "
                 "sequence_loss"
             )
-        for bias in self.biases:  # steps of 0.001 would be lost in 8 bits
+        for bias in self.biases:  # bf16 would lose steps of 0.001
             bias.data = bias.data.to(torch.promote_types(bias.dtype, torch.float32))
         self.updates = 0
         self.last: Tensor | None = None  # tokens of each expert in the last step, (layers, E)
-        self._loads: Tensor | None = None  # the same since then, on the device
+        self._loads: Tensor | None = None  # tokens of each expert since then, on the device
         self._heard: _RouterOutputs | None = None
         self._open = False
         self._hooks = [
@@ -159,13 +159,13 @@ class RouterBalance:
         return [r.e_score_correction_bias for r in self.routers if _has_bias(r)]
 
     def remove(self) -> None:
-        """Take the hooks off; biases stay where they are."""
+        """Removes the hooks; biases keep their values."""
         for hook in self._hooks:
             hook.remove()
 
     @contextmanager
     def watching(self, sequences: Tensor) -> Iterator[None]:
-        """Inside, forward passes count; ``sequences`` from :func:`sequence_ids`, on the host.
+        """Counts forward passes inside; ``sequences`` from :func:`sequence_ids`, on the host.
 
         A pass of filler alone has one sequence, which weighs nothing.
         """
@@ -182,7 +182,7 @@ class RouterBalance:
         heard = self._heard
         if heard is None:
             raise ValueError("no pass was watched: run the model inside `watching`")
-        self._heard = None  # or its graph would live as long as this object
+        self._heard = None  # otherwise its graph would live as long as this object
         total = torch.zeros((), device=labels.device)
         if not self.sequence_loss:
             return total
@@ -197,7 +197,7 @@ class RouterBalance:
 
     @torch.no_grad()
     def after_update(self, total: Callable[[Tensor], Tensor] = lambda loads: loads) -> None:
-        """Move the biases; ``total`` sums a float64 tensor on the host over all ranks."""
+        """Moves the biases; ``total`` sums a float64 tensor on the host over all ranks."""
         if self._loads is None:
             return
         self.last = total(self._loads.double().cpu())  # waits for the device, once per step
@@ -206,7 +206,7 @@ class RouterBalance:
         if not self.speed:
             return
         moves = self.speed * torch.sign(self.last.mean(dim=1, keepdim=True) - self.last)
-        on_device: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # sent at once, not by layer
+        on_device: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # sent together
         for layer, bias in zip(range(len(moves)), self.biases, strict=True):
             device_and_dtype = bias.device, bias.dtype
             if device_and_dtype not in on_device:
@@ -214,7 +214,7 @@ class RouterBalance:
             bias += on_device[device_and_dtype][layer]
 
     def discard(self) -> None:
-        """Forget the passes since the last update."""
+        """Discards the passes since the last update."""
         self._loads = self._heard = None
 
     def _hear(self, layer: int) -> Callable[..., None]:
@@ -244,7 +244,7 @@ def _has_bias(router: Any) -> bool:
 
 
 def _scores(router: Any, logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """A router's affinities, and the experts that its paper's loss counts for each token.
+    """Returns a router's affinities, and the experts that its paper's loss counts for each token.
 
     V3 and V4 count the highest scores, whatever bias and groups chose; V2 counts the choice.
     """
