@@ -37,7 +37,7 @@ from hasten.machine import environment
 from hasten.machine.host import numa_nodes
 from hasten.machine.processes import loaded_library
 
-WAITING = {  # how idle threads may wait
+WAITING = {  # ways in which idle threads wait
     "auto": "briefly, then asleep",
     "asleep": "asleep",
     "spinning": "spinning",
@@ -45,19 +45,19 @@ WAITING = {  # how idle threads may wait
 
 
 def waiting(how: str) -> dict[str, str]:
-    """Variables for a way of `WAITING` (GNU's libgomp, Intel's libiomp5); none for "auto"."""
+    """Returns the variables of a `WAITING` entry (GNU's libgomp, Intel's libiomp5)."""
     if how == "auto":
         return {}
     asleep = how == "asleep"
     variables = {"OMP_WAIT_POLICY": "PASSIVE" if asleep else "ACTIVE"}
     variables["GOMP_SPINCOUNT"] = "0" if asleep else "INFINITY"  # libgomp prefers it to the policy
-    if loaded_library("libiomp5"):  # it spins 200 ms after work unless told otherwise
+    if loaded_library("libiomp5"):  # it spins 200 ms after work by default
         variables["KMP_BLOCKTIME"] = "0" if asleep else "200"
     return variables
 
 
 class IdleThreads:
-    """Idle threads of this process, which can sleep sooner than OpenMP's library lets them.
+    """Idle threads of this process, which can sleep sooner than OpenMP's default.
 
     With GNU's library, an idle thread looks for work 300,000 times before it sleeps. If the
     process has more OpenMP threads than cores, it looks 100 times (GOMP_SPINCOUNT in its manual).
@@ -66,16 +66,16 @@ class IdleThreads:
     """
 
     def __init__(self) -> None:
-        self._end: threading.Event | None = None  # of the extra team
+        self._end: threading.Event | None = None  # ends the extra team
 
     @property
     def sleep_sooner(self) -> bool:
-        """Returns True while the extra team is there."""
+        """Returns True while the extra team exists."""
         return self._end is not None
 
     @sleep_sooner.setter
     def sleep_sooner(self, wanted: bool) -> None:
-        """Nothing changes with another library, with one thread, or if the user decided."""
+        """Starts or ends the team; no effect with another library, one thread or a user's value."""
         if wanted == self.sleep_sooner:
             return
         if self._end is not None:
@@ -103,7 +103,7 @@ def _keep_team(library: str, size: int, end: threading.Event) -> None:
 def own_cores(
     cores: Sequence[int], rank: int, ranks: int, nodes: Sequence[frozenset[int]] = ()
 ) -> tuple[int, ...]:
-    """The cores of one of ``ranks`` processes; disjoint, neighbours, within a node if they fit.
+    """Returns the cores of one of ``ranks`` processes; neighbours, within a node if they fit.
 
     With fewer cores than ranks, ranks share one.
 
@@ -129,7 +129,7 @@ def memory_nodes(root: Path = Path("/")) -> list[frozenset[int]]:
 
 
 def cpu_list(text: str) -> list[int]:
-    """The kernel's list of processors, ``0-3,8``, as numbers."""
+    """Returns the numbers of the kernel's list of processors, ``0-3,8``."""
     cores: list[int] = []
     for span in filter(None, text.strip().split(",")):
         first, _, last = span.partition("-")
@@ -138,24 +138,24 @@ def cpu_list(text: str) -> list[int]:
 
 
 def usable_cores() -> tuple[int, ...]:
-    """The cores that this process may run on; empty where the system has no such masks."""
+    """Returns the cores that this process may use; empty if the system has no masks."""
     if not hasattr(os, "sched_getaffinity"):
         return ()
     return tuple(sorted(os.sched_getaffinity(0)))
 
 
 def keep_to(cores: Sequence[int]) -> None:
-    """Let every thread of this process run on these cores alone; later threads inherit it."""
+    """Restricts every thread of this process to these cores; later threads inherit it."""
     for path in Path("/proc/self/task").iterdir():
         try:
             os.sched_setaffinity(int(path.name), cores)
-        except ProcessLookupError:  # it ended meanwhile
+        except ProcessLookupError:  # the thread has ended
             continue
 
 
 @contextlib.contextmanager
 def with_threads(count: int) -> Iterator[None]:
-    """Within it this process, and those that it starts, compute with so many threads."""
+    """Sets the number of threads of this process, and of those that it starts, inside."""
     before = torch.get_num_threads()
     with environment.with_variables({"OMP_NUM_THREADS": str(count)}):
         torch.set_num_threads(count)
@@ -166,7 +166,7 @@ def with_threads(count: int) -> Iterator[None]:
 
 
 def use_threads(count: int, interop: int) -> None:
-    """So many threads within an operator and between operators.
+    """Sets the threads within an operator and between operators.
 
     The second number can't change any more once torch has begun to use it; it then stays.
     """
@@ -180,7 +180,7 @@ def use_threads(count: int, interop: int) -> None:
 
 
 def started_with() -> dict[str, str]:
-    """The variables this process was started with, later changes not among them (Linux)."""
+    """Returns the variables at the start of this process, without later changes (Linux)."""
     try:
         text = Path("/proc/self/environ").read_bytes().decode(errors="replace")
     except OSError:
@@ -190,7 +190,7 @@ def started_with() -> dict[str, str]:
 
 
 class QuietCollector:
-    """Looks for garbage after every ``every`` updates of an optimizer and at no other time.
+    """Collects garbage after every ``every`` updates of an optimizer and at no other time.
 
     From the first update on; when the optimizer is gone Python collects by itself again.
     """
@@ -205,14 +205,14 @@ class QuietCollector:
         self.collections = 0
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Follow this optimizer's updates."""
+        """Follows this optimizer's updates."""
         optimizer.register_step_post_hook(self._after_update)
         weakref.finalize(optimizer, _back_to_normal)
 
     def _after_update(self, *ignored: Any) -> None:
         if not self.updates:
             gc.collect()
-            gc.freeze()  # what lives now lives as long as the run
+            gc.freeze()  # present objects live as long as the run
             gc.disable()
         self.updates += 1
         if self.updates % self.every == 0:
