@@ -59,11 +59,11 @@ class WeightChunk:
         plain = all(p.is_cpu and p.dtype == torch.float32 for p in parts)
         self._flat = compiled.FlatWeights(parts) if plain and compiled.drift().library else None
 
-    def note(self) -> None:
+    def copy_to_anchor(self) -> None:
         """Copies the weights to the anchor."""
         self._read(self._anchor)
 
-    def give(self) -> None:
+    def copy_from_anchor(self) -> None:
         """Copies the anchor to the weights."""
         for part, (low, high) in zip(self._parts, self._places, strict=True):
             part.copy_(self._anchor[low:high])
@@ -86,7 +86,7 @@ class WeightChunk:
         codec.encode(self.moved(room), body)
         return bool(codec.finite(body, self.numbers))  # waits for the device
 
-    def take(
+    def apply_messages(
         self,
         messages: Tensor,
         codec: Codec,
@@ -102,7 +102,7 @@ class WeightChunk:
         """
         if self._flat is not None and isinstance(codec, QuantisedCodec) and outer is None:
             codes, scales = codec.parts_of(messages, self.numbers)
-            self._flat.take(self._anchor, codes, scales, shares, own_rank, codec.block, codec.bits)
+            self._flat.apply_messages(self._anchor, codes, scales, shares, own_rank, codec.block, codec.bits)
             return
         common, local_change, others = (room[: self.numbers] for room in rooms)
         common.zero_()
@@ -223,10 +223,10 @@ class Drift:
     def reset(self) -> None:
         """Makes the present weights, equal on all ranks, the common anchor."""
         for chunk in itertools.chain(*self._chunks):
-            chunk.note()
+            chunk.copy_to_anchor()
         self.tokens = [0.0] * len(self.edges)
 
-    def note(self, tokens: float) -> None:
+    def count_step(self, tokens: float) -> None:
         """Counts a step with so many trained tokens of this rank."""
         self.tokens = [before + tokens for before in self.tokens]
 
@@ -271,7 +271,7 @@ class Drift:
         rooms, at = self._rooms(fragment, 3), HEADER
         for chunk in self._chunks[fragment]:
             after = at + codec.message_bytes(chunk.numbers)
-            chunk.take(rows[:, at:after], codec, shares, self.rank, rooms, outer)
+            chunk.apply_messages(rows[:, at:after], codec, shares, self.rank, rooms, outer)
             at = after
         return stop
 
@@ -312,7 +312,7 @@ class Drift:
         self.travel(dist.all_reduce, moved)
         self.anchor.add_(moved)
         for chunk in itertools.chain(*self._chunks):
-            chunk.give()
+            chunk.copy_from_anchor()
         self.tokens = [0.0] * len(self.edges)
         return any(int(row[-1]) & STOP for row in table)
 
