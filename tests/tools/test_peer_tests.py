@@ -47,7 +47,7 @@ def test_training_lowers_the_loss(tmp_path):
     if "hasten" in sys.modules:
         from hasten.parts.kernels import registry
 
-        registry.assume_right("cpu")  # kernels are tried and timed for seconds otherwise
+        registry.assume_verified("cpu")  # kernels are tried and timed for seconds otherwise
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=20, hidden_size=16, intermediate_size=16,
                                          num_hidden_layers=1, num_attention_heads=2))

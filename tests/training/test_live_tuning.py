@@ -83,12 +83,12 @@ def test_a_faster_value_is_climbed_to_and_written_down() -> None:
     assert run.live.changed == {"size": 4}
     kept = [(n["from"], n["to"]) for n in run.notes if n.get("kept")]
     assert kept == [(1, 2), (2, 4)]
-    back = next(n for n in run.notes if n["switch"] and not n["kept"])
+    back = next(n for n in run.notes if n["setting"] and not n["kept"])
     assert (back["from"], back["to"], back["why"]) == (4, 8, "hurt")
     assert run.live.at_rest
     assert run.notes[-1] == {
         "step": run.notes[-1]["step"],
-        "switch": None,
+        "setting": None,
         "why": "nothing is left to try",
     }
 
@@ -105,7 +105,7 @@ def test_what_makes_no_difference_is_taken_back(seed: int) -> None:
 def test_a_value_that_is_much_slower_is_given_up_after_two_tries() -> None:
     run = Run(lambda s: 100 if s["size"] == 8 else 50, {"size": 8})
     run.go(60)
-    [note] = [n for n in run.notes if n["switch"]]
+    [note] = [n for n in run.notes if n["setting"]]
     assert (note["tries"], note["kept"], run.settings["size"]) == (2, False, 8)
     assert run.steps >= 2 * 2 * BLOCK
 
@@ -198,7 +198,7 @@ def test_ranks_that_train_apart_and_compiled_blocks_are_refused() -> None:
 def test_a_decision_is_one_sentence() -> None:
     line = {
         "step": 9,
-        "switch": "gradient_accumulation.micro_batch_size",
+        "setting": "gradient_accumulation.micro_batch_size",
         "from": 8,
         "to": 4,
         "kept": True,
@@ -250,7 +250,7 @@ def run(folder: Path, **changes: Any) -> tuple[dict[str, Any], list[str], Sessio
 def test_a_run_tries_its_settings_and_learns_as_one_that_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("BLOCK", 1), ("LOOKS", (2,)), ("MOST", 2)):
+    for name, value in (("BLOCK", 1), ("VERDICT_TRIES", (2,)), ("MOST_TRIES", 2)):
         monkeypatch.setattr(auto_adjust, name, value)
     plain, _, _ = run(tmp_path / "plain")
     summary, told, session = run(tmp_path / "auto", live_tuning=True)
@@ -260,11 +260,11 @@ def test_a_run_tries_its_settings_and_learns_as_one_that_does_not(
     path = tmp_path / "auto" / "run" / "adjustments.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines
-    assert all(line["switch"] is None or line["tries"] >= 2 for line in lines)
+    assert all(line["setting"] is None or line["tries"] >= 2 for line in lines)
     assert [t for t in told if t.startswith("step ")] == [
         auto_adjust.sentence(line) for line in lines
     ]
-    kept = {line["switch"]: line["to"] for line in lines if line.get("kept")}
+    kept = {line["setting"]: line["to"] for line in lines if line.get("kept")}
     assert summary["adjusted"] == kept
 
 

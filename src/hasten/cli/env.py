@@ -76,7 +76,7 @@ def env(
     job = facts.seen_at_start()
     stored = read_rates(rates, job) if rates is not None else None
     machine, speed = machine_facts(), "not measured" if no_measure else _speed(disk)
-    figures = registry.kept_figures if no_measure else registry.figures_here
+    figures = registry.stored_figures if no_measure else registry.figures_here
     kernels = figures(job.device)
     if as_json:
         say(json.dumps(_as_data(job, machine, speed, stored, kernels), indent=1))
@@ -223,7 +223,7 @@ def check_hardware() -> dict[str, Any]:
     from hasten.training.recording import machine_facts
 
     job_context, machine, speed = facts.seen_at_start(), machine_facts(), "not measured"
-    kernels = registry.kept_figures(job_context.device)
+    kernels = registry.stored_figures(job_context.device)
     _print_lines(job_context, machine, speed, None, kernels)
     return _as_data(job_context, machine, speed, None, kernels)
 

@@ -78,7 +78,7 @@ class StepChecks:
         self.compared_at = 0  # the last step after which all replicas were equal
         self._own_loss = math.nan
 
-    def given_up(self, loss_sum: float) -> None:
+    def store_loss(self, loss_sum: float) -> None:
         """Stores this rank's loss of a step without an update."""
         self._own_loss = loss_sum
 

@@ -26,7 +26,7 @@ from hasten.core.setup import Setup
 from hasten.core.step import most_on_a_rank, training, without_loss
 from hasten.core.timing import StepMetrics, data_stall, seconds_by_part, step_stability
 from hasten.machine import processes
-from hasten.machine.signals import HASTE, heard_signals
+from hasten.machine.signals import HASTE, stop_signals
 
 # Eval loss over all trained tokens of the eval examples, and the user's own metrics.
 
@@ -152,7 +152,7 @@ def _signals_to(handle: Callable[[int, Callable[[], object]], None]) -> Iterator
     if threading.current_thread() is not threading.main_thread():
         yield  # Python delivers signals to the main thread only
         return
-    before = {n: signal.getsignal(n) for n in heard_signals()}
+    before = {n: signal.getsignal(n) for n in stop_signals()}
 
     def on_signal(number: int, frame: object) -> None:
         handle(number, lambda: signal.signal(number, before[signal.Signals(number)]))

@@ -67,7 +67,7 @@ def order_of(factory: OptimizerFactory, named: Iterable[tuple[str, Tensor]]) -> 
     return [names[weight] for weight in weight_ids]
 
 
-def own_masters(session: Session) -> list[Tensor]:
+def separate_masters(session: Session) -> list[Tensor]:
     """Returns the true weights that are neither the module's own parameters nor shards of them."""
     layout = session.setup.layout
     if isinstance(layout, SplitsState) and layout.pieces:
@@ -76,20 +76,24 @@ def own_masters(session: Session) -> list[Tensor]:
     return [p for p in session.setup.precision.parameters() if id(p) not in module_ids]
 
 
-def put_together(
+def join_state(
     session: Session, tensors: dict[str, Tensor], numbers: Numbers
 ) -> tuple[dict[str, Tensor], Numbers]:
     """Joins the states of all ranks on the first rank; every rank calls it with its own."""
     layout = session.setup.layout
     if not isinstance(layout, SplitsWeights):
         return tensors, numbers
-    places = _Places(session, layout)
+    state_names = _StateNames(session, layout)
     local_tensors = {
-        places.full_name(n): t for n, t in tensors.items() if _split(n)[0] in places.local_names
+        state_names.full_name(n): t
+        for n, t in tensors.items()
+        if _split(n)[0] in state_names.local_names
     }
-    other_tensors = {n: t for n, t in tensors.items() if _split(n)[0] not in places.local_names}
+    other_tensors = {
+        n: t for n, t in tensors.items() if _split(n)[0] not in state_names.local_names
+    }
     local_numbers = {
-        places.full_name(f"{OPTIMIZER}/{key}"): value for key, value in numbers.items()
+        state_names.full_name(f"{OPTIMIZER}/{key}"): value for key, value in numbers.items()
     }
     merged: Numbers = {}
     for rank_numbers in layout.all_gather_object(_without_prefix(local_numbers)):
@@ -98,7 +102,7 @@ def put_together(
     return other_tensors | gathered, merged
 
 
-def own_part(
+def local_state(
     session: Session, tensors: dict[str, Tensor], numbers: Numbers
 ) -> tuple[dict[str, Tensor], Numbers]:
     """Returns this rank's part of a full state, under its own numbers. All ranks call it.
@@ -108,10 +112,10 @@ def own_part(
     layout = session.setup.layout
     if not isinstance(layout, SplitsWeights):
         return tensors, numbers
-    places = _Places(session, layout)
-    local_tensors = {places.local_name(name): tensor for name, tensor in tensors.items()}
+    state_names = _StateNames(session, layout)
+    local_tensors = {state_names.local_name(name): tensor for name, tensor in tensors.items()}
     local_numbers = {
-        places.local_name(f"{OPTIMIZER}/{key}"): value for key, value in numbers.items()
+        state_names.local_name(f"{OPTIMIZER}/{key}"): value for key, value in numbers.items()
     }
     return {n: t for n, t in local_tensors.items() if n is not None}, _without_prefix(local_numbers)
 
@@ -126,7 +130,7 @@ def gather_objects(session: Session, local_object: Any) -> list[Any]:
     )
 
 
-class _Places:
+class _StateNames:
     """Converts names between this rank's state and the full state.
 
     A name is ``model/NAME``, ``master/NUMBER`` or ``optimizer/NUMBER``. An optimizer's tensor also
@@ -139,7 +143,7 @@ class _Places:
         trained = [(n, p) for n, p in session.module.named_parameters() if p.requires_grad]
         local_names, full_names = order_of(session.setup.optimizer, trained), layout.ordered()
         weights = [p for group in session.optimizer.param_groups for p in group["params"]]
-        master_ids = {id(master) for master in own_masters(session)}
+        master_ids = {id(master) for master in separate_masters(session)}
         mastered = [n for n, p in zip(local_names, weights, strict=True) if id(p) in master_ids]
         anywhere = {name for names in layout.all_gather_object(mastered) for name in names}
         all_masters = [name for name in full_names if name in anywhere]
@@ -192,8 +196,8 @@ def _split(name: str) -> tuple[str, str]:
     return prefix, slash + key
 
 
-def _without_prefix(places: Mapping[str | None, Any]) -> Numbers:
-    return {k.removeprefix(f"{OPTIMIZER}/"): v for k, v in places.items() if k is not None}
+def _without_prefix(state_names: Mapping[str | None, Any]) -> Numbers:
+    return {k.removeprefix(f"{OPTIMIZER}/"): v for k, v in state_names.items() if k is not None}
 
 
 # Saves and restores the state of a session.
@@ -216,7 +220,7 @@ def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
     random = {"draws_as": _draws_as(session), **random_state()}
     ranks = [random] if alone else of_all_ranks(random)
     tensors = _unshared("model", session.loss_module.state_dict(keep_vars=True))
-    masters = {str(i): p for i, p in enumerate(own_masters(session))}
+    masters = {str(i): p for i, p in enumerate(separate_masters(session))}
     tensors |= {f"master/{name}": t.detach() for name, t in masters.items()}
     numbers: dict[str, Any] = {}
     for index, values in session.optimizer.state_dict()["state"].items():
@@ -225,8 +229,8 @@ def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
                 tensors[f"optimizer/{index}/{key}"] = value
             else:
                 numbers[f"{index}/{key}"] = value
-    tensors = _dealt(session, tensors, gather=True)
-    tensors, numbers = put_together(session, tensors, numbers)
+    tensors = _laid_out(session, tensors, gather=True)
+    tensors, numbers = join_state(session, tensors, numbers)
     moments = {name: t for name, t in tensors.items() if name.startswith("optimizer/")}
     for rank, state in enumerate(session.setup.rank_sync.gather_states(moments), start=1):
         tensors |= {f"rank/{rank}/{name}": t for name, t in state.items()}
@@ -283,8 +287,8 @@ def _of_another_plan(contents: str) -> InputError:
 
 def _restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
     progress = _progress_of(meta)
-    tensors, numbers = own_part(session, tensors, meta["optimizer"])
-    tensors = _dealt(session, tensors, gather=False)
+    tensors, numbers = local_state(session, tensors, meta["optimizer"])
+    tensors = _laid_out(session, tensors, gather=False)
     saved = {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")}
     rank, random = session.setup.context.world.rank, _random_state_of(session, meta["random"])
     moments = dict(tensors)
@@ -294,7 +298,7 @@ def _restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any])
     state = _optimizer_state(moments, numbers)
     slots = _slots_that_fit(session, saved, (tensors, state), meta)
     session.loss_module.load_state_dict(saved, strict=False)
-    for index, master in enumerate(own_masters(session)):
+    for index, master in enumerate(separate_masters(session)):
         master.data.copy_(tensors[f"master/{index}"])
     session.setup.precision.update_model_weights()
     groups = session.optimizer.state_dict()["param_groups"]
@@ -361,7 +365,7 @@ def _slots_that_fit(
     return matches
 
 
-def _dealt(session: Session, tensors: dict[str, Tensor], gather: bool) -> dict[str, Tensor]:
+def _laid_out(session: Session, tensors: dict[str, Tensor], gather: bool) -> dict[str, Tensor]:
     """Returns a state's tensors, gathered on the first rank or sharded to each rank.
 
     A stored state is the same for every layout, so any layout can resume from it.
@@ -372,7 +376,7 @@ def _dealt(session: Session, tensors: dict[str, Tensor], gather: bool) -> dict[s
     deal = layout.full_tensor if gather else layout.local_shard
     weights = session.loss_module.state_dict(keep_vars=True)
     owners = {f"model/{name}": weight for name, weight in weights.items()}
-    owners |= {f"master/{i}": weight for i, weight in enumerate(own_masters(session))}
+    owners |= {f"master/{i}": weight for i, weight in enumerate(separate_masters(session))}
     parameters = [p for group in session.optimizer.param_groups for p in group["params"]]
     owners |= {f"optimizer/{i}": weight for i, weight in enumerate(parameters)}
     converted = {}
@@ -445,7 +449,7 @@ def _check_same_update(
     saved_kind = meta.get("optimizer_kind", new_kind)
     if new_kind != saved_kind:
         raise _of_another_plan(f"the state of {saved_kind} and this run's optimizer is {new_kind}")
-    masters = {f"master/{i}": (m.shape, m.dtype) for i, m in enumerate(own_masters(session))}
+    masters = {f"master/{i}": (m.shape, m.dtype) for i, m in enumerate(separate_masters(session))}
     saved_masters = {n: (t.shape, t.dtype) for n, t in tensors.items() if n.startswith("master/")}
     if len(masters) != len(saved_masters):
         raise _of_another_plan(

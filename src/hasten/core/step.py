@@ -212,7 +212,7 @@ def train_step(session: Session, batch: StepBatch, started: float) -> StepMetric
     else:
         session.engine.zero_grad()
         setup.rank_sync.skipped()
-        setup.step_checks.given_up(step_numbers.loss_sum)
+        setup.step_checks.store_loss(step_numbers.loss_sum)
     clock.mark(OPTIMIZER)
     return _note(session, batch, step_numbers, started)
 

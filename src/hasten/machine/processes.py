@@ -258,7 +258,7 @@ def read_heartbeat(folder: Path, rank: int) -> HeartbeatState:
     return HeartbeatState(*BEAT.unpack(content)) if len(content) == BEAT.size else HeartbeatState()
 
 
-def read_words(folder: Path, rank: int) -> dict[str, Any] | None:
+def read_exit_reason(folder: Path, rank: int) -> dict[str, Any] | None:
     """Returns a rank's exit reason, or None."""
     with contextlib.suppress(OSError, ValueError):
         record: dict[str, Any] = json.loads(words_file(folder, rank).read_text())

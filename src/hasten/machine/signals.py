@@ -36,12 +36,12 @@ class StopSignal(KeyboardInterrupt):
     """
 
 
-def stop_words(name: str) -> str:
+def stop_sentence(name: str) -> str:
     """Returns the sentence for a command that the signal ended."""
     return "hasten: interrupted" if name == INTERRUPT else f"hasten: ended by {name}"
 
 
-def heard_signals() -> list[signal.Signals]:
+def stop_signals() -> list[signal.Signals]:
     """Returns the signals that stop a command, without those ignored at the process's start.
 
     ``nohup`` ignores SIGHUP; a shell's script ignores SIGINT for what it runs in the background.
@@ -66,7 +66,7 @@ def report_stop(error: KeyboardInterrupt) -> int:
     name = str(error) if isinstance(error, StopSignal) else INTERRUPT
     if world().is_main:
         notes = getattr(error, "__notes__", ())
-        print(" ".join([stop_words(name), *notes]), file=sys.stderr)
+        print(" ".join([stop_sentence(name), *notes]), file=sys.stderr)
     return _code(name)
 
 
@@ -83,7 +83,7 @@ def end_at_once() -> bool:
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
         name = signal.Signals(number).name
-        os.write(2, f"{stop_words(name)}\n".encode())
+        os.write(2, f"{stop_sentence(name)}\n".encode())
         os._exit(_code(name))
 
     if interruptible:

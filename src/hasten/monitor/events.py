@@ -86,7 +86,7 @@ def of_adjustment(line: Line) -> Event | None:
     mean = number(ratio.get("mean")) if isinstance(ratio, Mapping) else None
     gain = "" if mean is None else f", {mean:.2f}x tokens/s"
     change = f"{short(line.get('from'))} -> {short(line.get('to'))}"
-    text = short(f"{short(line.get('switch'))}: {change}{gain}")
+    text = short(f"{short(line.get('setting'))}: {change}{gain}")
     return Event("adjusted", number(line.get("step")), text)
 
 

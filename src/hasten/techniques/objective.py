@@ -52,7 +52,7 @@ class MultiTokenPrediction(Technique):
             with as_input_error(self.name()):
                 model = multi_token.model_of(loss_module)
                 ahead = MultiToken(model, self.depth, self.weight)
-            multi_token.minimise_too(loss_module, ahead)
+            multi_token.add_to_loss(loss_module, ahead)
 
         setup.objective = add
 

@@ -43,7 +43,7 @@ def simulate_devices(device: SimulatedDevice, count: int = 1) -> None:
 
     from hasten.parts.kernels import registry
 
-    registry.assume_right("cuda")  # kernels of a device that isn't there can't be tried
+    registry.assume_verified("cuda")  # kernels of a device that isn't there can't be tried
     # torch.tensor(.., device="cuda") asks the device for memory, unless it begins on the host.
     torch._C._set_only_lift_cpu_tensors(True)
     _answer_for_cuda(device, count)

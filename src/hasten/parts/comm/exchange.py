@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hasten.parts.comm import groups
-from hasten.parts.comm.groups import movable, own_of
+from hasten.parts.comm.groups import movable, open_own_group
 from hasten.parts.comm.rank_check import CollectiveError, RankReports
 from hasten.parts.comm.topology import host_name, hosts_of
 
@@ -63,7 +63,7 @@ class Ranks:
         everyone = tuple(range(dist.get_world_size()))
         self.reports = reports or RankReports("gradients", everyone, seconds)
         every = members or [everyone]
-        self._groups = [own_of(every, seconds, backend) for _ in (FIRST, SECOND)]
+        self._groups = [open_own_group(every, seconds, backend) for _ in (FIRST, SECOND)]
         self.rank: int = dist.get_rank(self._groups[FIRST])
         self.world: int = dist.get_world_size(self._groups[FIRST])
         self._sent = [0, 0]  # by stage, because each belongs to another thread

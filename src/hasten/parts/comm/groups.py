@@ -32,10 +32,10 @@ class Groups:
         """Opens the groups; every rank calls it. A collective may take ``seconds``."""
         rails = list(zip(*topology.hosts, strict=True)) if topology.uniform else []
         return cls(
-            within=own_of(topology.hosts, seconds),
-            across=own_of(rails, seconds),
-            ordered=own_of([topology.order], seconds),
-            leaders=own_of([tuple(host[0] for host in topology.hosts)], seconds),
+            within=open_own_group(topology.hosts, seconds),
+            across=open_own_group(rails, seconds),
+            ordered=open_own_group([topology.order], seconds),
+            leaders=open_own_group([tuple(host[0] for host in topology.hosts)], seconds),
         )
 
 
@@ -95,7 +95,9 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return moved.cpu()
 
 
-def own_of(groups: Iterable[tuple[int, ...]], seconds: float, backend: str | None = None) -> Any:
+def open_own_group(
+    groups: Iterable[tuple[int, ...]], seconds: float, backend: str | None = None
+) -> Any:
     """Opens these groups, ranks in the order given; returns the one with this rank, or None."""
     rank_group = None
     for ranks in groups:

@@ -102,7 +102,9 @@ class WeightChunk:
         """
         if self._flat is not None and isinstance(codec, QuantisedCodec) and outer is None:
             codes, scales = codec.parts_of(messages, self.numbers)
-            self._flat.apply_messages(self._anchor, codes, scales, shares, own_rank, codec.block, codec.bits)
+            self._flat.apply_messages(
+                self._anchor, codes, scales, shares, own_rank, codec.block, codec.bits
+            )
             return
         common, local_change, others = (room[: self.numbers] for room in rooms)
         common.zero_()
@@ -260,7 +262,9 @@ class Drift:
         return message
 
     @torch.no_grad()
-    def take(self, rows: Tensor, fragment: int, codec: Codec, outer: Outer | None = None) -> bool:
+    def apply_messages(
+        self, rows: Tensor, fragment: int, codec: Codec, outer: Outer | None = None
+    ) -> bool:
         """Moves anchor and weights by the messages of all ranks; True if any requests a stop.
 
         ``rows`` (ranks, bytes) are the messages of all ranks. Every rank adds them in the same
@@ -384,7 +388,7 @@ class LocalTraining(ABC):
         """
         self.steps += 1
         self._dirty = True
-        self.drift.note(tokens)
+        self.drift.count_step(tokens)
         if not self._due():
             return False
         if self.drift.size == 1:
@@ -485,7 +489,7 @@ class LocalSteps(LocalTraining):
         drift.travel(all_gather, rows, message)
         self.waited_seconds += time.perf_counter() - began
         self.message_bytes = message.numel()
-        wanted = drift.take(rows.view(drift.size, -1), 0, codec, self._outer)
+        wanted = drift.apply_messages(rows.view(drift.size, -1), 0, codec, self._outer)
         self.stop = self.stop or wanted
 
     @torch.no_grad()

@@ -140,7 +140,7 @@ class Stream(LocalTraining):
         if self.hidden_seconds is not None:
             self.hidden_seconds += min([began, *flight.back]) - flight.sent
         rows = flight.rows.view(drift.size, -1)
-        self.stop = drift.take(rows, flight.fragment, self.codec) or self.stop
+        self.stop = drift.apply_messages(rows, flight.fragment, self.codec) or self.stop
         return True
 
     def _time(self) -> None:
@@ -185,7 +185,7 @@ class Stream(LocalTraining):
             began = time.perf_counter()
             message = drift.message(0, kind)
             rows = message.new_zeros(drift.size * message.numel())  # nothing has moved
-            drift.take(rows.view(drift.size, -1), 0, kind)
+            drift.apply_messages(rows.view(drift.size, -1), 0, kind)
             drift.anchor[-1].item()  # waits for the device
             took.append(time.perf_counter() - began)
         drift.tokens = noted
@@ -194,7 +194,7 @@ class Stream(LocalTraining):
     def _cut(self, fragments: int) -> None:
         tokens = self.drift.tokens[0]
         self.drift.cut(fragments)
-        self.drift.note(tokens)
+        self.drift.count_step(tokens)
         self.fragments = fragments
 
     def state_dict(self) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class ZeroTrainer:
         """Clips, moves the weights, clears the gradients."""
         self.engine.step()
 
-    def give_up(self) -> None:
+    def discard_gradients(self) -> None:
         """Discards the gradients as DeepSpeed does after overflow; with fp16 the loss scale
         falls.
         """

@@ -82,15 +82,15 @@ class RowRoutes:
     traffic: TokenTraffic
     count: int  # T, this rank's tokens
     tokens: Tensor  # (N sent,), the token of each sent row, by rank and then by token
-    leaving: list[int]  # rows for each rank
-    coming: list[int]  # rows from each rank
-    homes: Tensor  # (S,), the local row of each pair
+    sends: list[int]  # rows for each rank
+    receives: list[int]  # rows from each rank
+    pair_rows: Tensor  # (S,), the local row of each pair
 
 
 Pairs = tuple[Tensor, Tensor, Tensor]  # x (S, H), expert of this rank (S, 1), weight (S, 1)
 
 
-def depart(
+def send_tokens(
     x: Tensor,
     index: Tensor,
     weights: Tensor,
@@ -109,25 +109,25 @@ def depart(
         weights: (T, K), the weight of each of them.
         local_experts: experts of a rank; expert e is on rank e // here of the group.
     """
-    tokens, where, leaving, coming, pairs_here = _addresses(index, local_experts, group, traffic)
+    tokens, where, sends, receives, pairs_here = _addresses(index, local_experts, group, traffic)
     local = index.index_select(0, tokens) - local_experts * where.unsqueeze(1)
     local = local.masked_fill((local < 0) | (local >= local_experts), ELSEWHERE)
     inputs = (x.index_select(0, tokens), weights.index_select(0, tokens))
-    rows, shares = _Exchange.apply(group, traffic, leaving, coming, *inputs)
-    places = _travel(local.int(), leaving, coming, group, traffic)
+    rows, shares = _Exchange.apply(group, traffic, sends, receives, *inputs)
+    places = _exchange_rows(local.int(), sends, receives, group, traffic)
     # As many as the sending ranks have announced, so the host need not wait for a count.
     chosen = torch.nonzero_static((places != ELSEWHERE).flatten(), size=pairs_here)[:, 0]
-    homes = chosen.div(places.shape[1], rounding_mode="floor")
-    routes = RowRoutes(group, traffic, len(x), tokens, leaving, coming, homes)
+    pair_rows = chosen.div(places.shape[1], rounding_mode="floor")
+    routes = RowRoutes(group, traffic, len(x), tokens, sends, receives, pair_rows)
     rank = dist.get_rank(group)
     traffic.passes += 1
-    traffic.local_rows += leaving[rank]
-    traffic.rows += sum(leaving) - leaving[rank]
-    if not len(homes):
+    traffic.local_rows += sends[rank]
+    traffic.rows += sum(sends) - sends[rank]
+    if not len(pair_rows):
         nothing = rows.sum() + shares.sum()  # keeps the backward pass in the graph without rows
         idle = rows.new_zeros(1, rows.shape[1]) + nothing.to(rows.dtype)
         return routes, (idle, index.new_zeros(1, 1), shares.new_zeros(1, 1))
-    pairs = rows.index_select(0, homes)
+    pairs = rows.index_select(0, pair_rows)
     return routes, (
         pairs,
         places.flatten().index_select(0, chosen).to(index.dtype).unsqueeze(1),
@@ -135,19 +135,19 @@ def depart(
     )
 
 
-def come_home(routes: RowRoutes, results: Tensor) -> Tensor:
+def return_results(routes: RowRoutes, results: Tensor) -> Tensor:
     """Steps 4 and 5: returns (T, H), the sum of each token's results.
 
     Sums are taken in float32 at least. On a GPU their order is fixed only under
     ``torch.use_deterministic_algorithms``, as for every ``index_add``.
     """
     wide = torch.promote_types(results.dtype, torch.float32)
-    if len(routes.homes):
-        rows = results.new_zeros(sum(routes.coming), results.shape[1], dtype=wide)
-        rows = rows.index_add(0, routes.homes, results.to(wide)).to(results.dtype)
+    if len(routes.pair_rows):
+        rows = results.new_zeros(sum(routes.receives), results.shape[1], dtype=wide)
+        rows = rows.index_add(0, routes.pair_rows, results.to(wide)).to(results.dtype)
     else:
         rows = results[:0]
-    back = (routes.group, routes.traffic, routes.coming, routes.leaving)
+    back = (routes.group, routes.traffic, routes.receives, routes.sends)
     (returned,) = _Exchange.apply(*back, rows)
     combined = results.new_zeros(routes.count, results.shape[1], dtype=wide)
     return combined.index_add(0, routes.tokens, returned.to(wide)).to(results.dtype)
@@ -162,28 +162,28 @@ def _addresses(
     owners = index.div(local_experts, rounding_mode="floor")  # (T, K)
     meant = owners.unsqueeze(0) == ranks.view(-1, 1, 1)  # (ranks, T, K)
     goes = meant.any(dim=2)  # (ranks, T)
-    leaving = torch.stack([goes.sum(dim=1), meant.sum(dim=(1, 2))], dim=1)  # rows and pairs
-    coming = torch.empty_like(leaving)
-    dist.all_to_all_single(coming, leaving, group=group)
+    sends = torch.stack([goes.sum(dim=1), meant.sum(dim=(1, 2))], dim=1)  # rows and pairs
+    receives = torch.empty_like(sends)
+    dist.all_to_all_single(receives, sends, group=group)
     traffic.messages += 1
-    traffic.bytes += leaving[0].nbytes * (len(ranks) - 1)
+    traffic.bytes += sends[0].nbytes * (len(ranks) - 1)
     # The host needs the message lengths: on a GPU it waits here, once per pass.
-    sent, got, pairs = torch.stack([leaving[:, 0], coming[:, 0], coming[:, 1]]).tolist()
+    sent, got, pairs = torch.stack([sends[:, 0], receives[:, 0], receives[:, 1]]).tolist()
     where, tokens = torch.nonzero_static(goes, size=sum(sent)).unbind(1)
     return tokens, where, sent, got, sum(pairs)
 
 
-def _travel(
+def _exchange_rows(
     x: Tensor,
-    leaving: list[int],
-    coming: list[int],
+    sends: list[int],
+    receives: list[int],
     group: dist.ProcessGroup,
     traffic: TokenTraffic,
 ) -> Tensor:
     """Sends rows to each rank of the group, by their counts; returns the received rows."""
-    received = x.new_empty(sum(coming), *x.shape[1:])
-    dist.all_to_all_single(received, x.contiguous(), coming, leaving, group=group)
-    others = len(x) - leaving[dist.get_rank(group)]
+    received = x.new_empty(sum(receives), *x.shape[1:])
+    dist.all_to_all_single(received, x.contiguous(), receives, sends, group=group)
+    others = len(x) - sends[dist.get_rank(group)]
     traffic.messages += 1
     traffic.bytes += others * x[:1].nbytes if len(x) else 0
     return received
@@ -197,16 +197,16 @@ class _Exchange(torch.autograd.Function):
         ctx: Any,
         group: dist.ProcessGroup,
         traffic: TokenTraffic,
-        leaving: list[int],
-        coming: list[int],
+        sends: list[int],
+        receives: list[int],
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.way = (coming, leaving, group, traffic)
-        return tuple(_travel(t, leaving, coming, group, traffic) for t in tensors)
+        ctx.way = (receives, sends, group, traffic)
+        return tuple(_exchange_rows(t, sends, receives, group, traffic) for t in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, None, None, *(_travel(g, *ctx.way) for g in grads))
+        return (None, None, None, None, *(_exchange_rows(g, *ctx.way) for g in grads))
 
 
 MARK = "shared_experts"  # attribute of a weight with a rank's part of the experts
@@ -284,13 +284,13 @@ class ExpertLayer:
     def _leave(self, module: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> Any:
         if self.alone:
             return args
-        self._routes, pairs = depart(*args, self.here, self.group, self.traffic)
+        self._routes, pairs = send_tokens(*args, self.here, self.group, self.traffic)
         return pairs
 
     @not_compiled
     def _return(self, module: nn.Module, args: Any, results: Tensor) -> Tensor:
         routes, self._routes = self._routes, None
-        return results if routes is None else come_home(routes, results)
+        return results if routes is None else return_results(routes, results)
 
     def gather_to_rank0(self, part: Tensor) -> Tensor | None:
         """Gathers all parts of a weight, or of its moments, on the first rank of all.

@@ -98,7 +98,7 @@ def send_gradients(module: nn.Module, send: bool) -> None:
         module.set_requires_gradient_sync(send)
 
 
-def let_go(module: nn.Module) -> None:
+def reshard_all(module: nn.Module) -> None:
     """Frees gathered weights: after a pass without gradients the outermost group isn't sharded."""
     for submodule in module.modules():
         if is_fsdp_module(submodule):

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from hasten.machine.lazy_torch import is_dtensor
 from hasten.parts.distributed.expert_parallel import has_room
-from hasten.parts.distributed.fsdp import let_go
+from hasten.parts.distributed.fsdp import reshard_all
 from hasten.parts.optim.muon import MuonAdamW
 
 if TYPE_CHECKING:
@@ -96,14 +96,14 @@ class LocalShards:
         """Moves the existing gradients to the shards, split like the shards."""
         for parameter, shard in self._pairs:
             if shard is not parameter and is_dtensor(parameter.grad):
-                shard.grad = _as_cut(parameter.grad, parameter)
+                shard.grad = _local_gradient(parameter.grad, parameter)
 
     def parameters(self) -> list[Tensor]:
         return [shard for _, shard in self._pairs]
 
     def update_model_weights(self) -> None:
         """Frees gathered weights of earlier passes after an update of the shards."""
-        let_go(self._module)
+        reshard_all(self._module)
 
     def finish(self, module: nn.Module) -> None:
         self.inner.finish(module)
@@ -155,7 +155,7 @@ def _pieces(parameter: Tensor) -> int:
     return shard_count
 
 
-def _as_cut(gradient: DTensor, parameter: Tensor) -> Tensor:
+def _local_gradient(gradient: DTensor, parameter: Tensor) -> Tensor:
     """Returns the gradient's local shard, after pending sums over ranks (norms of sequences)."""
     assert is_dtensor(parameter)
     if gradient.placements != parameter.placements:
@@ -167,7 +167,7 @@ def _as_cut(gradient: DTensor, parameter: Tensor) -> Tensor:
 
 
 @contextmanager
-def whole_on_first(module: nn.Module, model: nn.Module, first: bool) -> Iterator[bool]:  # noqa: C901  # all is put back as it was
+def full_on_first(module: nn.Module, model: nn.Module, first: bool) -> Iterator[bool]:  # noqa: C901  # all is put back as it was
     """Context in which rank 0's ``model`` is complete and runs alone; all ranks enter it.
 
     Weight by weight the shards are gathered, kept on the first rank and dropped on the
@@ -175,7 +175,7 @@ def whole_on_first(module: nn.Module, model: nn.Module, first: bool) -> Iterator
     pass needs no other rank. At the end shards and hooks are restored. Values written
     inside are lost.
     """
-    let_go(module)
+    reshard_all(module)
     places = [
         (owner, name, parameter)
         for owner in model.modules()

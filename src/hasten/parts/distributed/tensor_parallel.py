@@ -86,22 +86,22 @@ def why_not(layer: nn.Module) -> str:
     return ""
 
 
-def cut_beside_column(layer: nn.Module, mesh: DeviceMesh) -> None:
+def split_column_adapters(layer: nn.Module, mesh: DeviceMesh) -> None:
     """Splits the adapters of a layer that is split by output."""
     for first, second, drops in _adapters(layer):
-        first.weight = _dealt(first.weight, mesh, Replicate())
-        second.weight = _dealt(second.weight, mesh, Shard(0))
-        first.forward = partial(_whole_input, first, drops)
-        second.forward = partial(_piece, second)
+        first.weight = _distributed(first.weight, mesh, Replicate())
+        second.weight = _distributed(second.weight, mesh, Shard(0))
+        first.forward = partial(_column_a, first, drops)
+        second.forward = partial(_column_b, second)
 
 
-def cut_beside_row(layer: nn.Module, mesh: DeviceMesh, between: Placement) -> None:
+def split_row_adapters(layer: nn.Module, mesh: DeviceMesh, between: Placement) -> None:
     """Splits the adapters of a layer that is split by input; ``between``: its output's layout."""
     for first, second, drops in _adapters(layer):
-        first.forward = partial(_own_columns, first, drops, between, first.in_features)
-        first.weight = _dealt(first.weight, mesh, Shard(1))
-        second.weight = _dealt(second.weight, mesh, Replicate())
-        second.forward = partial(_whole_rank, second, between)
+        first.forward = partial(_row_a, first, drops, between, first.in_features)
+        first.weight = _distributed(first.weight, mesh, Shard(1))
+        second.weight = _distributed(second.weight, mesh, Replicate())
+        second.forward = partial(_row_b, second, between)
 
 
 def _adapters(layer: nn.Module) -> list[tuple[Any, Any, Any]]:
@@ -134,7 +134,7 @@ def _through(x: Tensor) -> Tensor:
     return x
 
 
-def _whole_input(self: Any, dropout: Any, x: Tensor) -> Tensor:
+def _column_a(self: Any, dropout: Any, x: Tensor) -> Tensor:
     """Runs A of an adapter on a column-split layer."""
     weight = self.weight
     if not isinstance(weight, DTensor):
@@ -147,13 +147,13 @@ def _whole_input(self: Any, dropout: Any, x: Tensor) -> Tensor:
     return shared.to_local(grad_placements=[Partial()])
 
 
-def _piece(self: Any, x: Tensor) -> Tensor:
+def _column_b(self: Any, x: Tensor) -> Tensor:
     """Runs B of an adapter on a column-split layer."""
     weight = self.weight
     return F.linear(x, weight.to_local() if isinstance(weight, DTensor) else weight)
 
 
-def _own_columns(self: Any, dropout: Any, between: Placement, width: int, x: Tensor) -> Tensor:
+def _row_a(self: Any, dropout: Any, between: Placement, width: int, x: Tensor) -> Tensor:
     """Runs A of an adapter on a row-split layer: its columns times the local input, summed."""
     weight = self.weight
     if not isinstance(weight, DTensor):
@@ -165,7 +165,7 @@ def _own_columns(self: Any, dropout: Any, between: Placement, width: int, x: Ten
     return part.redistribute(placements=[between]).to_local()
 
 
-def _whole_rank(self: Any, between: Placement, x: Tensor) -> Tensor:
+def _row_b(self: Any, between: Placement, x: Tensor) -> Tensor:
     """Runs B of an adapter on a row-split layer, on a part of the sequence or on all of it."""
     weight = self.weight
     if not isinstance(weight, DTensor):
@@ -229,13 +229,13 @@ def split_layers(
     for name in _matches(inner, plan.column):
         layer = inner.get_submodule(name)
         parallelize_module(base_of(layer), mesh, ColwiseParallel())
-        cut_beside_column(layer, mesh)
+        split_column_adapters(layer, mesh)
     for name in _matches(inner, plan.row):
         # A row split inside a region that ends replicated is summed to a replicated tensor.
         after = Replicate() if name in nested else between
         layer = inner.get_submodule(name)
         parallelize_module(base_of(layer), mesh, RowwiseParallel(output_layouts=after))
-        cut_beside_row(layer, mesh, after)
+        split_row_adapters(layer, mesh, after)
     for name in _matches(inner, plan.tails):
         module = inner.get_submodule(name)
         module.register_forward_hook(_Tail(getattr(config, plan.tail_size), mesh))
@@ -264,14 +264,14 @@ def split_vocabulary(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> No
     tied = weight is embedding.weight
     style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
     parallelize_module(embedding, mesh, style)
-    rows = embedding.weight if tied else _dealt(weight, mesh, Shard(0))
+    rows = embedding.weight if tied else _distributed(weight, mesh, Shard(0))
     bias = getattr(head, "bias", None)
     outer.lm_head = VocabularyParallelHead(
-        rows, None if bias is None else _dealt(bias, mesh, Shard(0)), mesh
+        rows, None if bias is None else _distributed(bias, mesh, Shard(0)), mesh
     )
 
 
-def _dealt(parameter: Tensor, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+def _distributed(parameter: Tensor, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
     cut = distribute_tensor(parameter.detach(), mesh, [placement])
     return nn.Parameter(cut, requires_grad=parameter.requires_grad)
 

@@ -151,7 +151,7 @@ class FlatWeights:
         arguments = (*self._given, *tensors, *sizes, rule)
         return bool(_call("drift_encode", self.numbers, *arguments, of=drift()))
 
-    def take(
+    def apply_messages(
         self,
         anchor: Tensor,
         codes: Tensor,

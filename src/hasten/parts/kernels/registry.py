@@ -573,7 +573,7 @@ _MEMORY: dict[Path, DeviceFigures] = {}  # results of this process: files may no
 _PRETENDED: set[str] = set()
 
 
-def assume_right(kind: str) -> None:
+def assume_verified(kind: str) -> None:
     """Marks kernels as verified, untested, on simulated devices of this kind."""
     _PRETENDED.add(kind)
 
@@ -609,7 +609,7 @@ def figures_here(device: str = "cpu", fresh: bool = False) -> DeviceFigures:
     return figures_of(variants(), device, times=True, fresh=fresh)
 
 
-def kept_figures(device: str = "cpu") -> DeviceFigures | None:
+def stored_figures(device: str = "cpu") -> DeviceFigures | None:
     """Returns earlier timings; None if there are none."""
     figures = _kept(_path(device, Sizes()))
     return figures if figures is not None and figures.measured_at else None

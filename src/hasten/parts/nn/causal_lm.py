@@ -42,7 +42,7 @@ def trunk(model: nn.Module) -> nn.Module:
     return decoder
 
 
-def called_modules(model: nn.Module) -> list[nn.Module]:
+def callable_modules(model: nn.Module) -> list[nn.Module]:
     """Returns the modules that user code may call: outer model, inner model, its decoder."""
     try:
         return [model, causal_lm(model), trunk(model)]

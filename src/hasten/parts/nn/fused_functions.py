@@ -57,7 +57,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return normed
 
 
-def norm_beside(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def norm_with_residual(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Returns the norm of ``x``, and ``x`` itself; one pass computes both gradients."""
     outputs: tuple[Tensor, Tensor] = _NormBeside.apply(x, weight, eps)
     return outputs

@@ -31,7 +31,7 @@ from hasten.parts.nn.fused_functions import (
     joinable,
     joined,
     linear,
-    norm_beside,
+    norm_with_residual,
     rms_norm,
     rotate,
     swiglu,
@@ -185,7 +185,7 @@ def _normed(norm: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         return norm(x), x
     weight = own_weight(norm.weight)
     if fits("rms_norm", x, weight) and torch.is_grad_enabled():
-        return norm_beside(x, weight, norm.variance_epsilon)
+        return norm_with_residual(x, weight, norm.variance_epsilon)
     return norm(x), x
 
 

@@ -152,7 +152,7 @@ add(NORMS_BESIDE, "torch", gradients(lambda x, weight: torch_norm(x, weight) + x
 add(
     NORMS_BESIDE,
     "hasten",
-    gradients(lambda x, weight: torch.add(*fused_functions.norm_beside(x, weight, EPS))),
+    gradients(lambda x, weight: torch.add(*fused_functions.norm_with_residual(x, weight, EPS))),
     BOTH,
     fused_layers.why_not,
 )

@@ -21,7 +21,7 @@ The order in (1) is that of the released weights as Transformers runs them (its
 streams through its layers; h^0 and h^k are the results of its last mixing.
 
     ahead = MultiToken(model, depth=1, weight=0.3)
-    minimise_too(loss_of, ahead)          # a WholeLogitsLoss or LabelOnlyLoss of this model
+    add_to_loss(loss_of, ahead)          # a WholeLogitsLoss or LabelOnlyLoss of this model
     optimizer = AdamW(loss_of.parameters())
 
 Nothing crosses from one document of a packed row to the next. If a token ahead belongs
@@ -178,7 +178,7 @@ def same_document(input_ids: Tensor, position_ids: Tensor | None, distance: int)
     return inside & (number == number.roll(-distance, dims=1))
 
 
-def minimise_too(loss_of: nn.Module, ahead: MultiToken) -> None:
+def add_to_loss(loss_of: nn.Module, ahead: MultiToken) -> None:
     """Adds the loss of the tokens ahead to the loss sum of a loss module's training passes.
 
     The modules become the loss module's ``ahead``, so that whatever moves, replicates or saves its

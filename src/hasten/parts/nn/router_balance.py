@@ -146,7 +146,7 @@ class RouterBalance:
         self.updates = 0
         self.last: Tensor | None = None  # tokens of each expert in the last step, (layers, E)
         self._loads: Tensor | None = None  # tokens of each expert since then, on the device
-        self._heard: _RouterOutputs | None = None
+        self._outputs: _RouterOutputs | None = None
         self._open = False
         self._hooks = [
             router.register_forward_hook(self._hear(layer))
@@ -169,29 +169,29 @@ class RouterBalance:
 
         A pass of filler alone has one sequence, which weighs nothing.
         """
-        self._heard = _RouterOutputs(sequences, max(int(sequences.max()), 0) + 1, {}, {})
+        self._outputs = _RouterOutputs(sequences, max(int(sequences.max()), 0) + 1, {}, {})
         self._open = True
         try:
             yield
         finally:
             self._open = False
-        self._count(self._heard)
+        self._count(self._outputs)
 
     def loss(self, labels: Tensor) -> Tensor:
         """Returns the addition to the loss sum of the last watched pass, with its ``labels``."""
-        heard = self._heard
-        if heard is None:
+        outputs = self._outputs
+        if outputs is None:
             raise ValueError("no pass was watched: run the model inside `watching`")
-        self._heard = None  # otherwise its graph would live as long as this object
+        self._outputs = None  # otherwise its graph would live as long as this object
         total = torch.zeros((), device=labels.device)
         if not self.sequence_loss:
             return total
-        home = heard.sequences.to(labels.device)
+        home = outputs.sequences.to(labels.device)
         trained = ((labels.flatten() != IGNORED) & (home != FILLER)).float()
-        weights = torch.zeros(heard.count, device=labels.device)
+        weights = torch.zeros(outputs.count, device=labels.device)
         weights.index_add_(0, home.clamp_min(0), trained)
-        for layer, logits in heard.logits.items():
-            scores, chosen = _scores(self.routers[layer], logits, heard.chosen[layer])
+        for layer, logits in outputs.logits.items():
+            scores, chosen = _scores(self.routers[layer], logits, outputs.chosen[layer])
             total = total + sequence_balance(scores, chosen, home, weights)
         return self.sequence_loss * total
 
@@ -215,17 +215,17 @@ class RouterBalance:
 
     def discard(self) -> None:
         """Discards the passes since the last update."""
-        self._loads = self._heard = None
+        self._loads = self._outputs = None
 
     def _hear(self, layer: int) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
-            if self._open and self._heard is not None:
-                self._heard.logits[layer], _, self._heard.chosen[layer] = output
+            if self._open and self._outputs is not None:
+                self._outputs.logits[layer], _, self._outputs.chosen[layer] = output
 
         return hook
 
     @torch.no_grad()
-    def _count(self, heard: _RouterOutputs) -> None:
+    def _count(self, outputs: _RouterOutputs) -> None:
         """Counts the tokens per expert; a rank without a layer counts 0 for it."""
         if self._loads is None:
             shape = len(self.routers), self.routers[0].num_experts
@@ -233,8 +233,8 @@ class RouterBalance:
             self._loads = torch.zeros(
                 shape, dtype=torch.float64, device=devices[0] if devices else None
             )
-        real = (heard.sequences != FILLER).to(self._loads)
-        for layer, chosen in heard.chosen.items():
+        real = (outputs.sequences != FILLER).to(self._loads)
+        for layer, chosen in outputs.chosen.items():
             each = real.to(chosen.device).unsqueeze(1).expand_as(chosen)
             self._loads[layer].index_add_(0, chosen.flatten(), each.flatten())
 

@@ -66,7 +66,7 @@ class KernelAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        divisor, skipped = told_by_scaler(self)
+        divisor, skipped = divisor_and_skip(self)
         if skipped:
             return loss
         updates: dict[torch.device, list[adamw.TensorUpdate]] = {}
@@ -153,7 +153,7 @@ def why_not(device: str | torch.device) -> str:
     return adamw.why_not(device)
 
 
-def told_by_scaler(optimizer: Any) -> tuple[Tensor | None, bool]:
+def divisor_and_skip(optimizer: Any) -> tuple[Tensor | None, bool]:
     """Returns the divisor of this step's gradients, and True if the step is skipped.
 
     ``torch.amp.GradScaler`` passes both to an optimizer that divides gradients itself. It

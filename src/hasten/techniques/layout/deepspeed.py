@@ -240,4 +240,4 @@ class ZeroEngine:
     def zero_grad(self) -> None:
         if self.setup.routing is not None:
             self.setup.routing.discard()
-        self.zero.give_up()
+        self.zero.discard_gradients()

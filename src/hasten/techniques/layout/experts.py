@@ -33,7 +33,7 @@ from hasten.parts.distributed.expert_parallel import (
     share_experts,
 )
 from hasten.parts.distributed.fsdp import Sharding, send_gradients, shard
-from hasten.parts.distributed.local_shards import LocalShards, whole_on_first
+from hasten.parts.distributed.local_shards import LocalShards, full_on_first
 from hasten.parts.distributed.mesh import MeshSizes, data_mesh
 from hasten.parts.nn.recompute import BlockRecompute
 from hasten.parts.optim.master_weights import MasterWeights
@@ -295,7 +295,7 @@ class ExpertsInFSDP(ExpertsLayout, ShardedLayout):
     def gather(self, model: nn.Module) -> Iterator[bool]:
         with (
             self._shared_experts().gathered() as first,
-            whole_on_first(self._module, model, first) as gathered,
+            full_on_first(self._module, model, first) as gathered,
         ):
             yield gathered
 

@@ -20,7 +20,7 @@ from hasten.machine.lazy_torch import is_dtensor
 from hasten.parts.comm.compression_settings import CompressionSettings
 from hasten.parts.distributed import local_shards
 from hasten.parts.distributed.fsdp import Sharding, is_sharded, send_gradients, shard
-from hasten.parts.distributed.local_shards import LocalShards, whole_on_first
+from hasten.parts.distributed.local_shards import LocalShards, full_on_first
 from hasten.parts.distributed.mesh import MeshSizes, data_mesh
 from hasten.parts.distributed.weight_broadcast import WeightBroadcast
 from hasten.parts.optim.master_weights import MasterWeights
@@ -180,7 +180,7 @@ class MeshLayout(ShardedLayout):
         return self.weights.norm(parameters, self.size, self.all_reduce_world)
 
     def gather(self, model: nn.Module) -> AbstractContextManager[bool]:
-        return whole_on_first(self._module, model, self.keeps)
+        return full_on_first(self._module, model, self.keeps)
 
 
 def lay_out(setup: Setup, sizes: MeshSizes, how: LayoutOptions) -> None:

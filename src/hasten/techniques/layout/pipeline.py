@@ -55,7 +55,7 @@ class PipelineEngine(PlainEngine):
         self.passes = self.filler = 0  # number of micro-batches so far
         self._filled: list[MicroBatch] = []  # micro-batches of the step in their order
         self._stage_pass = _StagePass()
-        hook = plain_forward if self.setup.routing is None else self._heard
+        hook = plain_forward if self.setup.routing is None else self._run_watched
         self.runner = layout.start(
             PassHooks(precision.region, precision.accumulate_gradients, hook)
         )
@@ -84,7 +84,7 @@ class PipelineEngine(PlainEngine):
         self.passes, self.filler = self.passes + count, self.filler + count - original_count
         return loss_sum
 
-    def _heard(self, number: int, run: Pass) -> tuple[Tensor, Tensor | None]:
+    def _run_watched(self, number: int, run: Pass) -> tuple[Tensor, Tensor | None]:
         """Runs a stage's pass under ROUTING, as a full model's pass."""
         if not (self.module.training and torch.is_grad_enabled()):  # an evaluation or a probe
             return run(), None

@@ -20,7 +20,7 @@ from hasten.errors import InputError, as_input_error
 from hasten.parts.comm.groups import gathered_objects
 from hasten.parts.distributed.ddp import reduce_now
 from hasten.parts.distributed.fsdp import shard_stage
-from hasten.parts.distributed.local_shards import LocalShards, whole_on_first
+from hasten.parts.distributed.local_shards import LocalShards, full_on_first
 from hasten.parts.distributed.mesh import MeshSizes, data_mesh
 from hasten.parts.distributed.pipeline import stages as partition
 from hasten.parts.distributed.pipeline.model import (
@@ -379,7 +379,7 @@ class StagesInPieces(StagesLayout, ShardedLayout):
     @contextmanager
     def gather(self, model: nn.Module) -> Iterator[bool]:
         """Joins each stage on one rank, then all stages on the first rank."""
-        with whole_on_first(self._module, model, self.keeps) as gathered:
+        with full_on_first(self._module, model, self.keeps) as gathered:
             if not gathered:
                 yield False
                 return
